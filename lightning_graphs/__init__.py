@@ -1,0 +1,55 @@
+"""CUDA graphs for PyTorch Lightning: a training step as one graph launch.
+
+Public names are resolved on first use (PEP 562), so that ``import lightning_graphs`` imports
+neither torch nor Lightning and touches no GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_graphs import core
+    from lightning_graphs.errors import (
+        CaptureError,
+        GraphError,
+        ReplayError,
+        SignatureError,
+        UnsupportedError,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "GraphError",
+    "ReplayError",
+    "SignatureError",
+    "UnsupportedError",
+    "__version__",
+    "core",
+]
+
+_HOMES = MappingProxyType(
+    {
+        "CaptureError": "lightning_graphs.errors",
+        "GraphError": "lightning_graphs.errors",
+        "ReplayError": "lightning_graphs.errors",
+        "SignatureError": "lightning_graphs.errors",
+        "UnsupportedError": "lightning_graphs.errors",
+    }
+)
+
+
+def __getattr__(name: str) -> object:
+    if name == "core":
+        return import_module("lightning_graphs.core")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,17 @@
+"""The graph core: capture and replay over two backends; knows torch, never lightning."""
+
+from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.graph import (
+    CUDAGraph,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+)
+
+__all__ = [
+    "BackendName",
+    "CUDAGraph",
+    "graph",
+    "graph_pool_handle",
+    "is_current_stream_capturing",
+]

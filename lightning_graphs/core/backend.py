@@ -1,0 +1,146 @@
+"""The contract that both backends fulfil, and the choice between them."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightning_graphs.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_graphs.core.inspect import GraphInfo
+
+BackendName = Literal["auto", "cuda", "emulated"]
+PoolHandle = tuple[int, int]
+CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class CapturedGraph(abc.ABC):
+    """One graph of one backend: the mechanics under :class:`~lightning_graphs.core.CUDAGraph`.
+
+    The methods mean what torch documents for ``torch.cuda.CUDAGraph``. Capture has no effect on the
+    world: afterwards every tensor that existed before, and every random generator, is as it was.
+    """
+
+    @abc.abstractmethod
+    def capture_begin(
+        self,
+        pool: PoolHandle | None,
+        capture_error_mode: str,
+        *,
+        annotate: bool,
+        check_input_liveness: bool,
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def capture_end(self) -> None: ...
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Leave a capture that failed: the allocator, generators and modes are as before."""
+
+    @abc.abstractmethod
+    def instantiate(self) -> None: ...
+
+    @abc.abstractmethod
+    def replay(self) -> None: ...
+
+    @abc.abstractmethod
+    def reset(self) -> None: ...
+
+    @abc.abstractmethod
+    def pool(self) -> PoolHandle: ...
+
+    @abc.abstractmethod
+    def enable_debug_mode(self) -> None: ...
+
+    @abc.abstractmethod
+    def debug_dump(self, debug_path: str) -> None: ...
+
+    @abc.abstractmethod
+    def raw_cuda_graph(self) -> int: ...
+
+    @abc.abstractmethod
+    def raw_cuda_graph_exec(self) -> int: ...
+
+    @abc.abstractmethod
+    def register_generator_state(self, generator: torch.Generator) -> None: ...
+
+    @abc.abstractmethod
+    def inspection(self) -> GraphInfo:
+        """Nodes and edges of the graph."""
+
+
+class Backend(abc.ABC):
+    """What a process needs of a backend outside of a single graph."""
+
+    name: Literal["cuda", "emulated"]
+    device_type: Literal["cuda", "cpu"]
+
+    @abc.abstractmethod
+    def new_graph(self, keep_graph: bool) -> CapturedGraph: ...
+
+    @abc.abstractmethod
+    def new_pool(self) -> PoolHandle: ...
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the current stream (CUDA) or thread (emulated) is being captured."""
+
+    @abc.abstractmethod
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Make ``stream``, or the device's default capture stream, current; restore afterwards."""
+
+    @abc.abstractmethod
+    def side_stream(self) -> AbstractContextManager[object]:
+        """A fresh stream that waits for the current one, which waits for it afterwards."""
+
+    @abc.abstractmethod
+    def prepare_capture(self) -> None:
+        """Synchronize and free cached memory, so that the graph's pool has room."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None: ...
+
+    @abc.abstractmethod
+    def refused_by_device(self, error: BaseException) -> bool:
+        """Whether ``error`` is the device's own refusal of an operation inside a capture."""
+
+
+@functools.cache
+def _cuda_backend() -> Backend:
+    from lightning_graphs.core.cuda import CudaBackend
+
+    return CudaBackend()
+
+
+@functools.cache
+def _emulated_backend() -> Backend:
+    from lightning_graphs.core.emulated import EmulatedBackend
+
+    return EmulatedBackend()
+
+
+def get_backend(name: BackendName = "auto") -> Backend:
+    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated.
+
+    Raises:
+        UnsupportedError: ``"cuda"`` was asked for and torch sees no GPU, or the name is unknown.
+    """
+    if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
+        return _emulated_backend()
+    if name not in ("auto", "cuda"):
+        raise UnsupportedError(
+            "A backend is one of 'auto', 'cuda' and 'emulated'.", f"backend={name!r}"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "The CUDA backend needs a GPU that torch can see.",
+            f"torch {torch.__version__}, torch.cuda.is_available() is False",
+            "use backend='emulated' to rehearse on the CPU, or install a CUDA build of torch",
+        )
+    return _cuda_backend()

@@ -1,0 +1,126 @@
+"""The user's line: which file and line of somebody's own code led to an operator."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import sys
+import types
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+def _library_roots() -> tuple[str, ...]:
+    """Folders whose frames are never the user's own code."""
+    roots = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric"):
+        spec = find_spec(name)
+        if spec is not None and spec.origin is not None:
+            roots.append(os.path.dirname(spec.origin))
+    roots.append(os.path.dirname(os.__file__) + os.sep + "contextlib.py")
+    roots.append(os.path.dirname(os.__file__) + os.sep + "functools.py")
+    return tuple(roots)
+
+
+LIBRARY_ROOTS = _library_roots()
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A line of the user's code.
+
+    Attributes:
+        file: Path of the source file, or ``"?"`` where no frame of the user's was on the stack.
+        line: Line number, from 1.
+        function: Name of the function the line is in.
+        columns: Where in the line the failing expression begins and ends, if that is known.
+    """
+
+    file: str = "?"
+    line: int = 0
+    function: str = "?"
+    columns: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    @property
+    def source(self) -> str:
+        """The failing expression, or else the line; empty where the source cannot be read."""
+        text = linecache.getline(self.file, self.line)
+        if self.columns is not None:
+            # Columns count bytes of UTF-8.
+            text = text.encode()[slice(*self.columns)].decode(errors="replace")
+        return text.strip()
+
+    def describe(self) -> str:
+        """``file.py:12 in training_step: loss.item()``, as it appears in messages."""
+        source = f": {self.source}" if self.source else ""
+        return f"{self} in {self.function}{source}"
+
+
+class CallSiteFinder:
+    """Finds the innermost frame that is the user's, remembering which files are not.
+
+    A finder lives as long as one recording; the verdict on a file is taken once.
+    """
+
+    def __init__(self) -> None:
+        self._is_library: dict[str, bool] = {}
+
+    def _library(self, filename: str) -> bool:
+        verdict = self._is_library.get(filename)
+        if verdict is None:
+            verdict = filename.startswith(LIBRARY_ROOTS) or filename.startswith("<")
+            self._is_library[filename] = verdict
+        return verdict
+
+    def here(self) -> CallSite:
+        """The user's line that is being executed by the calling thread."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if not self._library(frame.f_code.co_filename):
+                code = frame.f_code
+                return CallSite(code.co_filename, frame.f_lineno, code.co_name)
+            frame = frame.f_back
+        return CallSite()
+
+    def of_exception(self, error: BaseException) -> CallSite:
+        """The user's line nearest to where ``error`` was raised."""
+        site = CallSite()
+        traceback = error.__traceback__
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            if not self._library(code.co_filename):
+                columns = _columns(code, traceback.tb_lasti, traceback.tb_lineno)
+                site = CallSite(code.co_filename, traceback.tb_lineno, code.co_name, columns)
+            traceback = traceback.tb_next
+        return site
+
+
+def _columns(code: types.CodeType, instruction: int, line: int) -> tuple[int, int] | None:
+    """Columns of an instruction's expression, where Python knows them (3.11) and it is one line."""
+    if sys.version_info < (3, 11):
+        return None
+    first, last, start, end = next(
+        itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4
+    )
+    if first != line or last != line or start is None or end is None:
+        return None
+    return start, end
+
+
+def inside_compiled_module() -> bool:
+    """Whether the calling thread is inside a call of a ``torch.compile``d function or module.
+
+    torch runs such a call eagerly, not compiled, while a dispatch mode is active (observed on
+    torch 2.11 and 2.13); the frame of its wrapper is what gives the call away.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False

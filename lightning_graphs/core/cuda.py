@@ -1,0 +1,226 @@
+"""CUDA backend: torch does the capture, cuda.bindings does what torch does not.
+
+Beginning a capture with raw bindings would be unsound: the allocator's pool filters, the philox
+state and torch's registry of captures are reachable only through torch's own C++ class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.liveness import InputLiveness
+from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
+from lightning_graphs.errors import CaptureError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_graphs.core.annotations import AnnotatingRecorder
+    from lightning_graphs.core.inspect import GraphInfo
+
+_REFUSALS = (
+    "capturing",
+    "cudaErrorStreamCapture",
+    "during CUDA graph capture",
+    "capture_end() before capture_begin",
+    "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+    "Offset increment outside graph capture",
+)
+"""Fragments of the messages with which CUDA and torch refuse an operation inside a capture."""
+
+
+class CudaBackend(Backend):
+    """Captures with ``torch.cuda.CUDAGraph``; owns one default capture stream per device."""
+
+    name: Literal["cuda"] = "cuda"
+    device_type: Literal["cuda"] = "cuda"
+
+    def __init__(self) -> None:
+        self._capture_streams: dict[int, torch.cuda.Stream] = {}
+
+    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+        return CudaGraph(keep_graph)
+
+    def new_pool(self) -> PoolHandle:
+        return torch.cuda.graph_pool_handle()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        if stream is None:
+            # torch keeps one default stream for all devices, made on whichever came first.
+            device = torch.cuda.current_device()
+            if device not in self._capture_streams:
+                self._capture_streams[device] = torch.cuda.Stream(device)
+            stream = self._capture_streams[device]
+        return torch.cuda.stream(stream)
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def prepare_capture(self) -> None:
+        torch.cuda.synchronize()
+        if getattr(torch.compiler.config, "force_cudagraph_gc", False):
+            gc.collect()
+        torch.cuda.empty_cache()
+        empty_host_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def refused_by_device(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and any(part in str(error) for part in _REFUSALS)
+
+
+class CudaGraph(CapturedGraph):
+    """One ``torch.cuda.CUDAGraph``, and what our own bookkeeping knows about it."""
+
+    def __init__(self, keep_graph: bool) -> None:
+        self._keep_graph = keep_graph
+        self._generators: list[torch.Generator] = []
+        self._debug = False
+        self._pool: PoolHandle | None = None
+        self._device = 0
+        self._recorders = contextlib.ExitStack()
+        self._liveness: InputLiveness | None = None
+        self._annotations: AnnotatingRecorder | None = None
+        self._inspection: GraphInfo | None = None
+        self._native = torch.cuda.CUDAGraph(keep_graph=keep_graph)
+        self.replay = self._native.replay  # type: ignore[method-assign]
+
+    def capture_begin(
+        self,
+        pool: PoolHandle | None,
+        capture_error_mode: str,
+        *,
+        annotate: bool,
+        check_input_liveness: bool,
+    ) -> None:
+        # The handle must be known beforehand: a capture that fails does not tell its pool.
+        self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        self._device = torch.cuda.current_device()
+        self._native.capture_begin(pool=self._pool, capture_error_mode=capture_error_mode)
+        if check_input_liveness:
+            self._liveness = self._recorders.enter_context(InputLiveness(self._pool))
+        if annotate:
+            from lightning_graphs.core.annotations import AnnotatingRecorder
+
+            stream = torch.cuda.current_stream().cuda_stream
+            self._annotations = self._recorders.enter_context(AnnotatingRecorder(stream))
+
+    def capture_end(self) -> None:
+        self._recorders.close()
+        if self._annotations is not None:
+            self._inspection = self._annotations.inspection()
+            self._annotations = None
+        self._native.capture_end()
+        if self._liveness is not None:
+            self.replay = self._checked_replay  # type: ignore[method-assign]
+
+    def _checked_replay(self) -> None:
+        assert self._liveness is not None
+        self._liveness.check()
+        self._native.replay()
+
+    def abandon(self) -> None:
+        self._recorders.close()
+        self._annotations = None
+        try:
+            self._native.capture_end()
+        except RuntimeError:  # the capture was invalidated
+            if self._pool is not None and not self._released_by_torch():
+                abandon_capture_pool(self._device, self._pool)
+        else:
+            self._native.reset()
+        for generator in (torch.cuda.default_generators[self._device], *self._generators):
+            # A failed capture leaves the generator believing that it is captured; a clone does not.
+            generator.graphsafe_set_state(generator.clone_state())
+        torch.cuda.synchronize()
+        self._renew()
+
+    @staticmethod
+    def _released_by_torch() -> bool:
+        """Whether torch gives the pool of a failed capture back by itself: from 2.14 on."""
+        return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+    def _renew(self) -> None:
+        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
+        self.replay = self._native.replay  # type: ignore[method-assign]
+        self._liveness = self._inspection = self._pool = None
+        if self._debug:
+            self._native.enable_debug_mode()
+        for generator in self._generators:
+            self._native.register_generator_state(generator)
+
+    def instantiate(self) -> None:
+        self._native.instantiate()
+
+    def replay(self) -> None:
+        """Replaced on every instance by torch's own bound method: one call less per step."""
+        self._native.replay()
+
+    def reset(self) -> None:
+        self._native.reset()
+        self._renew()
+
+    def pool(self) -> PoolHandle:
+        return self._native.pool()
+
+    def enable_debug_mode(self) -> None:
+        self._debug = True
+        self._native.enable_debug_mode()
+
+    def debug_dump(self, debug_path: str) -> None:
+        self._native.debug_dump(debug_path)
+
+    def raw_cuda_graph(self) -> int:
+        return self._native.raw_cuda_graph()
+
+    def raw_cuda_graph_exec(self) -> int:
+        getter = getattr(self._native, "raw_cuda_graph_exec", None)
+        if getter is None:
+            raise UnsupportedError(
+                "raw_cuda_graph_exec() needs torch 2.9 or newer.", f"torch {torch.__version__}"
+            )
+        handle: int = getter()
+        return handle
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+        self._native.register_generator_state(generator)
+
+    def inspection(self) -> GraphInfo:
+        if self._inspection is not None:
+            return self._inspection
+        if not self._keep_graph:
+            raise UnsupportedError(
+                "Inspecting a CUDA graph needs its template.",
+                "keep_graph=False destroys the template at capture_end",
+                "create the graph with CUDAGraph(keep_graph=True), or capture it with "
+                "graph(..., enable_annotations=True)",
+            )
+        from lightning_graphs.core.inspect import from_cuda
+
+        return from_cuda(self.raw_cuda_graph(), None)
+
+
+def explain_refusal(error: BaseException, observed: str) -> CaptureError:
+    """CUDA's refusal as one of ours."""
+    reason = str(error).splitlines()[0]
+    return CaptureError(
+        "CUDA refused an operation inside the capture.",
+        f"{observed} ({reason})",
+        "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
+        "boolean indexing, torch.tensor(...), a copy from pageable host memory",
+    )

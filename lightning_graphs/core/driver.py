@@ -1,0 +1,295 @@
+"""The only place that calls ``cuda.bindings``: raw graph handles, through the driver API.
+
+The bindings are imported on first use and nothing is called at import, so that a machine without
+GPU, driver or cuda-python can import this package. What the *driver* can do is asked of
+:func:`driver_version`: newer bindings offer functions that an older driver lacks, and calling those
+raises. What the *bindings* call a function is asked of their major version's names, which differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, TypedDict
+
+import torch
+
+from lightning_graphs.errors import GraphError, UnsupportedError
+
+Grid = tuple[int, int, int]
+
+_UNSUPPORTED = frozenset(
+    {
+        "CUDA_ERROR_STUB_LIBRARY",
+        "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER",
+        "CUDA_ERROR_NO_DEVICE",
+        "CUDA_ERROR_NOT_FOUND",
+        "CUDA_ERROR_NOT_SUPPORTED",
+        "CUDA_ERROR_SYSTEM_NOT_READY",
+        "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+        "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+    }
+)
+_KINDS = {
+    "KERNEL": "kernel",
+    "MEMCPY": "memcpy",
+    "MEMSET": "memset",
+    "HOST": "host",
+    "GRAPH": "child",
+    "CONDITIONAL": "child",
+    "EMPTY": "empty",
+    "WAIT_EVENT": "event",
+    "EVENT_RECORD": "event",
+    "EXT_SEMAS_SIGNAL": "event",
+    "EXT_SEMAS_WAIT": "event",
+    "BATCH_MEM_OP": "event",
+    "MEM_ALLOC": "alloc",
+    "MEM_FREE": "free",
+}
+_MEMORY_TYPES = {1: "H", 2: "D", 3: "A", 4: "U"}
+_CAPTURE_ACTIVE = 1
+
+
+class NodeRecord(TypedDict):
+    """One node as the driver describes it.
+
+    ``bytes`` are what a memcpy, memset or allocation moves, sets or takes, 0 for the others;
+    ``grid`` (blocks) and ``block`` (threads) are None for everything but kernels. ``name`` is as
+    the driver has it: mangled for C++ kernels.
+    """
+
+    handle: int
+    kind: str
+    name: str
+    bytes: int
+    grid: Grid | None
+    block: Grid | None
+
+
+def driver() -> ModuleType:
+    """The module ``cuda.bindings.driver``.
+
+    Raises:
+        UnsupportedError: cuda-python is not installed, or cannot be loaded.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        major = (torch.version.cuda or "").partition(".")[0]
+        wanted = f">={major},<{int(major) + 1}" if major else ">=12.9,<14"
+        raise UnsupportedError(
+            "Handles of CUDA graphs are read through cuda-python, which must be installed.",
+            f"importing cuda.bindings.driver failed: {error}",
+            f'pip install "cuda-python{wanted}" (the CUDA major version of torch)',
+        ) from error
+
+
+def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
+    """Unpack what a function of the bindings returned.
+
+    Args:
+        result: The status, then the values.
+        call: The function's name, for the message.
+
+    Returns:
+        None, the only value, or the tuple of the values.
+
+    Raises:
+        UnsupportedError: The status says that driver or device cannot do this.
+        GraphError: Any other failure. Both name the CUDA error.
+    """
+    status, *values = result
+    if int(status) != 0:
+        name = str(getattr(status, "name", f"CUDA error {int(status)}"))
+        rule = f"{call} must succeed."
+        if name in _UNSUPPORTED:
+            raise UnsupportedError(rule, name, "use a newer NVIDIA driver, or another device")
+        raise GraphError(rule, name, "check that graph and stream are alive and on this device")
+    if len(values) == 1:
+        return values[0]
+    return tuple(values) or None
+
+
+def _call(name: str, *args: object) -> Any:
+    """Call a function of the bindings by name and unpack its result."""
+    function = getattr(driver(), name)
+    try:
+        result = function(*args)
+    except RuntimeError as error:
+        # Without libcuda, or without this function in it, the bindings raise instead of returning.
+        raise UnsupportedError(
+            f"{name} needs an NVIDIA driver that offers it.",
+            str(error),
+            "install or update the NVIDIA driver, or use the emulated backend",
+        ) from error
+    return check(result, name)
+
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA version that the installed driver supports, as (major, minor).
+
+    Raises:
+        UnsupportedError: There is no driver or no cuda-python.
+    """
+    version = int(_call("cuDriverGetVersion"))
+    return version // 1000, version % 1000 // 10
+
+
+def require_driver(minimum: tuple[int, int], feature: str) -> None:
+    """Refuse ``feature`` on a driver older than CUDA ``minimum``.
+
+    Raises:
+        UnsupportedError: The driver is older; the message names both versions.
+    """
+    present = driver_version()
+    if present < minimum:
+        raise UnsupportedError(
+            f"{feature} needs an NVIDIA driver for CUDA {minimum[0]}.{minimum[1]} or newer.",
+            f"the installed driver supports CUDA {present[0]}.{present[1]}",
+            "update the NVIDIA driver",
+        )
+
+
+def upload(graph_exec: int, stream: int) -> None:
+    """Move an executable graph to the device ahead of its first launch, in stream order.
+
+    Args:
+        graph_exec: A ``CUgraphExec`` handle.
+        stream: A ``CUstream`` handle.
+
+    Raises:
+        GraphError: The driver refuses.
+    """
+    _call("cuGraphUpload", graph_exec, stream)
+
+
+def capture_frontier(stream_handle: int) -> tuple[int, int]:
+    """How far the capture on a stream has come.
+
+    Nodes are listed in the order of their creation, so that two calls around an operator tell
+    which nodes it added.
+
+    Args:
+        stream_handle: A ``CUstream`` handle under capture.
+
+    Returns:
+        The ``CUgraph`` handle being captured into, and the number of nodes in it so far.
+
+    Raises:
+        GraphError: The stream is not capturing, or its capture has been invalidated.
+    """
+    # Without room for edge data a query fails on programmatic edges (CUDA_ERROR_LOSSY_QUERY). The
+    # function with room for it is `_v3` in the bindings of CUDA 12 and the plain one in 13.
+    name = "cuStreamGetCaptureInfo_v3"
+    if not hasattr(driver(), name):
+        name = "cuStreamGetCaptureInfo"
+    status, _, graph, *_ = _call(name, stream_handle)
+    if int(status) != _CAPTURE_ACTIVE:
+        raise GraphError(
+            "Nodes can be counted only while the stream is capturing.",
+            f"capture status {status.name}",
+            "call this between capture_begin() and capture_end(), on the capturing stream",
+        )
+    return int(graph), _count(int(graph))
+
+
+def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
+    """Every node of a graph in order of creation, and its edges as pairs of positions.
+
+    The nodes of a child graph follow after all nodes of its parent. The child node precedes its
+    body's first nodes, and what waits for the child waits for the body's last nodes too.
+
+    Args:
+        raw_graph: A ``CUgraph`` handle that stays alive during the call.
+
+    Raises:
+        UnsupportedError: The driver is older than CUDA 12.3 and cannot name kernels.
+        GraphError: The handle is no graph, or the driver refuses.
+    """
+    require_driver((12, 3), "Reading the nodes of a CUDA graph")
+    count = _count(raw_graph)
+    handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
+    nodes: list[NodeRecord] = []
+    bodies: list[tuple[int, int]] = []
+    for position, handle in enumerate(handles):
+        node, body = _describe(handle)
+        nodes.append(node)
+        if body is not None:
+            bodies.append((position, body))
+    edges = _edges(raw_graph, {node["handle"]: at for at, node in enumerate(nodes)})
+    for position, body in bodies:
+        _inline(position, body, nodes, edges)
+    return nodes, edges
+
+
+def _count(graph: int) -> int:
+    return int(_call("cuGraphGetNodes", graph, 0)[-1])
+
+
+def _edges(graph: int, position: dict[int, int]) -> list[tuple[int, int]]:
+    # `_v2` in the bindings of CUDA 12 is the plain function of 13. The edge data it returns is
+    # freed memory in 13.0.3 to 13.2.0 (NVIDIA/cuda-python#1804) and stays untouched.
+    name = "cuGraphGetEdges_v2"
+    if not hasattr(driver(), name):
+        name = "cuGraphGetEdges"
+    count = int(_call(name, graph, 0)[-1])
+    if not count:
+        return []
+    sources, targets, *_ = _call(name, graph, count)
+    return [
+        (position[int(source)], position[int(target)])
+        for source, target in zip(sources, targets, strict=True)
+    ]
+
+
+def _inline(child: int, body: int, nodes: list[NodeRecord], edges: list[tuple[int, int]]) -> None:
+    """Append the nodes of a child graph's body and tie them in where the child stands."""
+    inner, inner_edges = walk(body)
+    base = len(nodes)
+    entered = {target for _, target in inner_edges}
+    left = {source for source, _ in inner_edges}
+    followers = [target for source, target in edges if source == child]
+    nodes.extend(inner)
+    edges.extend((base + source, base + target) for source, target in inner_edges)
+    for position in range(len(inner)):
+        if position not in entered:
+            edges.append((child, base + position))
+        if position not in left:
+            edges.extend((base + position, follower) for follower in followers)
+
+
+def _describe(handle: Any) -> tuple[NodeRecord, int | None]:
+    """One node, and the handle of its body when it is a child graph."""
+    label = str(_call("cuGraphNodeGetType", handle).name).removeprefix("CU_GRAPH_NODE_TYPE_")
+    kind = _KINDS.get(label, "empty")
+    node = NodeRecord(
+        handle=int(handle), kind=kind, name=label.lower(), bytes=0, grid=None, block=None
+    )
+    if label == "KERNEL":
+        params = _call("cuGraphKernelNodeGetParams", handle)
+        node["name"] = _kernel_name(params)
+        node["grid"] = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
+        node["block"] = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
+    elif label == "MEMCPY":
+        params = _call("cuGraphMemcpyNodeGetParams", handle)
+        source = _MEMORY_TYPES.get(int(params.srcMemoryType), "?")
+        target = _MEMORY_TYPES.get(int(params.dstMemoryType), "?")
+        node["name"] = f"memcpy {source} to {target}"
+        node["bytes"] = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
+    elif label == "MEMSET":
+        params = _call("cuGraphMemsetNodeGetParams", handle)
+        node["bytes"] = params.elementSize * params.width * max(1, params.height)
+    elif label == "MEM_ALLOC":
+        node["bytes"] = int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
+    elif label == "GRAPH":
+        return node, int(_call("cuGraphChildGraphNodeGetGraph", handle))
+    return node, None
+
+
+def _kernel_name(params: Any) -> str:
+    # Kernels of a lazily loaded library carry only `kern`, those of a module only `func`.
+    if int(params.kern):
+        name = _call("cuKernelGetName", params.kern)
+    else:
+        name = _call("cuFuncGetName", params.func)
+    return str(name.decode())

@@ -1,0 +1,230 @@
+"""CPU backend: replays a recording into the recorded storages.
+
+It proves semantics: what a capture records, what a replay computes, what CUDA would refuse. It
+never proves speed, nor that a kernel is legal to capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.recording import GraphMemory, Recording, RecordingCapture
+from lightning_graphs.core.torch_private import dispatch_modes
+from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+
+if TYPE_CHECKING:
+    from lightning_graphs.core.inspect import GraphInfo
+
+
+class EmulatedBackend(Backend):
+    """Captures and replays on the CPU, in the calling thread."""
+
+    name: Literal["emulated"] = "emulated"
+    device_type: Literal["cpu"] = "cpu"
+
+    def __init__(self) -> None:
+        self._pools = itertools.count(1)
+        self._unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+
+    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+        return EmulatedGraph(self, keep_graph)
+
+    def new_pool(self) -> PoolHandle:
+        return (0, next(self._pools))
+
+    def is_capturing(self) -> bool:
+        return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
+
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def prepare_capture(self) -> None:
+        """Nothing to free: memory of a recording is ordinary memory."""
+
+    def synchronize(self) -> None:
+        """Nothing runs asynchronously."""
+
+    def refused_by_device(self, error: BaseException) -> bool:
+        return False
+
+    def poison(self, memory: GraphMemory) -> None:
+        """Hide what a capture computed until the first replay computes it for real."""
+        memory.poison()
+        self._unreplayed.add(memory)
+
+    def replayed(self, memory: GraphMemory) -> None:
+        """The memory holds real values from now on."""
+        memory.forget_hidden()
+        self._unreplayed.discard(memory)
+
+    @contextlib.contextmanager
+    def revealed(self) -> Iterator[None]:
+        """While a capture runs, earlier captures show the values that they computed.
+
+        On CUDA nothing executes during a capture, so a backward pass may be captured over
+        activations that no replay has filled yet. Here it executes, and sentinel values would lead
+        integer indices out of bounds.
+        """
+        hidden = list(self._unreplayed)
+        for memory in hidden:
+            memory.reveal()
+        try:
+            yield
+        finally:
+            for memory in hidden:
+                memory.poison()
+
+
+class EmulatedGraph(CapturedGraph):
+    """A recording and, once instantiated, the list of operators that a replay runs."""
+
+    def __init__(self, backend: EmulatedBackend, keep_graph: bool) -> None:
+        self._backend = backend
+        self._keep_graph = keep_graph
+        self._debug = False
+        self._generators: list[torch.Generator] = []
+        self._pool: PoolHandle | None = None
+        self._capture: RecordingCapture | None = None
+        self._revealed: contextlib.ExitStack | None = None
+        self._rng: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._template: Recording | None = None
+        self._executable: Recording | None = None
+
+    @property
+    def recording(self) -> Recording:
+        """The template: edits of its operations take effect at the next :meth:`instantiate`.
+
+        Raises:
+            ReplayError: nothing was captured, or the template went with ``keep_graph=False``.
+        """
+        if self._template is None:
+            raise ReplayError(
+                "The template of a graph exists after capture_end and only with keep_graph=True.",
+                f"keep_graph={self._keep_graph}",
+                "create the graph with CUDAGraph(keep_graph=True)",
+            )
+        return self._template
+
+    def capture_begin(
+        self,
+        pool: PoolHandle | None,
+        capture_error_mode: str,
+        *,
+        annotate: bool,
+        check_input_liveness: bool,
+    ) -> None:
+        # Annotations and input liveness cost nothing here: a recording always knows both.
+        if self._backend.is_capturing():
+            raise CaptureError(
+                "One capture at a time.",
+                "capture_begin was called while this thread is capturing",
+                "end the other capture first",
+            )
+        self._pool = pool if pool is not None else self._backend.new_pool()
+        generators = [torch.default_generator, *self._generators]
+        self._rng = [(generator, generator.get_state()) for generator in generators]
+        self._revealed = contextlib.ExitStack()
+        self._revealed.enter_context(self._backend.revealed())
+        self._capture = RecordingCapture(generators)
+        self._capture.__enter__()
+
+    def _leave_capture(self) -> Recording:
+        capture, revealed = self._capture, self._revealed
+        if capture is None or revealed is None:
+            raise CaptureError("capture_end needs a capture_begin before it.")
+        self._capture = self._revealed = None
+        capture.__exit__(None, None, None)
+        capture.restore_world()
+        for generator, state in self._rng:
+            generator.set_state(state)
+        revealed.close()
+        return capture.finish()
+
+    def capture_end(self) -> None:
+        recording = self._leave_capture()
+        if not recording.operations:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be "
+                "captured on wrong device or stream.",
+                stacklevel=3,
+            )
+        self._backend.poison(recording.memory)
+        self._template = recording
+        if not self._keep_graph:
+            self.instantiate()
+            if not self._debug:
+                self._template = None
+
+    def abandon(self) -> None:
+        if self._capture is not None:
+            self._leave_capture()
+        self.reset()
+
+    def instantiate(self) -> None:
+        self._executable = self.recording.snapshot()
+
+    def replay(self) -> None:
+        if self._executable is None:
+            self.instantiate()
+        assert self._executable is not None
+        self._executable.run()
+        self._backend.replayed(self._executable.memory)
+
+    def reset(self) -> None:
+        self._template = self._executable = None
+        self._pool = None
+
+    def pool(self) -> PoolHandle:
+        if self._pool is None or self._capture is not None:
+            raise CaptureError("pool() needs a finished capture.", remedy="capture first")
+        return self._pool
+
+    def enable_debug_mode(self) -> None:
+        self._debug = True
+
+    def debug_dump(self, debug_path: str) -> None:
+        if not (self._debug or self._keep_graph):
+            warnings.warn(
+                "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()",
+                stacklevel=3,
+            )
+            return
+        with open(debug_path, "w", encoding="utf-8") as file:
+            file.write(self.inspection().to_dot(fold=False))
+
+    def raw_cuda_graph(self) -> int:
+        self.recording  # noqa: B018  (refuses first where CUDA would)
+        raise UnsupportedError(
+            "The emulated backend has no cudaGraph_t.",
+            "raw_cuda_graph() on backend='emulated'",
+            "use lightning_graphs.core.inspect, which reads both backends",
+        )
+
+    def raw_cuda_graph_exec(self) -> int:
+        if self._executable is None:
+            raise ReplayError("raw_cuda_graph_exec() needs an instantiated graph.")
+        raise UnsupportedError(
+            "The emulated backend has no cudaGraphExec_t.",
+            "raw_cuda_graph_exec() on backend='emulated'",
+            "use lightning_graphs.core.inspect, which reads both backends",
+        )
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+
+    def inspection(self) -> GraphInfo:
+        from lightning_graphs.core.inspect import from_recording
+
+        return from_recording(self.recording.launched())

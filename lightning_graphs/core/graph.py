@@ -1,0 +1,281 @@
+"""``CUDAGraph`` and ``graph``: torch's documented API over either backend."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_graphs.core.backend import (
+    CAPTURE_ERROR_MODES,
+    Backend,
+    BackendName,
+    PoolHandle,
+    get_backend,
+)
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.errors import CaptureError, ReplayError
+
+if TYPE_CHECKING:
+    from lightning_graphs.core.inspect import GraphInfo
+
+
+def graph_pool_handle(*, backend: BackendName = "auto") -> PoolHandle:
+    """An opaque token for a memory pool that several graphs may share.
+
+    Share a pool among graphs that replay in the order of their capture and never at the same time.
+    """
+    return get_backend(backend).new_pool()
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether a capture is under way on the current CUDA stream, or emulated on this thread."""
+    if torch.cuda.is_available() and get_backend("cuda").is_capturing():
+        return True
+    return get_backend("emulated").is_capturing()
+
+
+class CUDAGraph:
+    """A graph of captured work, with the API that torch documents for ``torch.cuda.CUDAGraph``.
+
+    Args:
+        keep_graph: With False, ``capture_end`` instantiates the graph and drops its template. With
+            True, the template stays: it may be inspected and edited, and :meth:`instantiate` or
+            the first :meth:`replay` makes it executable.
+        backend: ``"cuda"``, ``"emulated"``, or ``"auto"``: CUDA when torch sees a GPU.
+
+    Raises:
+        UnsupportedError: ``backend="cuda"`` without a GPU.
+    """
+
+    def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
+        self._backend = get_backend(backend)
+        self._captured = self._backend.new_graph(keep_graph)
+        self._capturing = False
+        self._replay = self._refuse_replay
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that captures and replays this graph."""
+        return self._backend
+
+    def capture_begin(
+        self,
+        pool: PoolHandle | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+        *,
+        enable_annotations: bool = False,
+    ) -> None:
+        """Begin to capture; :class:`graph` does it for you, with the right stream.
+
+        Args:
+            pool: Token of :func:`graph_pool_handle` or :meth:`pool`, to share memory with.
+            capture_error_mode: ``"global"``, ``"thread_local"`` or ``"relaxed"``: which unsafe
+                calls end the capture, those of all threads, of this one, or none
+                (``cudaStreamCaptureMode``).
+            check_input_liveness: Let every replay refuse to read an input that was freed.
+            enable_annotations: Name the Python scopes that launched each node.
+
+        Raises:
+            CaptureError: a capture is under way, or the graph holds one already.
+        """
+        if capture_error_mode not in CAPTURE_ERROR_MODES:
+            raise CaptureError(
+                "capture_error_mode is one of 'global', 'thread_local' and 'relaxed'.",
+                f"capture_error_mode={capture_error_mode!r}",
+            )
+        if self._capturing or self._replay != self._refuse_replay:
+            raise CaptureError(
+                "A graph holds one capture.",
+                "capture_begin() on a CUDAGraph that was captured before",
+                "call reset() first, or create another CUDAGraph",
+            )
+        self._captured.capture_begin(
+            pool,
+            capture_error_mode,
+            annotate=enable_annotations,
+            check_input_liveness=check_input_liveness,
+        )
+        self._capturing = True
+
+    def capture_end(self) -> None:
+        """End the capture; :meth:`replay` may be called afterwards.
+
+        Raises:
+            CaptureError: no capture is under way, or something in it was refused.
+        """
+        if not self._capturing:
+            raise CaptureError("capture_end() needs a capture_begin() before it.")
+        try:
+            self._captured.capture_end()
+        except RuntimeError as error:
+            self.abandon_capture()
+            raise _as_capture_error(self._backend, error) from error
+        self._capturing = False
+        self._replay = self._captured.replay
+
+    def abandon_capture(self) -> None:
+        """Leave a capture whose body failed; the graph is empty and may be captured again."""
+        self._capturing = False
+        self._captured.abandon()
+
+    def instantiate(self) -> None:
+        """Make the template executable; with ``keep_graph=True`` it may be repeated after edits.
+
+        Raises:
+            ReplayError: there is no template.
+        """
+        self._refuse_without_capture("instantiate()")
+        self._captured.instantiate()
+
+    def replay(self) -> None:
+        """Launch the captured work on the current stream.
+
+        Raises:
+            ReplayError: nothing was captured, or an input was freed (``check_input_liveness``;
+                always on the emulated backend).
+        """
+        self._replay()
+
+    def _refuse_replay(self) -> None:
+        self._refuse_without_capture("replay()")
+
+    def _refuse_without_capture(self, call: str) -> None:
+        if self._replay == self._refuse_replay:
+            raise ReplayError(
+                f"{call} needs a finished capture.",
+                "the CUDAGraph is empty",
+                "capture with lightning_graphs.core.graph(cuda_graph) first",
+            )
+
+    def reset(self) -> None:
+        """Drop the captured work and its memory; the graph may be captured again."""
+        self._replay = self._refuse_replay
+        self._captured.reset()
+
+    def pool(self) -> PoolHandle:
+        """The token of this graph's memory pool.
+
+        Raises:
+            ReplayError: nothing was captured.
+        """
+        self._refuse_without_capture("pool()")
+        return self._captured.pool()
+
+    def enable_debug_mode(self) -> None:
+        """Keep what :meth:`debug_dump` needs; to be called before the capture."""
+        self._captured.enable_debug_mode()
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Write the graph as DOT to ``debug_path``, if debug mode was enabled."""
+        self._refuse_without_capture("debug_dump()")
+        self._captured.debug_dump(debug_path)
+
+    def raw_cuda_graph(self) -> int:
+        """The ``cudaGraph_t``; it exists with ``keep_graph=True`` only.
+
+        Raises:
+            GraphError: there is no template, or the backend has no such handle.
+        """
+        self._refuse_without_capture("raw_cuda_graph()")
+        return self._captured.raw_cuda_graph()
+
+    def raw_cuda_graph_exec(self) -> int:
+        """The ``cudaGraphExec_t``; valid until the next :meth:`instantiate` or :meth:`reset`.
+
+        Raises:
+            GraphError: the graph is not instantiated, or the backend has no such handle.
+        """
+        self._refuse_without_capture("raw_cuda_graph_exec()")
+        return self._captured.raw_cuda_graph_exec()
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """Let the captured code draw from ``generator``: replays advance it as eager code would."""
+        self._captured.register_generator_state(generator)
+
+    def inspection(self) -> GraphInfo:
+        """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
+        self._refuse_without_capture("inspection")
+        return self._captured.inspection()
+
+
+class graph:
+    """Context manager that captures its body into a :class:`CUDAGraph`.
+
+    Whatever happens in the body, afterwards the current stream, the allocator and the random
+    generators are as before, and the next capture works. An exception of the body wins over one of
+    ending the capture.
+
+    Args:
+        cuda_graph: The graph to capture into.
+        pool: Token of :func:`graph_pool_handle` or :meth:`CUDAGraph.pool`.
+        stream: Stream to capture on; each device has a default one. Captures that share a pool
+            should share the stream, so that the allocator can reuse memory.
+        capture_error_mode: See :meth:`CUDAGraph.capture_begin`.
+        enable_annotations: Name the Python scopes (module path, ``record_function``) that launched
+            each node; they appear in :func:`lightning_graphs.core.inspect.inspect`. A dispatch
+            mode does it: ``torch.compile``d modules run eagerly in such a capture.
+        check_input_liveness: Let every replay refuse to read an input that was freed. It is a
+            dispatch mode, too.
+
+    Raises:
+        CaptureError: what the body did cannot be captured; it names the user's file and line.
+    """
+
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: PoolHandle | None = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+        enable_annotations: bool = False,
+        check_input_liveness: bool = False,
+    ) -> None:
+        self._cuda_graph = cuda_graph
+        self._pool = pool
+        self._stream = stream
+        self._capture_error_mode = capture_error_mode
+        self._enable_annotations = enable_annotations
+        self._check_input_liveness = check_input_liveness
+        self._exit = ExitStack()
+
+    def __enter__(self) -> None:
+        backend = self._cuda_graph.backend
+        backend.prepare_capture()
+        with ExitStack() as stack:
+            stack.enter_context(backend.capture_stream(self._stream))
+            self._cuda_graph.capture_begin(
+                self._pool,
+                self._capture_error_mode,
+                self._check_input_liveness,
+                enable_annotations=self._enable_annotations,
+            )
+            self._exit = stack.pop_all()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._exit:
+            if error is None:
+                self._cuda_graph.capture_end()
+                return
+            self._cuda_graph.abandon_capture()
+        backend = self._cuda_graph.backend
+        if backend.refused_by_device(error) and not isinstance(error, CaptureError):
+            raise _as_capture_error(backend, error) from error
+
+
+def _as_capture_error(backend: Backend, error: BaseException) -> BaseException:
+    """CUDA's refusal as a :class:`CaptureError` with the user's line; other errors as they are."""
+    if isinstance(error, CaptureError) or not backend.refused_by_device(error):
+        return error
+    site = CallSiteFinder().of_exception(error)
+    from lightning_graphs.core.cuda import explain_refusal
+
+    return explain_refusal(error, site.describe())

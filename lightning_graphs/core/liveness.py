@@ -1,0 +1,66 @@
+"""Input liveness of a CUDA graph: no replay may read memory that was freed since the capture."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_graphs.core.backend import PoolHandle
+from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder
+from lightning_graphs.core.recording import describe_dead
+from lightning_graphs.errors import ReplayError
+
+
+class InputLiveness(Recorder):
+    """Watches a capture for the tensors that it reads from outside.
+
+    torch has a check of its own from 2.13 on. This one works on every version and says which
+    tensor died, where the capture used it first and where it was freed. Kernels that are launched
+    outside of torch's dispatcher are invisible to both.
+    """
+
+    def __init__(self, pool: PoolHandle) -> None:
+        super().__init__(strict=False)
+        self._pool = pool
+        self._needed: dict[int, KnownStorage] = {}
+
+    def keep(self, operation: Operation) -> None:
+        """Note what the operator read, if it ran on the GPU.
+
+        A 0-d CPU tensor enters a kernel as a constant; a larger one can only be the pinned source
+        of a copy, which a replay reads again.
+        """
+        super().keep(operation)
+        touched = [self.storages[i] for i in (*operation.reads, *operation.writes)]
+        if any(known.device_type == "cuda" for known in touched):
+            for i in operation.reads:
+                known = self.storages[i]
+                if not known.born and (known.device_type == "cuda" or not known.scalar):
+                    self._needed[i] = known
+
+    def check(self) -> None:
+        """Refuse a replay that would read freed memory.
+
+        Raises:
+            ReplayError: names the first dead tensor.
+        """
+        dead = [k for k in self._needed.values() if not _alive(k) and not self._held_by_pool(k)]
+        if dead:
+            raise ReplayError(
+                "Every tensor that a graph reads must live, at its address, until the last replay.",
+                "; ".join(describe_dead(known) for known in dead[:3]),
+                "keep a reference to the tensor beside the graph, and copy new values into it",
+            )
+
+    def _held_by_pool(self, known: KnownStorage) -> bool:
+        """Whether an earlier graph of the same pool still owns the memory and refills it."""
+        for segment in torch.cuda.memory_snapshot(self._pool):
+            for block in segment["blocks"]:
+                inside = block["address"] <= known.address < block["address"] + block["size"]
+                if inside and "active" in block["state"]:
+                    return True
+        return False
+
+
+def _alive(known: KnownStorage) -> bool:
+    storage = known.storage()
+    return storage is not None and storage.data_ptr() == known.address

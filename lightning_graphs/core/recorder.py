@@ -1,0 +1,303 @@
+"""One recorder: every operator, what it reads, writes and allocates, and the user's line.
+
+The emulated backend replays what it recorded, the liveness check and the annotations of a CUDA
+capture are read off it, and a failed capture is explained by running the code once more under it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
+from lightning_graphs.core.obstacles import (
+    COMPILED,
+    FUNCTION_RULES,
+    UNDECLARED_MUTATION,
+    UNSUPPORTED_LAYOUT,
+    Obstacle,
+    operator_obstacle,
+)
+from lightning_graphs.core.scopes import ScopeStack
+from lightning_graphs.errors import CaptureError
+
+aten = torch.ops.aten
+
+UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+    aten.batch_norm_update_stats.default: (1, 2),
+    aten.batch_norm_gather_stats.default: (3, 4),
+    aten.batch_norm_gather_stats_with_counts.default: (3, 4),
+}
+"""Operators that update running statistics although their schema declares no write."""
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors of an operator's argument or result; schemas nest lists one deep at most."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, Tensor):
+                yield item
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    strided = tensor.layout is torch.strided and not tensor.is_quantized
+    return plain and strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def written_tensors(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[Tensor]:
+    """The arguments that ``func`` writes, by its schema or by :data:`UNDECLARED_WRITES`."""
+    for position in UNDECLARED_WRITES.get(func, ()):
+        yield from tensors_in(args[position])
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operator call as it was recorded.
+
+    Attributes:
+        func: The operator.
+        args: Positional arguments, as the recorder's :meth:`Recorder.keep` left them.
+        kwargs: Keyword arguments, likewise.
+        result: What the operator returned, likewise.
+        reads: Ids of the storages it read; an id names one allocation, never an address.
+        writes: Ids of the storages that it wrote or allocated.
+        nbytes: Bytes of the tensors that it wrote or returned.
+        scope: The Python scopes around the call: module path and ``record_function`` ranges.
+        site: The user's line.
+    """
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    nbytes: int
+    scope: str
+    site: CallSite
+
+    @property
+    def name(self) -> str:
+        """The operator's name, such as ``aten.mm.default``."""
+        return str(self.func)
+
+
+@dataclass(slots=True)
+class KnownStorage:
+    """A storage that the recorder met, held weakly.
+
+    Attributes:
+        id: Its number in this recording.
+        born: Whether it was allocated by a recorded operator.
+        first: The tensor it was first seen as, in words.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        scalar: Whether that tensor had no dimensions.
+        site: The user's line that touched it first.
+        freed: Where it was freed; None while it lives.
+    """
+
+    id: int
+    born: bool
+    first: str
+    device_type: str
+    scalar: bool
+    site: CallSite
+    address: int
+    ref: weakref.ref[UntypedStorage] | None = None
+    freed: CallSite | None = None
+
+    def storage(self) -> UntypedStorage | None:
+        """The storage, or None when it was freed."""
+        return self.ref() if self.ref is not None else None
+
+    def watch(self, storage: UntypedStorage) -> None:
+        """Hold ``storage`` weakly and note the user's line that frees it."""
+        self.ref = weakref.ref(storage, self._on_freed)
+
+    def _on_freed(self, _: object) -> None:
+        self.freed = CallSiteFinder().here()
+
+
+class _FunctionRules(TorchFunctionMode):
+    """Refuses what the dispatcher never shows (``numpy``, ``tolist``, tensors from numbers)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        rule = FUNCTION_RULES.get(name)
+        if rule is not None and (obstacle := rule(args, kwargs)) is not None:
+            self._recorder.refuse(name, obstacle)
+        return func(*args, **kwargs)
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode that records every operator of the calling thread.
+
+    Args:
+        generators: Random generators that may be drawn from.
+        strict: Refuse with :class:`CaptureError` what CUDA refuses. Off, the recorder only watches,
+            as it does during a real capture, where CUDA itself refuses.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.storages: list[KnownStorage] = []
+        self._by_identity: dict[int, KnownStorage] = {}
+        self._generators = set(generators)
+        self._strict = strict
+        self._sites = CallSiteFinder()
+        self._scopes = ScopeStack()
+        self._function_rules = _FunctionRules(self) if strict else None
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._scopes.start()
+        if self._function_rules is not None:
+            self._function_rules.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._function_rules is not None:
+            self._function_rules.__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._scopes.stop()
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def refuse(self, operator: str, obstacle: Obstacle) -> None:
+        """Raise for an operator that cannot be captured, naming the user's line."""
+        site = self._sites.here()
+        raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", obstacle.remedy)
+
+    def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
+        """The entry of the tensor's storage, made when it is met for the first time."""
+        storage = tensor.untyped_storage()
+        known = self._by_identity.get(id(storage))
+        if known is None or known.storage() is not storage:
+            shape = "x".join(map(str, tensor.shape)) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            first = f"{dtype}[{shape}] on {tensor.device}"
+            known = KnownStorage(
+                len(self.storages),
+                born,
+                first,
+                tensor.device.type,
+                tensor.dim() == 0,
+                self._sites.here(),
+                storage.data_ptr(),
+            )
+            known.watch(storage)
+            self._by_identity[id(storage)] = known
+            self.storages.append(known)
+        return known
+
+    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
+        """Called before an operator writes ``tensor``; the emulated backend saves its value."""
+
+    def keep(self, operation: Operation) -> None:
+        """Called with each finished operation; the default keeps names and ids, no tensor."""
+        operation.args, operation.kwargs, operation.result = (), {}, None
+        self.operations.append(operation)
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return self._scopes.profiler_range(func, args, kwargs)
+        inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+        if self._strict:
+            self._check(func, args, kwargs, inputs)
+        written = list(written_tensors(func, args, kwargs))
+        reads = tuple(dict.fromkeys(self.know(t).id for t in inputs))
+        for tensor in written:
+            self.before_write(tensor, self.know(tensor))
+        result = self._run(func, args, kwargs, inputs, written)
+        known_before = {id(t.untyped_storage()) for t in inputs}
+        outputs = list(tensors_in(result))
+        fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
+        if outputs and not fresh and not written:
+            return result  # a view: its geometry is part of whatever uses it
+        writes = [self.know(t).id for t in written] + [self.know(t, born=True).id for t in fresh]
+        touched = {id(t): t for t in (*written, *fresh)}.values()
+        nbytes = sum(t.numel() * t.element_size() for t in touched)
+        self.keep(
+            Operation(
+                func,
+                args,
+                kwargs,
+                result if fresh else None,
+                reads,
+                tuple(dict.fromkeys(writes)),
+                nbytes,
+                self._scopes.current(),
+                self._sites.here(),
+            )
+        )
+        return result
+
+    def _run(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> Any:
+        """Run the operator; a custom one is not believed when it declares that it writes nothing."""
+        if not self._strict or func.namespace in ("aten", "prims"):
+            return func(*args, **kwargs)
+        declared = {id(t) for t in written}
+        before = [(t, t.clone()) for t in inputs if id(t) not in declared]
+        result = func(*args, **kwargs)
+        if not all(torch.equal(t, value) for t, value in before):
+            self.refuse(str(func), UNDECLARED_MUTATION)
+        return result
+
+    def _check(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        obstacle = operator_obstacle(func, args, kwargs, self._generators)
+        if obstacle is None and not all(map(_is_dense, inputs)):
+            obstacle = UNSUPPORTED_LAYOUT
+        if obstacle is None and inside_compiled_module():
+            obstacle = COMPILED
+        if obstacle is not None:
+            self.refuse(str(func), obstacle)

@@ -1,0 +1,108 @@
+"""Names for what is being launched: the module path and the ``record_function`` ranges around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.core.torch_private import current_autograd_node
+
+_LABEL = "lightning_graphs.scope"
+
+
+def _nodes_of(value: object) -> Iterator[Node]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            yield leaf.grad_fn
+
+
+def _label_unlabelled(value: object, scope: str) -> None:
+    """Write ``scope`` on every autograd node behind ``value`` that has no label yet."""
+    pending = list(_nodes_of(value))
+    while pending:
+        node = pending.pop()
+        if _LABEL not in node.metadata:
+            node.metadata[_LABEL] = scope
+            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+
+class ScopeStack:
+    """Follows module calls and profiler ranges of the calling thread while it is started.
+
+    A backward operator gets the scope of the forward code whose gradient it computes: the autograd
+    nodes of a module's output are labelled when the module returns.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Begin to follow module calls."""
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Stop following; the stack is empty afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stack.clear()
+        self._roots.clear()
+        self._names.clear()
+
+    def current(self) -> str:
+        """The scope of an operator that is called now, such as ``Bert.encoder.layer.0``."""
+        node = current_autograd_node()
+        if node is not None:
+            scope = node.metadata.get(_LABEL, "")
+            return f"{scope} (backward)".lstrip()
+        return self._top()
+
+    def profiler_range(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator of ``record_function`` and follow the range that it opens or closes."""
+        if "enter" in str(func):
+            self._push(str(args[0]))
+        elif self._stack:
+            self._stack.pop()
+        return func(*args, **kwargs)
+
+    def _top(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def _push(self, name: str) -> None:
+        """Open a scope; a path that continues the innermost one replaces it instead of following."""
+        outer, _, inner = self._top().rpartition("/")
+        if inner and name.startswith(inner + "."):
+            inner = name
+        else:
+            outer, inner = self._top(), name
+        self._stack.append(f"{outer}/{inner}" if outer else inner)
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        _label_unlabelled(inputs, self._top())
+        name = self._names.get(id(module))
+        if name is None:
+            root = type(module).__name__
+            self._roots.append(module)
+            for path, child in module.named_modules():
+                self._names.setdefault(id(child), f"{root}.{path}" if path else root)
+            name = self._names[id(module)]
+        self._push(name)
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        _label_unlabelled(output, self._top())
+        if self._stack:
+            self._stack.pop()

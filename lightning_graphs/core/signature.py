@@ -1,0 +1,392 @@
+"""The frozen signature of a call, its diff, and a compiled check that a later call equals it.
+
+A graph is right only for calls like the one it was captured from. :class:`Signature` says in full
+what "like" means; :class:`CallPlan` compiles it once, so that a replay pays for comparisons only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.core.tree import (
+    Constant,
+    Node,
+    Same,
+    TensorSpec,
+    alias_groups,
+    first_change,
+    flatten,
+    is_registered,
+    substitute,
+)
+from lightning_graphs.errors import CaptureError, SignatureError
+
+__all__ = ["CallPlan", "Constant", "Modes", "Signature", "TensorSpec", "alias_groups", "substitute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The switches of torch that change what a call computes.
+
+    ``autocast_dtype`` is None while autocast is off: then it changes nothing.
+    """
+
+    grad_enabled: bool
+    autocast_enabled: bool
+    autocast_dtype: torch.dtype | None
+    inference: bool
+    device_type: str = "cpu"
+
+    @classmethod
+    def current(cls, device_type: str) -> Modes:
+        """The switches now in force on this thread, autocast being that of ``device_type``."""
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        inference = torch.is_inference_mode_enabled()
+        return cls(torch.is_grad_enabled(), autocast, dtype, inference, device_type)
+
+    def diff(self, other: Modes) -> list[str]:
+        """One line for each switch that differs; empty when the modes are equal."""
+        pairs = {
+            "grad mode": (_switch(self.grad_enabled), _switch(other.grad_enabled)),
+            "autocast": (self._autocast(), other._autocast()),
+            "inference mode": (_switch(self.inference), _switch(other.inference)),
+            "device type": (self.device_type, other.device_type),
+        }
+        return [f"{name}: {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
+
+    def _autocast(self) -> str:
+        dtype = str(self.autocast_dtype).removeprefix("torch.")
+        return dtype if self.autocast_enabled else "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Everything that must be equal between a captured call and a later one.
+
+    Attributes:
+        tree: Structure of ``(args, kwargs)``.
+        leaves: For each leaf, in order, its :class:`TensorSpec` or its :class:`Constant`.
+        aliases: For each tensor leaf the index, among tensor leaves, of the first one that is the
+            same tensor (see :func:`alias_groups`).
+        modes: Switches of torch.
+        extra: Whatever else the caller distinguishes calls by, such as train and eval flags.
+        names: For each leaf the path a user would write, such as ``batch["x"][1]``.
+        arg_names: Names of the leading positional arguments.
+    """
+
+    tree: Node
+    leaves: tuple[TensorSpec | Constant, ...]
+    aliases: tuple[int, ...]
+    modes: Modes
+    extra: tuple[Hashable, ...]
+    names: tuple[str, ...] = field(compare=False)
+    arg_names: tuple[str, ...] = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        names: Sequence[str] | None = None,
+        modes: Modes | None = None,
+        extra: tuple[Hashable, ...] = (),
+    ) -> tuple[Signature, list[Tensor]]:
+        """The signature of a call and its tensor leaves, in order.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments; their order counts, as in any mapping.
+            names: What messages call the leading positional arguments, instead of ``args[i]``.
+            modes: Switches of torch; those in force now, on the first tensor's device, by default.
+            extra: Further hashable things the signature is to depend on.
+
+        Raises:
+            CaptureError: A leaf is a tensor that cannot be a static input.
+        """
+        arg_names = tuple(names or ())
+        paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
+        found: list[tuple[str, Any]] = []
+        nodes = tuple(flatten(v, path, found) for v, path in zip(args, paths, strict=True))
+        positional = Node(tuple, len(args), nodes, paths)
+        keyword = flatten(dict(kwargs), "kwargs", found)
+        tree = Node(tuple, 2, (positional, keyword), ("", "kwargs"))
+        leaves = tuple(
+            TensorSpec.of(leaf, name) if isinstance(leaf, Tensor) else Constant.of(leaf)
+            for name, leaf in found
+        )
+        tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
+        if modes is None:
+            modes = Modes.current(tensors[0].device.type if tensors else "cpu")
+        leaf_names = tuple(name for name, _ in found)
+        aliases = alias_groups(tensors)
+        return cls(tree, leaves, aliases, modes, extra, leaf_names, arg_names), tensors
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The specs of the tensor leaves, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The names of the tensor leaves, in order."""
+        pairs = zip(self.names, self.leaves, strict=True)
+        return tuple(name for name, leaf in pairs if isinstance(leaf, TensorSpec))
+
+    def diff(self, other: Signature) -> list[str]:
+        """What changed from this signature to another, a line each; empty only when equal."""
+        lines = []
+        if self.tree != other.tree:
+            lines.append(f"structure: {first_change('', self.tree, other.tree)}")
+        else:
+            triples = zip(self.names, self.leaves, other.leaves, strict=True)
+            lines += [f"{n}: {_leaf_change(a, b)}" for n, a, b in triples if a != b]
+            if self.specs == other.specs:
+                lines += self._alias_changes(other)
+        lines += self.modes.diff(other.modes)
+        if self.extra != other.extra:
+            lines.append(f"extra: {self.extra!r} -> {other.extra!r}")
+        return lines
+
+    def _alias_changes(self, other: Signature) -> list[str]:
+        names = self.tensor_names
+
+        def text(leaf: int, first: int) -> str:
+            return "a tensor of its own" if first == leaf else f"the same tensor as {names[first]}"
+
+        pairs = enumerate(zip(self.aliases, other.aliases, strict=True))
+        return [f"{names[i]}: {text(i, a)} -> {text(i, b)}" for i, (a, b) in pairs if a != b]
+
+
+def _leaf_change(before: TensorSpec | Constant, after: TensorSpec | Constant) -> str:
+    if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
+        return f"{before.against(after)} -> {after.against(before)}"
+    texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
+    if texts[0] == texts[1]:
+        texts[1] += " (another object)"
+    return " -> ".join(texts)
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+class CallPlan:
+    """A signature compiled into one flat function that checks a call and hands out its tensors.
+
+    Containers are taken apart by generated code, in the order of the signature; only kinds that
+    live in torch's pytree registry are opened through the registry.
+
+    Args:
+        signature: What calls must equal.
+        check_modes: Whether grad mode, autocast and inference mode are compared too.
+
+    Attributes:
+        match: ``match(args, kwargs)`` returns the tensor leaves, or None for any other call.
+        source: The generated code, to be read.
+    """
+
+    def __init__(self, signature: Signature, *, check_modes: bool = True) -> None:
+        self.signature = signature
+        self._check_modes = check_modes
+        code = _Code()
+        if check_modes:
+            code.modes(signature.modes)
+        code.arguments(signature.tree)
+        code.leaves(signature.leaves)
+        code.aliases(signature.specs, signature.aliases)
+        self.source = code.text()
+        self.match: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor] | None]
+        self.match = code.compiled()
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensor leaves of a call that equals the signature, in order.
+
+        Raises:
+            SignatureError: The call differs; the message has a line for each difference.
+        """
+        found = self.match(args, kwargs)
+        return self._explain(args, kwargs) if found is None else found
+
+    def _explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        expected = self.signature
+        rule = "A captured call is replayed for calls of the same signature only."
+        modes = Modes.current(expected.modes.device_type) if self._check_modes else expected.modes
+        try:
+            signature, tensors = Signature.of(
+                args, kwargs, names=expected.arg_names, modes=modes, extra=expected.extra
+            )
+        except CaptureError as error:
+            raise SignatureError(rule, error.observed, error.remedy) from error
+        lines = expected.diff(signature)
+        if lines:
+            raise SignatureError(
+                rule,
+                "\n    ".join(lines),
+                "call it as it was captured, or capture another graph for this signature",
+            )
+        return tensors
+
+
+class _Code:
+    """The generated function of a plan: one local variable for each node, one early return each."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._scope: dict[str, Any] = {"Tensor": Tensor, "Parameter": Parameter}
+        self._variables: list[str] = []
+        self._nodes = 0
+
+    def text(self) -> str:
+        body = "".join(f"        {line}\n" for line in self._lines)
+        # A nested tensor raises RuntimeError when asked for its shape, compressed sparse ones do
+        # for their strides.
+        return (
+            f"def match(args, kwargs):\n    try:\n{body}"
+            "    except RuntimeError:\n        return None\n"
+        )
+
+    def compiled(self) -> Any:
+        exec(compile(self.text(), "<call plan>", "exec"), self._scope)
+        return self._scope["match"]
+
+    def modes(self, modes: Modes) -> None:
+        self._scope |= {
+            "is_grad_enabled": torch.is_grad_enabled,
+            "is_autocast_enabled": torch.is_autocast_enabled,
+            "get_autocast_dtype": torch.get_autocast_dtype,
+            "is_inference": torch.is_inference_mode_enabled,
+        }
+        self._require(f"is_grad_enabled() is {modes.grad_enabled}")
+        self._require(f"is_inference() is {modes.inference}")
+        self._require(f"is_autocast_enabled({modes.device_type!r}) is {modes.autocast_enabled}")
+        if modes.autocast_enabled:
+            dtype = self._bind(modes.autocast_dtype)
+            self._require(f"get_autocast_dtype({modes.device_type!r}) is {dtype}")
+
+    def arguments(self, tree: Node) -> None:
+        positional, keyword = (child for child in tree.children if child is not None)
+        self._require(f"len(args) == {len(positional.children)}")
+        self._unpack(positional.children, "args")
+        if keyword.children:
+            self._require(f"(*kwargs,) == {self._bind(keyword.context)}")
+            self._unpack(keyword.children, "kwargs.values()")
+        else:
+            self._require("not kwargs")
+
+    def leaves(self, leaves: Sequence[TensorSpec | Constant]) -> None:
+        tensors = []
+        for variable, leaf in zip(self._variables, leaves, strict=True):
+            if isinstance(leaf, TensorSpec):
+                self._tensor(variable, leaf)
+                tensors.append(variable)
+            else:
+                self._constant(variable, leaf)
+        self._variables = tensors
+
+    def aliases(self, specs: Sequence[TensorSpec], aliases: Sequence[int]) -> None:
+        """Compares addresses within each set of tensors that could be the same, and returns."""
+        groups = defaultdict(list)
+        for index, spec in enumerate(specs):
+            if 0 not in spec.shape:
+                groups[spec].append(index)
+        for spec, members in groups.items():
+            if len(members) == 1:
+                continue
+            where = "id({})" if spec.requires_grad else "{}.data_ptr()"
+            for i in members:
+                self._lines.append(f"p{i} = {where.format(self._variables[i])}")
+            firsts = [f"p{i}" for i in members if aliases[i] == i]
+            for i in members:
+                if aliases[i] != i:
+                    self._require(f"p{i} == p{aliases[i]}")
+            if len(firsts) > 1:
+                self._require(f"len({{{', '.join(firsts)}}}) == {len(firsts)}")
+        self._lines.append(f"return [{', '.join(self._variables)}]")
+
+    def _bind(self, value: Any) -> str:
+        name = f"k{len(self._scope)}"
+        self._scope[name] = value
+        return name
+
+    def _require(self, condition: str) -> None:
+        self._lines.append(f"if not ({condition}): return None")
+
+    def _unpack(self, children: Sequence[Node | None], items: str) -> None:
+        """Takes one container apart and goes on with its children, depth first."""
+        if not children:
+            return
+        start = self._nodes
+        self._nodes += len(children)
+        variables = [f"v{i}" for i in range(start, self._nodes)]
+        self._lines.append(f"{', '.join(variables)}, = {items}")
+        for variable, child in zip(variables, children, strict=True):
+            if child is None:
+                self._variables.append(variable)
+            else:
+                self._container(variable, child)
+
+    def _container(self, variable: str, node: Node) -> None:
+        self._require(f"type({variable}) is {self._bind(node.kind)}")
+        if is_registered(node.kind):
+            # The registry's own functions open it: slower, and right for whatever they do.
+            opened = self._bind(partial(_registered_leaves, node))
+            self._lines.append(f"{variable} = {opened}({variable})")
+            self._require(f"{variable} is not None")
+            self._unpack([None] * _leaf_count(node), variable)
+        elif issubclass(node.kind, MutableMapping):
+            self._require(f"(*{variable},) == {self._bind(node.context)}")
+            self._unpack(node.children, f"{variable}.values()")
+        elif issubclass(node.kind, tuple | list):
+            self._require(f"len({variable}) == {len(node.children)}")
+            self._unpack(node.children, variable)
+        else:
+            self._unpack(node.children, "".join(f"{variable}{label}, " for label in node.labels))
+
+    def _constant(self, variable: str, leaf: Constant) -> None:
+        if isinstance(leaf.key, Same):
+            self._require(f"{variable} is {self._bind(leaf.key.value)}")
+        elif leaf.key is None or isinstance(leaf.key, bool):
+            self._require(f"{variable} is {leaf.key}")
+        elif issubclass(leaf.kind, float | complex):
+            # NaN and signed zeros make == the wrong question.
+            constant_of, key = self._bind(Constant.of), self._bind(leaf)
+            self._require(f"{constant_of}({variable}) == {key}")
+        else:
+            kind, key = self._bind(leaf.kind), self._bind(leaf.key)
+            same = f"({variable} is {key} or {variable} == {key})"
+            self._require(f"type({variable}) is {kind} and {same}")
+
+    def _tensor(self, variable: str, spec: TensorSpec) -> None:
+        checks = [
+            f"(type({variable}) is Tensor or type({variable}) is Parameter)",
+            f"{variable}.layout is {self._bind(torch.strided)}",
+            f"{variable}.dtype is {self._bind(spec.dtype)}",
+            f"{variable}.shape == {self._bind(spec.shape)}",
+            f"{variable}.stride() == {self._bind(spec.stride)}",
+            f"{variable}.device == {self._bind(spec.device)}",
+            f"{variable}.requires_grad is {spec.requires_grad}",
+        ]
+        if spec.dtype.is_complex:
+            checks.append(f"not {variable}.is_conj()")
+        if spec.dtype.is_complex or spec.dtype.is_floating_point:
+            checks.append(f"not {variable}.is_neg()")
+        self._require(" and ".join(checks))
+
+
+def _leaf_count(node: Node | None) -> int:
+    return 1 if node is None else sum(map(_leaf_count, node.children))
+
+
+def _registered_leaves(node: Node, value: Any) -> list[Any] | None:
+    found: list[tuple[str, Any]] = []
+    return [leaf for _, leaf in found] if flatten(value, "", found) == node else None

@@ -1,0 +1,68 @@
+"""The private corners of torch that the core cannot do without, each with its reason.
+
+Every function says why no public API serves, and what happens where torch lacks the private one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+
+def current_autograd_node() -> Node | None:
+    """The autograd node whose backward is running on this thread.
+
+    No public API tells it. Where torch lacks it, backward operators carry no scope.
+    """
+    getter = getattr(torch._C, "_current_autograd_node", None)
+    return getter() if getter is not None else None
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes that are active on this thread, outermost first.
+
+    ``torch.utils._python_dispatch`` is where torch keeps its documented extension point
+    ``TorchDispatchMode``; the stack itself has no public reader.
+    """
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
+def empty_host_cache() -> None:
+    """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
+    function = getattr(torch._C, "_host_emptyCache", None)
+    if function is not None:
+        function()
+
+
+def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
+    """Stop routing allocations to the pool of a capture that failed, and give the pool back.
+
+    Up to 2.13 a failing ``capture_end`` leaves the allocator routing the stream's allocations to
+    the private pool and never releases it (mended in 2.14). The C++ class offers no way out.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is None or release is None:
+        return
+    try:
+        end(device, pool)
+    except RuntimeError:  # the failure came after torch had ended the routing: nothing is held
+        return
+    release(device, pool)
+
+
+def clone_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of all tensors, in as few kernels as torch can.
+
+    ``torch._foreach_clone`` is younger than the oldest supported torch; a product with 1 is exact
+    and fused on every version.
+    """
+    clone = getattr(torch, "_foreach_clone", None)
+    if clone is not None:
+        return list(clone(tensors))
+    return list(torch._foreach_mul(tensors, 1))

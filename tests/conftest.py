@@ -1,0 +1,89 @@
+"""What every test shares: the backend it runs on, its seed, and a check of what it left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+# A test for the GPU is absent from a CPU run rather than skipped: the count of what ran is the
+# count of what was shown.
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+
+_BACKENDS = ["emulated"]
+if torch.cuda.is_available():
+    _BACKENDS.append("cuda")
+
+# Threads that libraries start once and keep for the life of the process.
+_PROCESS_THREADS = ("TMonitor", "tqdm")
+_JOIN_SECONDS = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks everything that runs on a GPU, so that ``-m gpu`` selects exactly that."""
+    here = Path(__file__).parent
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        on_cuda = callspec is not None and callspec.params.get("backend") == "cuda"
+        if on_cuda or here / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(params=_BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of the backend under test: ``emulated``, and ``cuda`` where torch sees a GPU."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def device(backend: str) -> torch.device:
+    """The device on which the backend under test captures."""
+    return torch.device("cuda" if backend == "cuda" else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_dispatch_mode_left() -> Iterator[None]:
+    """Fails a test that leaves a dispatch mode active, and takes it off for the next test."""
+    yield
+    left = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        left.append(type(mode).__name__)
+        _pop_mode()
+    if left:
+        pytest.fail(f"the test left dispatch modes on the stack: {', '.join(left)}")
+
+
+@pytest.fixture(autouse=True)
+def _default_stream_again() -> Iterator[None]:
+    """Fails a test that leaves another stream current than the default one of its device."""
+    yield
+    if not torch.cuda.is_initialized():
+        return
+    stream, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    if stream != default:
+        torch.cuda.set_stream(default)
+        pytest.fail(f"the test left {stream} as the current stream")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves a Python thread running."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if type(thread).__name__ in _PROCESS_THREADS or thread.name.startswith(_PROCESS_THREADS):
+            continue
+        # A thread that was told to end may need a moment to do so.
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():
+            pytest.fail(f"the test left a thread running: {thread.name}")

@@ -1,0 +1,189 @@
+"""The package as a whole: what importing it costs, which way imports go, and its size."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_graphs
+from lightning_graphs import errors
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_graphs"
+FILES = sorted(PACKAGE.rglob("*.py"))
+LINE_BUDGET = 400
+
+# From the bottom up: a layer imports itself and what lies below it, never what lies above.
+LAYERS = ("errors", "core", "reporting", "training", "cli")
+# Imported inside the functions that need them, never while a module of ours is being imported.
+LAZY = {"cuda", "matplotlib", "rich", "transformers"}
+LIGHTNING = {"lightning", "pytorch_lightning"}
+
+BLOCKER = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if any(name == b or name.startswith(b + ".") for b in BLOCKED):
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+        return None
+
+BLOCKED = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """Runs ``code`` in a fresh interpreter from the checkout and returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("module", "blocked"),
+    [
+        ("lightning_graphs", LAZY),
+        ("lightning_graphs", LAZY | LIGHTNING | {"torch"}),
+        ("lightning_graphs.core", LAZY),
+        ("lightning_graphs.core", LAZY | LIGHTNING),
+    ],
+)
+def test_imports_without_its_optional_packages(module: str, blocked: set[str]) -> None:
+    code = f"{BLOCKER}\nimport {module}\nprint({module}.__name__)"
+    assert run_python(code, ",".join(sorted(blocked))) == module
+
+
+def test_the_blocker_blocks() -> None:
+    code = f"{BLOCKER}\ntry:\n    import rich\nexcept ImportError as error:\n    print(error)"
+    assert run_python(code, "rich") == "rich is blocked"
+
+
+def test_importing_core_leaves_lightning_alone() -> None:
+    code = "import sys, lightning_graphs.core\nprint(sorted(LIGHTNING & set(sys.modules)))"
+    assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{code}") == "[]"
+
+
+def test_importing_the_package_leaves_torch_alone() -> None:
+    assert run_python("import sys, lightning_graphs\nprint('torch' in sys.modules)") == "False"
+
+
+def test_importing_takes_no_cuda_context() -> None:
+    code = "import torch, lightning_graphs.core\nprint(torch.cuda.is_initialized())"
+    assert run_python(code) == "False"
+
+
+def test_public_names() -> None:
+    for name in lightning_graphs.__all__:
+        assert getattr(lightning_graphs, name) is not None
+    assert lightning_graphs.CaptureError is errors.CaptureError
+    assert dir(lightning_graphs) == sorted(lightning_graphs.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'lightning_graphs' has no attribute 'nothing'"):
+        _ = lightning_graphs.nothing
+
+
+def test_the_version_has_one_source() -> None:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in config["project"]
+    assert config["project"]["dynamic"] == ["version"]
+
+    source = ROOT / config["tool"]["hatch"]["version"]["path"]
+    versions = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert versions == [lightning_graphs.__version__]
+
+
+def layer_of(module: str) -> int | None:
+    """Height of a module of ours in :data:`LAYERS`; the package root is above all of them."""
+    first, _, rest = module.partition(".")
+    if first != "lightning_graphs":
+        return None
+    return LAYERS.index(rest.partition(".")[0]) if rest else len(LAYERS)
+
+
+def imported_names(tree: ast.AST, package: str) -> set[str]:
+    """Absolute names of all modules imported anywhere below ``tree``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*(parts if node.level else []), *filter(None, [node.module])])
+            # `from lightning_graphs import core` names a module of ours only with its tail.
+            tails = [alias.name for alias in node.names] if base == "lightning_graphs" else []
+            names.update(f"{base}.{tail}" for tail in tails)
+            names.update([] if tails else [base])
+    return names
+
+
+def at_import_time(tree: ast.Module) -> ast.Module:
+    """The tree without function bodies and without ``if TYPE_CHECKING`` blocks."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None: ...
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None: ...
+
+        def visit_If(self, node: ast.If) -> ast.AST:
+            if ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+                return ast.Module(body=node.orelse, type_ignores=[])
+            return self.generic_visit(node)
+
+    return Strip().visit(tree)
+
+
+def module_and_package(path: Path) -> tuple[str, str]:
+    """Dotted name of a file of ours, and of the package its relative imports start from."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[-1] == "__init__":
+        return ".".join(parts[:-1]), ".".join(parts[:-1])
+    return ".".join(parts), ".".join(parts[:-1])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_downward(path: Path) -> None:
+    module, package = module_and_package(path)
+    own = layer_of(module)
+    assert own is not None
+    names = imported_names(ast.parse(path.read_text(encoding="utf-8")), package)
+
+    above = [name for name in names if (layer := layer_of(name)) is not None and layer > own]
+    assert above == [], f"{module} imports from a layer above its own"
+    if own <= LAYERS.index("core"):
+        tops = {name.partition(".")[0] for name in names}
+        assert not tops & LIGHTNING, f"{module} must work without Lightning"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
+    module, package = module_and_package(path)
+    tree = at_import_time(ast.parse(path.read_text(encoding="utf-8")))
+    tops = {name.partition(".")[0] for name in imported_names(tree, package)}
+    assert not tops & LAZY, f"{module} imports them while it is itself being imported"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_file_outgrows_a_reader(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= LINE_BUDGET, "split the concept, not the text"
