@@ -1,6 +1,7 @@
 """The graph core: capture and replay over two backends; knows torch, never lightning."""
 
 from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.callables import make_graphed_callables
 from lightning_graphs.core.graph import (
     CUDAGraph,
     graph,
@@ -14,4 +15,5 @@ __all__ = [
     "graph",
     "graph_pool_handle",
     "is_current_stream_capturing",
+    "make_graphed_callables",
 ]

@@ -8,19 +8,20 @@ import os
 import sys
 import types
 from dataclasses import dataclass
-from importlib.util import find_spec
+
+import torch
 
 
 def _library_roots() -> tuple[str, ...]:
     """Folders whose frames are never the user's own code."""
-    roots = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
-    for name in ("torch", "lightning", "pytorch_lightning", "lightning_fabric"):
-        spec = find_spec(name)
-        if spec is not None and spec.origin is not None:
-            roots.append(os.path.dirname(spec.origin))
-    roots.append(os.path.dirname(os.__file__) + os.sep + "contextlib.py")
-    roots.append(os.path.dirname(os.__file__) + os.sep + "functools.py")
-    return tuple(roots)
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    torch_folder = os.path.dirname(os.path.abspath(torch.__file__))
+    # Beside torch, without looking for them: the core knows nothing of lightning.
+    others = ("lightning", "pytorch_lightning", "lightning_fabric")
+    packages = [os.path.join(os.path.dirname(torch_folder), name) for name in others]
+    standard = [os.path.join(os.path.dirname(os.__file__), n) for n in ("contextlib", "functools")]
+    folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
+    return (*folders, *(f"{path}.py" for path in standard))
 
 
 LIBRARY_ROOTS = _library_roots()

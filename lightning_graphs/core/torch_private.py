@@ -62,6 +62,8 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     ``torch._foreach_clone`` is younger than the oldest supported torch; a product with 1 is exact
     and fused on every version.
     """
+    if not tensors:  # foreach functions refuse an empty list
+        return []
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
         return list(clone(tensors))

@@ -1,0 +1,173 @@
+"""``make_graphed_callables``: forward and backward as graphs inside one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import nn
+
+from lightning_graphs.core.backend import BackendName, PoolHandle
+from lightning_graphs.core.capturing import CallableCapture
+from lightning_graphs.core.graphed import GraphedCallable
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.errors import CaptureError
+
+ParamGrads = Literal["autograd", "direct"]
+_C = TypeVar("_C", bound=Callable[..., Any])
+_Cs = TypeVar("_Cs", bound=tuple[Callable[..., Any], ...])
+
+
+@overload
+def make_graphed_callables(
+    callables: _Cs,
+    sample_args: tuple[tuple[Any, ...], ...],
+    num_warmup_iters: int = ...,
+    allow_unused_input: bool = ...,
+    pool: PoolHandle | None = ...,
+    *,
+    sample_kwargs: Sequence[Mapping[str, Any]] | None = ...,
+    param_grads: ParamGrads = ...,
+    static_outputs: bool = ...,
+    stream: torch.cuda.Stream | None = ...,
+    capture_error_mode: str = ...,
+    backend: BackendName = ...,
+) -> _Cs: ...
+
+
+@overload
+def make_graphed_callables(
+    callables: _C,
+    sample_args: tuple[Any, ...],
+    num_warmup_iters: int = ...,
+    allow_unused_input: bool = ...,
+    pool: PoolHandle | None = ...,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = ...,
+    param_grads: ParamGrads = ...,
+    static_outputs: bool = ...,
+    stream: torch.cuda.Stream | None = ...,
+    capture_error_mode: str = ...,
+    backend: BackendName = ...,
+) -> _C: ...
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: PoolHandle | None = None,
+    *,
+    sample_kwargs: Any = None,
+    param_grads: ParamGrads = "autograd",
+    static_outputs: bool = False,
+    stream: torch.cuda.Stream | None = None,
+    capture_error_mode: str = "thread_local",
+    backend: BackendName = "auto",
+) -> Any:
+    """Graph the forward and backward of callables; a drop-in for torch's function of that name.
+
+    Each call of a graphed callable replays its forward graph and records one autograd node, whose
+    backward replays its backward graph. Parameters, buffers, gradients, random generators and the
+    sample arguments are afterwards as they were before.
+
+    A module is returned as itself with its ``forward`` replaced by a
+    :class:`~lightning_graphs.core.graphed.GraphedCallable`; ``module.forward.reset()`` gives the
+    original back and frees the graphs. Hooks of the module itself keep firing at every call; hooks
+    of its submodules run at capture, and what they compute on tensors is part of the graph.
+
+    Args:
+        callables: A module or function, or a tuple of them in the order in which they will run.
+        sample_args: Positional arguments of a typical call, for a tuple one tuple each: any
+            containers of tensors and constants. Their shapes, strides, dtypes, devices,
+            ``requires_grad`` and constants are what later calls must have.
+        num_warmup_iters: How often each callable runs before capture. DistributedDataParallel
+            needs 11.
+        allow_unused_input: Accept inputs and parameters that no output depends on; they get no
+            gradient.
+        pool: Memory pool to share (:func:`~lightning_graphs.core.graph_pool_handle`).
+        sample_kwargs: Keyword arguments of a typical call, for a tuple one mapping each.
+        param_grads: ``"autograd"``: autograd accumulates parameter gradients as ever.
+            ``"direct"``: the backward graph writes them and ``.grad`` is set without autograd, so
+            that a call costs the same however many parameters there are; for ``loss.backward()``
+            only, since ``torch.autograd.grad`` with respect to parameters would see nothing.
+        static_outputs: Return the graph's own output tensors, which the next call overwrites, as
+            torch's function does; by default outputs are tensors of the caller's own.
+        stream: Capture stream; the device's default one otherwise.
+        capture_error_mode: ``cudaStreamCaptureMode``.
+        backend: ``"cuda"``, ``"emulated"`` or ``"auto"``.
+
+    Returns:
+        The graphed callables, a tuple if a tuple was given.
+
+    Raises:
+        CaptureError: a callable cannot be captured; everything is as before the call.
+        SignatureError: raised by later calls that differ from the sample.
+    """
+    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+        raise CaptureError(
+            "make_graphed_callables does not support the autocast caching. "
+            "Please set `cache_enabled=False`.",
+            "called inside torch.autocast(..., cache_enabled=True)",
+            "torch.autocast(..., cache_enabled=False): cached casts would live outside the graph",
+        )
+    if param_grads not in ("autograd", "direct"):
+        raise CaptureError("param_grads is 'autograd' or 'direct'.", f"param_grads={param_grads!r}")
+    several = isinstance(callables, tuple)
+    functions = callables if several else (callables,)
+    args = sample_args if several else (sample_args,)
+    kwargs = (sample_kwargs if several else (sample_kwargs,)) if sample_kwargs else None
+    shared = GraphPool(pool, stream=stream, capture_error_mode=capture_error_mode, backend=backend)
+    captures = [
+        CallableCapture(
+            function,
+            _positional(arguments),
+            keywords or {},
+            pool=shared,
+            direct=param_grads == "direct",
+            allow_unused=allow_unused_input,
+            static_outputs=static_outputs,
+        )
+        for function, arguments, keywords in zip(
+            functions, args, kwargs or ({},) * len(functions), strict=True
+        )
+    ]
+    graphed = _capture_all(captures, shared, num_warmup_iters)
+    installed = tuple(map(_install, functions, graphed))
+    return installed if several else installed[0]
+
+
+def _positional(arguments: Any) -> tuple[Any, ...]:
+    if not isinstance(arguments, (tuple, list)):
+        raise CaptureError(
+            "sample_args is a tuple of the positional arguments.",
+            f"a {type(arguments).__qualname__}",
+            "write (x,) for a single argument",
+        )
+    return tuple(arguments)
+
+
+def _capture_all(
+    captures: Sequence[CallableCapture], pool: GraphPool, num_warmup_iters: int
+) -> list[GraphedCallable]:
+    """Warm up, then capture forwards in order and backwards in reverse: the order of replays."""
+    try:
+        for capture in captures:
+            capture.warm_up(num_warmup_iters)
+        for capture in captures:
+            capture.capture_forward()
+        for capture in reversed(captures):
+            capture.capture_backward()
+    except BaseException:
+        pool.close()
+        raise
+    return [capture.finish() for capture in captures]
+
+
+def _install(original: Callable[..., Any], graphed: GraphedCallable) -> Callable[..., Any]:
+    if not isinstance(original, nn.Module):
+        return graphed
+    original.forward = graphed
+    return original

@@ -1,0 +1,270 @@
+"""Warm-up and capture of one callable: from sample arguments to a :class:`GraphedCallable`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from lightning_graphs.core.buffers import AddressGuard, StateSnapshot, StaticInputs
+from lightning_graphs.core.gradients import DirectGradients, refuse_parameter_hooks
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.recorder import Recorder
+from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.tree import substitute
+from lightning_graphs.errors import CaptureError
+
+
+class CallableCapture:
+    """The passes of one callable while they are being captured.
+
+    Args:
+        function: A module or any other callable.
+        args: Positional sample arguments.
+        kwargs: Keyword sample arguments.
+        pool: Captures and owns the graphs.
+        direct: Parameter gradients are written by the backward graph.
+        allow_unused: Inputs may have no influence on the outputs.
+        static_outputs: The graph's own output tensors are handed out.
+
+    Raises:
+        CaptureError: the callable or an argument cannot be graphed.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        pool: GraphPool,
+        direct: bool,
+        allow_unused: bool,
+        static_outputs: bool,
+    ) -> None:
+        self._module = function if isinstance(function, nn.Module) else None
+        self._original = _original(function)
+        self._pool = pool
+        self._direct = direct
+        self._allow_unused = allow_unused
+        self._static_outputs = static_outputs
+        modes = Modes.current(pool.backend.device_type)
+        signature, tensors = Signature.of(args, kwargs, modes=modes)
+        self._plan = CallPlan(signature, check_modes=False)
+        self._inputs = StaticInputs(tensors)
+        self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
+        self._parameters = _trainable(self._module)
+        self._outputs: OutputPlan | None = None
+        self._forward: CUDAGraph | None = None
+        self._backward: BackwardPass | None = None
+        if self._module is not None:
+            _refuse_trainable_buffers(self._module)
+
+    def warm_up(self, iterations: int) -> None:
+        """Run forward and backward on a side stream, leaving no trace in module or generators."""
+        backend = self._pool.backend
+        buffers = list(self._module.buffers()) if self._module is not None else []
+        state = StateSnapshot(buffers)
+        with _same_random_numbers(self._inputs.tensors), backend.side_stream():
+            try:
+                for _ in range(iterations):
+                    self._pass()
+            finally:
+                state.restore()
+        backend.synchronize()
+
+    def _pass(self) -> None:
+        versions = [t._version for t in self._inputs.tensors]
+        outputs = OutputPlan(self._call(), static=True).requiring_grad
+        for name, tensor, version in zip(
+            self._plan.signature.tensor_names, self._inputs.tensors, versions, strict=True
+        ):
+            if tensor._version != version:
+                raise CaptureError(
+                    "A graphed callable must not change its arguments: a replay would change our "
+                    "static inputs instead of the caller's tensors.",
+                    f"{name} is written in place",
+                    "work on a copy (x = x + 1 instead of x += 1), or return the new value",
+                )
+        if not outputs:
+            return
+        self._parameters = _with_leaves_behind(outputs, self._parameters, self._inputs.tensors)
+        if targets := self._targets():
+            zeros = [torch.zeros_like(output) for output in outputs]
+            self._gradients(outputs, targets, zeros)
+
+    def _call(self) -> Any:
+        return self._original(*self._args, **self._kwargs)
+
+    def _targets(self) -> list[Tensor]:
+        inputs = [t for t in self._inputs.tensors if t.requires_grad]
+        return [*dict.fromkeys(inputs), *self._parameters]
+
+    def _gradients(
+        self, outputs: Sequence[Tensor], targets: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(
+            outputs, targets, gradients, only_inputs=True, allow_unused=self._allow_unused
+        )
+
+    def capture_forward(self) -> None:
+        """Capture the call; nothing executes.
+
+        Raises:
+            CaptureError: names the operator and the user's line.
+        """
+        try:
+            with self._pool.capture() as captured:
+                self._outputs = OutputPlan(self._call(), static=self._static_outputs)
+        except CaptureError as error:
+            raise self._explained(error) from error
+        self._forward = captured
+
+    def _explained(self, error: CaptureError) -> CaptureError:
+        """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
+        if self._pool.backend.name == "emulated":
+            return error
+        with _same_random_numbers(self._inputs.tensors):
+            state = StateSnapshot(self._module.buffers() if self._module is not None else ())
+            try:
+                with Recorder():
+                    self._call()
+            except CaptureError as explained:
+                return explained
+            finally:
+                state.restore()
+        return error
+
+    def capture_backward(self) -> None:
+        """Capture the gradients of the outputs with respect to inputs and parameters."""
+        assert self._outputs is not None
+        outputs, targets = self._outputs.requiring_grad, self._targets()
+        if outputs and targets:
+            self._backward = self._captured_backward(outputs, targets)
+        self._outputs.finish_capture()
+
+    def _captured_backward(
+        self, outputs: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> BackwardPass:
+        static = [torch.zeros_like(output) for output in outputs]
+        positions = self._differentiable_positions()
+        direct = None
+        if self._direct:
+            refuse_parameter_hooks(_named(self._module, self._parameters))
+            direct = DirectGradients(self._parameters)
+        with self._pool.capture() as captured:
+            gradients = self._gradients(outputs, targets, static)
+            if direct is not None:
+                direct.capture(gradients[len(positions) :])
+        handed = gradients[: len(positions)] if direct is not None else gradients
+        return BackwardPass(
+            captured,
+            static,
+            positions,
+            () if direct is not None else tuple(self._parameters),
+            tuple(g.detach() if g is not None else None for g in handed),
+            direct,
+        )
+
+    def _differentiable_positions(self) -> tuple[int, ...]:
+        """Where the inputs of :meth:`_targets` stand among the tensor leaves of the call."""
+        first: dict[int, int] = {}
+        for i, tensor in enumerate(self._inputs.tensors):
+            if tensor.requires_grad:
+                first.setdefault(id(tensor), i)
+        return tuple(first.values())
+
+    def finish(self) -> GraphedCallable:
+        """The callable that replays the captured passes."""
+        assert self._outputs is not None
+        assert self._forward is not None
+        guard = (
+            AddressGuard.of_module(self._module)
+            if self._module is not None
+            else AddressGuard(_named(None, self._parameters))
+        )
+        return GraphedCallable(
+            self._original,
+            self._module,
+            plan=self._plan,
+            guard=guard,
+            inputs=self._inputs,
+            outputs=self._outputs,
+            forward=self._forward,
+            backward=self._backward,
+            pool=self._pool,
+        )
+
+
+def _original(function: Callable[..., Any]) -> Callable[..., Any]:
+    forward = function.forward if isinstance(function, nn.Module) else function
+    if isinstance(forward, GraphedCallable):
+        raise CaptureError(
+            "A callable is graphed once.",
+            f"{type(function).__qualname__} has a graphed forward already",
+            "call .forward.reset() on the module (or .reset() on the function) first",
+        )
+    return forward
+
+
+def _trainable(module: nn.Module | None) -> list[Parameter]:
+    return [p for p in module.parameters() if p.requires_grad] if module is not None else []
+
+
+def _refuse_trainable_buffers(module: nn.Module) -> None:
+    name = next((name for name, b in module.named_buffers() if b.requires_grad), None)
+    if name is not None:
+        raise CaptureError(
+            "Only parameters of a graphed module may be trainable.",
+            f"buffer `{name}` requires grad",
+            "make it an nn.Parameter, or call requires_grad_(False) on it",
+        )
+
+
+def _named(
+    module: nn.Module | None, parameters: Sequence[Parameter]
+) -> list[tuple[str, Parameter]]:
+    names = {id(p): name for name, p in module.named_parameters()} if module is not None else {}
+    return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+
+
+def _with_leaves_behind(
+    outputs: Sequence[Tensor], known: list[Parameter], inputs: Sequence[Tensor]
+) -> list[Parameter]:
+    """The parameters and every other trainable leaf that the outputs depend on.
+
+    A function does not say which parameters it uses, and a module may use some that are not its
+    own. Without this walk they would silently get no gradient.
+    """
+    seen: set[Node] = set()
+    found = dict.fromkeys(known)
+    given = {id(t) for t in inputs}
+    pending = [output.grad_fn for output in outputs]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in given:
+            found[leaf] = None  # type: ignore[index]
+        pending.extend(parent for parent, _ in node.next_functions)
+    return list(found)
+
+
+@contextlib.contextmanager
+def _same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    if torch.cuda.is_available() and not devices:
+        devices = [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices):
+        yield

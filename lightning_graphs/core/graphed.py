@@ -1,0 +1,235 @@
+"""One graphed callable: what runs at every call of it, forward and backward."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_graphs.core.buffers import AddressGuard, StaticInputs
+from lightning_graphs.core.gradients import DirectGradients
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.signature import CallPlan, Modes
+from lightning_graphs.core.torch_private import clone_all
+from lightning_graphs.errors import ReplayError, SignatureError
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass:
+    """The captured backward of a callable.
+
+    Attributes:
+        graph: Computes the gradients from ``output_gradients``.
+        output_gradients: Static inputs, one for each output that requires grad.
+        targets: The tensors whose gradients autograd is given, in the order of ``gradients``: the
+            inputs that require grad and, unless gradients are direct, the parameters.
+        input_positions: Positions, among the call's tensor leaves, of the inputs in ``targets``.
+        parameters: The parameters in ``targets``, after the inputs.
+        gradients: The static gradients; None for an input that was not used.
+        direct: Writes the parameters' gradients itself; None where autograd does.
+    """
+
+    graph: CUDAGraph
+    output_gradients: list[Tensor]
+    input_positions: tuple[int, ...]
+    parameters: tuple[Parameter, ...]
+    gradients: tuple[Tensor | None, ...]
+    direct: DirectGradients | None
+
+
+class GraphedCallable:
+    """Runs a callable as a forward graph and, inside one autograd node, a backward graph.
+
+    Calls must equal the captured one in everything but values. Where the train/eval flag of any
+    submodule differs from its state at capture, the original runs instead.
+
+    Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
+    of ``module.forward``.
+    """
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        module: nn.Module | None,
+        *,
+        plan: CallPlan,
+        guard: AddressGuard,
+        inputs: StaticInputs,
+        outputs: OutputPlan,
+        forward: CUDAGraph,
+        backward: BackwardPass | None,
+        pool: GraphPool,
+    ) -> None:
+        self.original = original
+        self.module = module
+        self.forward_graph = forward
+        self.backward_pass = backward
+        self._plan = plan
+        self._guard = guard
+        self._inputs = inputs
+        self._outputs = outputs
+        self._pool = pool
+        self._replay_forward = forward.replay
+        self._modes = plan.signature.modes
+        self._modules = list(module.modules()) if module is not None else []
+        self._training = [m.training for m in self._modules]
+        self._generation = 0
+        self._backward_pending = False
+        # Autograd records a node only if an input of it requires grad; parameters whose gradients
+        # are direct do not pass through it.
+        device = plan.signature.modes.device_type
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._released = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the forward graph on these arguments.
+
+        Raises:
+            SignatureError: the call differs from the captured one; the message names the leaf.
+            ReplayError: a parameter or buffer moved, or the graphs were released.
+        """
+        if self._released or [m.training for m in self._modules] != self._training:
+            return self.original(*args, **kwargs)
+        self._check_autocast()
+        tensors = self._plan.tensors(args, kwargs)
+        self._guard.check(geometry=False)
+        self._inputs.copy_in(tensors)
+        self._replay_forward()
+        self._generation += 1
+        backward = self.backward_pass
+        if backward is None or not torch.is_grad_enabled():
+            return self._outputs.hand_out()
+        self._backward_pending = True
+        differentiable = [tensors[i] for i in backward.input_positions]
+        results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)
+        return self._outputs.hand_out(results)
+
+    def _check_autocast(self) -> None:
+        modes = self._modes
+        enabled = torch.is_autocast_enabled(modes.device_type)
+        if enabled is modes.autocast_enabled and (
+            not enabled or torch.get_autocast_dtype(modes.device_type) is modes.autocast_dtype
+        ):
+            return
+        raise SignatureError(
+            "A captured call is replayed under the autocast state that it was captured under.",
+            "; ".join(modes.diff(Modes.current(modes.device_type))),
+            "call it inside the same torch.autocast(...), or capture it again",
+        )
+
+    def run_backward(self, generation: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Replay the backward graph; the gradients of ``targets`` are tensors of their own."""
+        backward = self.backward_pass
+        assert backward is not None
+        self._refuse_unsound_backward(generation)
+        self._backward_pending = False
+        pairs = [
+            (static, gradient)
+            for static, gradient in zip(backward.output_gradients, gradients, strict=True)
+            if static.data_ptr() != gradient.data_ptr()
+        ]
+        if pairs:
+            torch._foreach_copy_([s for s, _ in pairs], [g for _, g in pairs])
+        if backward.direct is not None:
+            backward.direct.replay(backward.graph.replay)
+        else:
+            backward.graph.replay()
+        return self._hand_out_gradients(backward.gradients)
+
+    def _hand_out_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        # Autograd keeps what it is given as ``.grad`` and adds to it in place: a static buffer
+        # would be overwritten by the next replay (pytorch#181723).
+        if not gradients:
+            return []
+        copies = iter(clone_all([g for g in gradients if g is not None]))
+        return [next(copies) if g is not None else None for g in gradients]
+
+    def _refuse_unsound_backward(self, generation: int) -> None:
+        if torch.is_grad_enabled():
+            raise ReplayError(
+                "A graphed callable does not support double backward.",
+                "backward was called with create_graph=True",
+                "keep the part that is differentiated twice out of the graphed callable",
+            )
+        if self._released:
+            raise ReplayError(
+                "The graphs of this callable were released before its backward ran.",
+                remedy="call reset() after the backward pass",
+            )
+        if generation != self._generation:
+            raise ReplayError(
+                "The backward of a graphed callable needs the activations of its latest forward.",
+                f"{self._generation - generation} later forward call(s) overwrote them",
+                "pass the callable once for every call between two backward passes, as a tuple, "
+                "to make_graphed_callables; or run backward before the next forward",
+            )
+        if not self._backward_pending:
+            raise ReplayError(
+                "The backward graph of a callable runs once for each forward.",
+                "a second backward through the same forward (retain_graph=True)",
+                "run the forward again before the second backward",
+            )
+
+    def reset(self) -> None:
+        """Give the original ``forward`` back and release the graphs; may be called again."""
+        if self._released:
+            return
+        self._released = True
+        if self.module is not None and self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if not isinstance(self.original, types.MethodType) or (
+                self.original.__func__ is not type(self.module).forward
+            ):
+                self.module.__dict__["forward"] = self.original
+        backward = self.backward_pass
+        for graph in (backward.graph if backward is not None else None, self.forward_graph):
+            if graph is not None:
+                self._pool.release(graph)
+        self.backward_pass = None
+        self._inputs.tensors.clear()
+        self._outputs.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """The original: a copied module has parameters that no graph knows."""
+        return _original_of_copy(self, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the original ``forward``."""
+        if self.module is None:
+            return _itself, (self.original,)
+        return _forward_of, (self.module,)
+
+
+def _itself(original: Callable[..., Any]) -> Callable[..., Any]:
+    return original
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
+def _original_of_copy(graphed: GraphedCallable, memo: dict[int, Any]) -> Callable[..., Any]:
+    if graphed.module is None:
+        return graphed.original
+    return _forward_of(memo.get(id(graphed.module), graphed.module))
+
+
+class _GraphedNode(torch.autograd.Function):
+    """The autograd node of a call whose forward graph has just been replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, graphed: GraphedCallable, *inputs: Tensor) -> Any:
+        ctx.graphed = graphed
+        ctx.generation = graphed._generation
+        return graphed._outputs.differentiable()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, None, *ctx.graphed.run_backward(ctx.generation, gradients))

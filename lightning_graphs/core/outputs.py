@@ -1,0 +1,98 @@
+"""What a graphed callable returns: tensors of the caller's own, as the original returned them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.torch_private import clone_all
+from lightning_graphs.core.tree import flatten, substitute
+from lightning_graphs.errors import CaptureError
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type,
+    torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+class OutputPlan:
+    """Rebuilds the return value of a captured call around the tensors of a replay.
+
+    Args:
+        value: What the captured call returned: containers of tensors, None and constants. Constants
+            are returned by every replay as they were at capture.
+        static: Hand the graph's own output tensors out instead of copies; the next replay
+            overwrites them.
+
+    Attributes:
+        requiring_grad: The captured outputs that require grad, with the autograd graph behind them.
+
+    Raises:
+        CaptureError: an output is an object in which tensors could hide.
+    """
+
+    def __init__(self, value: Any, *, static: bool) -> None:
+        leaves: list[tuple[str, Any]] = []
+        flatten(value, "output", leaves)
+        for name, leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                raise CaptureError(
+                    "A graphed callable returns containers of tensors, None and constants.",
+                    f"{name} is a {type(leaf).__qualname__}, in which tensors could hide",
+                    "return its tensors, or switch it off (transformers: use_cache=False)",
+                )
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        self._differentiable = [i for i, t in enumerate(tensors) if t.requires_grad]
+        self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
+        self.requiring_grad = [tensors[i] for i in self._differentiable]
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._take: Callable[[list[Tensor]], list[Tensor]] = _aliases if static else clone_all
+        template = substitute(value, self._tensors)
+        self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
+        if isinstance(value, Tensor):
+            self._build = _only
+        elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+            self._build = tuple
+
+    def finish_capture(self) -> None:
+        """Let go of the captured autograd graph: the backward graph is all that is left of it."""
+        self.requiring_grad = []
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """The outputs that require grad, for the autograd node to return."""
+        return tuple(self._take([self._tensors[i] for i in self._differentiable]))
+
+    def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:
+        """The return value of a call.
+
+        Args:
+            differentiable: The outputs that require grad as the autograd node returned them; None
+                where no backward is recorded.
+        """
+        if differentiable is None:
+            return self._build(self._take(self._tensors))
+        if not self._plain:
+            return self._build(differentiable)
+        found = self._tensors.copy()
+        plain = self._take([found[i] for i in self._plain])
+        for i, tensor in zip(self._differentiable, differentiable, strict=True):
+            found[i] = tensor
+        for i, tensor in zip(self._plain, plain, strict=True):
+            found[i] = tensor
+        return self._build(found)
+
+    def release(self) -> None:
+        """Drop the static outputs."""
+        self._tensors.clear()
+
+
+def _aliases(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors]
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0]

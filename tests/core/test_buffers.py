@@ -1,0 +1,275 @@
+"""Static inputs, address guards and snapshots, compared value by value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_graphs.core.buffers import AddressGuard, StateSnapshot, StaticInputs
+from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.errors import ReplayError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+_LAYOUTS = ("plain", "permuted", "sliced", "expanded", "windows")
+
+
+def _filled(shape: tuple[int, ...], dtype: torch.dtype, layout: str, first: int) -> Tensor:
+    """A tensor of distinct values where its dtype allows; equal arguments give equal strides."""
+
+    def values(*sizes: int) -> Tensor:
+        count = torch.Size(sizes).numel()
+        return torch.arange(first, first + count).remainder(251).to(dtype).reshape(sizes)
+
+    if layout == "permuted":
+        return values(*reversed(shape)).permute(tuple(reversed(range(len(shape)))))
+    if layout == "sliced" and shape:
+        return values(*shape[:-1], 2 * shape[-1] + 1)[..., 1::2]
+    if layout == "expanded":
+        return values(*shape).expand(3, *shape)
+    if layout == "windows":
+        return values(7).unfold(0, 3, 1)
+    return values(*shape)
+
+
+@st.composite
+def _calls(draw: st.DrawFn) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves of two calls with equal specs, equal aliases and different values."""
+    first, second = [], []
+    for index in range(draw(st.integers(0, 5))):
+        if first and draw(st.booleans()) and draw(st.booleans()):
+            same = draw(st.integers(0, len(first) - 1))
+            first.append(first[same])
+            second.append(second[same])
+            continue
+        shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+        dtype, layout = draw(st.sampled_from(_DTYPES)), draw(st.sampled_from(_LAYOUTS))
+        grad = dtype.is_floating_point and draw(st.booleans())
+        for leaves, start in ((first, 100 * index), (second, 100 * index + 57)):
+            leaves.append(_filled(shape, dtype, layout, start).requires_grad_(grad))
+    return first, second
+
+
+def _equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _spoil(tensors: list[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor in tensors:
+            storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            storage.fill_(1 if tensor.dtype is torch.bool else 85)
+
+
+@settings(max_examples=200)
+@given(_calls())
+def test_buffers_have_the_signature_and_take_the_values(
+    calls: tuple[list[Tensor], list[Tensor]],
+) -> None:
+    first, second = calls
+    references = [t.detach().clone() for t in second]
+    inputs = StaticInputs(first)
+
+    assert Signature.of(inputs.tensors, {})[0] == Signature.of(first, {})[0]
+    assert CallPlan(Signature.of(first, {})[0]).match(inputs.tensors, {}) is not None
+    assert _equal(inputs.tensors, first)
+    own = {t.untyped_storage().data_ptr() for t in inputs.tensors if t.numel()}
+    assert own.isdisjoint(t.untyped_storage().data_ptr() for t in first)
+
+    addresses = [t.data_ptr() for t in inputs.tensors]
+    _spoil([t for t in inputs.tensors if t.numel()])
+    inputs.copy_in(second)
+    assert _equal(inputs.tensors, references)
+    assert _equal(second, references)
+    assert [t.data_ptr() for t in inputs.tensors] == addresses
+    assert all(t.is_leaf and t.grad_fn is None for t in inputs.tensors)
+
+
+def test_results_of_autograd_are_copied_without_their_graph() -> None:
+    source = torch.ones(3, requires_grad=True) * 2
+    inputs = StaticInputs([source])
+    (buffer,) = inputs.tensors
+    inputs.copy_in([source * 3])
+    assert buffer.is_leaf
+    assert buffer.requires_grad
+    assert buffer.tolist() == [6.0, 6.0, 6.0]
+
+
+def test_aliases_share_a_buffer() -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    inputs = StaticInputs([x, y, x.view(2)])
+    assert inputs.tensors[0] is inputs.tensors[2]
+    assert inputs.tensors[0] is not inputs.tensors[1]
+
+
+def test_a_leaf_in_its_place_is_not_copied() -> None:
+    inputs = StaticInputs([torch.zeros(2), torch.zeros(2)])
+    inputs.tensors[0].fill_(5)
+    version = inputs.tensors[0]._version
+    inputs.copy_in([inputs.tensors[0].detach(), torch.full((2,), 7.0)])
+    assert inputs.tensors[0]._version == version
+    assert [t.tolist() for t in inputs.tensors] == [[5.0, 5.0], [7.0, 7.0]]
+
+
+def test_buffers_may_change_places() -> None:
+    inputs = StaticInputs([torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+    first, second = inputs.tensors
+    inputs.copy_in([second, first])
+    assert [first.tolist(), second.tolist()] == [[3.0, 4.0], [1.0, 2.0]]
+
+
+def test_a_part_of_a_buffer_is_read_before_it_is_overwritten() -> None:
+    inputs = StaticInputs([torch.tensor([1.0, 2.0, 3.0]), torch.zeros(2)])
+    whole, part = inputs.tensors
+    inputs.copy_in([torch.tensor([7.0, 8.0, 9.0]), whole[1:]])
+    assert whole.tolist() == [7.0, 8.0, 9.0]
+    assert part.tolist() == [2.0, 3.0]
+
+
+def test_buffers_made_under_inference_mode_serve_outside() -> None:
+    with torch.inference_mode():
+        inputs = StaticInputs([torch.zeros(2)])
+    assert not inputs.tensors[0].is_inference()
+    inputs.copy_in([torch.ones(2)])
+    assert inputs.tensors[0].tolist() == [1.0, 1.0]
+
+
+def test_buffers_can_live_on_another_device() -> None:
+    (buffer,) = StaticInputs([torch.zeros(2, 3).t()], torch.device("meta")).tensors
+    assert (buffer.device.type, buffer.stride()) == ("meta", (1, 3))
+
+
+def _block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
+
+
+def _swap_weight(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def _assign_state(model: nn.Sequential) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _move(model: nn.Sequential) -> None:
+    model[1].weight.data = torch.zeros(3)
+
+
+def _remove_bias(model: nn.Sequential) -> None:
+    model[1].bias = None
+
+
+def _add_bias(model: nn.Sequential) -> None:
+    model[0].bias = nn.Parameter(torch.zeros(3))
+
+
+def _delete_buffer(model: nn.Sequential) -> None:
+    del model[1].running_mean
+
+
+def _freeze(model: nn.Sequential) -> None:
+    model[1].weight.requires_grad_(False)
+
+
+def _turn(model: nn.Sequential) -> None:
+    model[0].weight.data = model[0].weight.data.t()
+
+
+def _replace_module(model: nn.Sequential) -> None:
+    model[1] = nn.BatchNorm1d(3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_swap_weight, r"parameter `net\.0\.weight` was replaced since capture"),
+        (_assign_state, r"parameter `net\.0\.weight` was replaced since capture"),
+        (_move, r"parameter `net\.1\.weight` moved since capture"),
+        (_remove_bias, r"parameter `net\.1\.bias` was replaced since capture"),
+        (_add_bias, r"parameter `net\.0\.bias` was replaced since capture"),
+        (_delete_buffer, r"buffer `net\.1\.running_mean` was removed since capture"),
+        (_freeze, r"`net\.1\.weight` changed since capture: requires_grad is now False"),
+        (_turn, r"`net\.0\.weight` changed .*: f32\[3,3\] -> f32\[3,3\] stride \(1,3\)"),
+        (_replace_module, r"submodule `net\.1` was replaced since capture"),
+    ],
+)
+def test_a_guarded_module_names_what_changed(change, message: str) -> None:
+    model = _block()
+    guard = AddressGuard.of_module(model, prefix="net.")
+    guard.check()
+    change(model)
+    with pytest.raises(ReplayError, match=message) as caught:
+        guard.check()
+    assert "capture again" in caught.value.remedy
+
+
+def test_changes_in_place_are_no_moves() -> None:
+    model = _block()
+    guard = AddressGuard.of_module(model)
+    model(torch.randn(4, 3)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+    guard.check()
+    guard.check(geometry=False)
+
+
+def test_tied_parameters_are_watched_in_every_place() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    guard = AddressGuard.of_module(model)
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    with pytest.raises(ReplayError, match=r"parameter `1\.weight` was replaced"):
+        guard.check(geometry=False)
+
+
+def test_guarded_tensors_keep_their_names() -> None:
+    tensors = {name: torch.zeros(2) for name in ("first", "second")}
+    guard = AddressGuard((f"gradient `{name}`", tensor) for name, tensor in tensors.items())
+    guard.check()
+    tensors["second"].data = torch.zeros(2)
+    with pytest.raises(ReplayError, match="gradient `second` moved since capture"):
+        guard.check(geometry=False)
+
+
+def test_a_guard_of_nothing_accepts() -> None:
+    AddressGuard([]).check()
+
+
+@given(_calls())
+def test_a_snapshot_brings_values_back_in_place(calls: tuple[list[Tensor], list[Tensor]]) -> None:
+    tensors, _ = calls
+    references = [t.detach().clone() for t in tensors]
+    addresses = [t.data_ptr() for t in tensors]
+    versions = [t._version for t in tensors]
+    snapshot = StateSnapshot(tensors)
+    # Twice: what was saved must survive a restoration.
+    for _ in range(2):
+        _spoil(tensors)
+        snapshot.restore()
+        assert _equal(tensors, references)
+    assert [t.data_ptr() for t in tensors] == addresses
+    assert [t._version for t in tensors] == versions
+
+
+def test_a_snapshot_covers_views_and_parameters() -> None:
+    flat = torch.arange(6.0)
+    parameter = nn.Parameter(flat[:4].view(2, 2))
+    snapshot = StateSnapshot([parameter, flat[2:]])
+    with torch.no_grad():
+        parameter.mul_(-1)
+        flat.add_(100)
+    snapshot.restore()
+    assert flat.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert parameter.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_a_snapshot_refuses_a_tensor_that_moved() -> None:
+    first, second = torch.zeros(2), torch.zeros(3)
+    snapshot = StateSnapshot([first, second])
+    second.data = torch.ones(3)
+    with pytest.raises(ReplayError, match=r"tensor 1 \(f32\[3\]\) moved since the snapshot"):
+        snapshot.restore()
+    assert second.tolist() == [1.0, 1.0, 1.0]
