@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import nn
 
-from lightning_graphs.core.backend import BackendName, PoolHandle
+from lightning_graphs.core.backend import BackendName, PoolHandle, get_backend
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.pool import GraphPool
@@ -71,7 +71,9 @@ def make_graphed_callables(
 
     Each call of a graphed callable replays its forward graph and records one autograd node, whose
     backward replays its backward graph. Parameters, buffers, gradients, random generators and the
-    sample arguments are afterwards as they were before.
+    sample arguments are afterwards as they were before. For a function that holds for the modules
+    and tensors that it names itself (closure, globals, ``self``, ``functools.partial``); for these
+    alone are moved parameters and train/eval flags looked at, too.
 
     A module is returned as itself with its ``forward`` replaced by a
     :class:`~lightning_graphs.core.graphed.GraphedCallable`; ``module.forward.reset()`` gives the
@@ -87,12 +89,15 @@ def make_graphed_callables(
             needs 11.
         allow_unused_input: Accept inputs and parameters that no output depends on; they get no
             gradient.
-        pool: Memory pool to share (:func:`~lightning_graphs.core.graph_pool_handle`).
+        pool: Memory pool to share (:func:`~lightning_graphs.core.graph_pool_handle`) with graphs
+            that replay in the order of their capture. Callables of two calls over one pool must
+            each run backward before the other's forward.
         sample_kwargs: Keyword arguments of a typical call, for a tuple one mapping each.
         param_grads: ``"autograd"``: autograd accumulates parameter gradients as ever.
             ``"direct"``: the backward graph writes them and ``.grad`` is set without autograd, so
             that a call costs the same however many parameters there are; for ``loss.backward()``
-            only, since ``torch.autograd.grad`` with respect to parameters would see nothing.
+            only: ``torch.autograd.grad`` is refused. ``.grad`` then is a buffer that a later
+            backward overwrites, also where ``zero_grad`` has let go of it: clone what you keep.
         static_outputs: Return the graph's own output tensors, which the next call overwrites, as
             torch's function does; by default outputs are tensors of the caller's own.
         stream: Capture stream; the device's default one otherwise.
@@ -106,7 +111,8 @@ def make_graphed_callables(
         CaptureError: a callable cannot be captured; everything is as before the call.
         SignatureError: raised by later calls that differ from the sample.
     """
-    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+    device_type = get_backend(backend).device_type
+    if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise CaptureError(
             "make_graphed_callables does not support the autocast caching. "
             "Please set `cache_enabled=False`.",
@@ -115,10 +121,18 @@ def make_graphed_callables(
         )
     if param_grads not in ("autograd", "direct"):
         raise CaptureError("param_grads is 'autograd' or 'direct'.", f"param_grads={param_grads!r}")
+    if num_warmup_iters < 1:
+        raise CaptureError(
+            "Libraries and caches initialize in the warm-up, which cannot be left out.",
+            f"num_warmup_iters={num_warmup_iters}",
+            "num_warmup_iters=1 at least",
+        )
     several = isinstance(callables, tuple)
     functions = callables if several else (callables,)
     args = sample_args if several else (sample_args,)
     kwargs = (sample_kwargs if several else (sample_kwargs,)) if sample_kwargs else None
+    kwargs = kwargs or ({},) * len(functions)
+    _refuse_misfits(functions, args, kwargs)
     shared = GraphPool(pool, stream=stream, capture_error_mode=capture_error_mode, backend=backend)
     captures = [
         CallableCapture(
@@ -130,13 +144,29 @@ def make_graphed_callables(
             allow_unused=allow_unused_input,
             static_outputs=static_outputs,
         )
-        for function, arguments, keywords in zip(
-            functions, args, kwargs or ({},) * len(functions), strict=True
-        )
+        for function, arguments, keywords in zip(functions, args, kwargs, strict=True)
     ]
     graphed = _capture_all(captures, shared, num_warmup_iters)
     installed = tuple(map(_install, functions, graphed))
     return installed if several else installed[0]
+
+
+def _refuse_misfits(
+    functions: Sequence[Callable[..., Any]], args: Sequence[Any], kwargs: Sequence[Any]
+) -> None:
+    if not len(functions) == len(args) == len(kwargs):
+        raise CaptureError(
+            "Every callable of a tuple has its own sample_args and sample_kwargs.",
+            f"{len(functions)} callables, {len(args)} sample_args, {len(kwargs)} sample_kwargs",
+            "pass a tuple of arguments for each callable: ((x,), (y,))",
+        )
+    modules = [f for f in functions if isinstance(f, nn.Module)]
+    if len(set(modules)) < len(modules):
+        raise CaptureError(
+            "A module has one forward, so that it can be graphed once.",
+            "the same module stands twice in the tuple",
+            "pass its bound forward (module.forward) once for every call of it",
+        )
 
 
 def _positional(arguments: Any) -> tuple[Any, ...]:
@@ -154,16 +184,23 @@ def _capture_all(
 ) -> list[GraphedCallable]:
     """Warm up, then capture forwards in order and backwards in reverse: the order of replays."""
     try:
-        for capture in captures:
-            capture.warm_up(num_warmup_iters)
-        for capture in captures:
-            capture.capture_forward()
-        for capture in reversed(captures):
-            capture.capture_backward()
+        # Calls under no_grad or inference mode replay the same graphs, so these need a backward.
+        with torch.inference_mode(False), torch.enable_grad():
+            for capture in captures:
+                capture.warm_up(num_warmup_iters)
+            for capture in captures:
+                capture.capture_forward()
+            for capture in reversed(captures):
+                capture.capture_backward()
+            graphed = [capture.finish() for capture in captures]
     except BaseException:
+        for capture in captures:
+            capture.abandon()
         pool.close()
         raise
-    return [capture.finish() for capture in captures]
+    for i, callable_ in enumerate(graphed):
+        callable_.precede(graphed[i + 1 :])
+    return graphed
 
 
 def _install(original: Callable[..., Any], graphed: GraphedCallable) -> Callable[..., Any]:

@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from lightning_graphs.core.buffers import AddressGuard, StateSnapshot, StaticInputs
-from lightning_graphs.core.gradients import DirectGradients, refuse_parameter_hooks
+from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.gradients import (
+    DirectGradients,
+    refuse_parameter_hooks,
+    without_hooks,
+)
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.held import Bindings, Held
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
@@ -61,18 +66,19 @@ class CallableCapture:
         self._plan = CallPlan(signature, check_modes=False)
         self._inputs = StaticInputs(tensors)
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
+        self._held = Held(function)
+        self._bindings = Bindings(self._held)
         self._parameters = _trainable(self._module)
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._backward: BackwardPass | None = None
-        if self._module is not None:
-            _refuse_trainable_buffers(self._module)
+        self._refuse_trainable_buffers()
 
     def warm_up(self, iterations: int) -> None:
-        """Run forward and backward on a side stream, leaving no trace in module or generators."""
+        """Run forward and backward on a side stream, leaving no trace in state or generators."""
         backend = self._pool.backend
-        buffers = list(self._module.buffers()) if self._module is not None else []
-        state = StateSnapshot(buffers)
+        # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
+        state = StateSnapshot(self._held.state())
         with _same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
                 for _ in range(iterations):
@@ -99,7 +105,20 @@ class CallableCapture:
         self._parameters = _with_leaves_behind(outputs, self._parameters, self._inputs.tensors)
         if targets := self._targets():
             zeros = [torch.zeros_like(output) for output in outputs]
-            self._gradients(outputs, targets, zeros)
+            gradients = self._gradients(outputs, targets, zeros)
+            if not self._allow_unused:
+                self._refuse_unused(targets, gradients)
+
+    def _refuse_unused(self, targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        unused = {id(t) for t, g in zip(targets, gradients, strict=True) if g is None}
+        inputs = zip(self._plan.signature.tensor_names, self._inputs.tensors, strict=True)
+        names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
+        if names:
+            raise CaptureError(
+                "Every output gradient must reach every input and parameter that requires grad.",
+                f"no output depends on {', '.join(names)}",
+                "pass allow_unused_input=True, or requires_grad_(False) on what is not used",
+            )
 
     def _call(self) -> Any:
         return self._original(*self._args, **self._kwargs)
@@ -111,9 +130,10 @@ class CallableCapture:
     def _gradients(
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(
-            outputs, targets, gradients, only_inputs=True, allow_unused=self._allow_unused
-        )
+        # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
+        autocast = torch.autocast(self._pool.backend.device_type, enabled=False)
+        with autocast, without_hooks(self._parameters):
+            return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
 
     def capture_forward(self) -> None:
         """Capture the call; nothing executes.
@@ -121,11 +141,19 @@ class CallableCapture:
         Raises:
             CaptureError: names the operator and the user's line.
         """
+        before = Bindings(self._held)
         try:
             with self._pool.capture() as captured:
                 self._outputs = OutputPlan(self._call(), static=self._static_outputs)
         except CaptureError as error:
             raise self._explained(error) from error
+        if rebound := before.restore():
+            raise CaptureError(
+                "A graphed callable changes parameters and buffers in place only: a replay writes "
+                "the memory it was captured with and binds no names.",
+                f"`{rebound[0]}` is bound to another tensor in every call",
+                "write `self.x.copy_(new)` instead of `self.x = new`",
+            )
         self._forward = captured
 
     def _explained(self, error: CaptureError) -> CaptureError:
@@ -133,7 +161,7 @@ class CallableCapture:
         if self._pool.backend.name == "emulated":
             return error
         with _same_random_numbers(self._inputs.tensors):
-            state = StateSnapshot(self._module.buffers() if self._module is not None else ())
+            state = StateSnapshot(self._held.state())
             try:
                 with Recorder():
                     self._call()
@@ -158,7 +186,7 @@ class CallableCapture:
         positions = self._differentiable_positions()
         direct = None
         if self._direct:
-            refuse_parameter_hooks(_named(self._module, self._parameters))
+            refuse_parameter_hooks(self._named())
             direct = DirectGradients(self._parameters)
         with self._pool.capture() as captured:
             gradients = self._gradients(outputs, targets, static)
@@ -186,22 +214,37 @@ class CallableCapture:
         """The callable that replays the captured passes."""
         assert self._outputs is not None
         assert self._forward is not None
-        guard = (
-            AddressGuard.of_module(self._module)
-            if self._module is not None
-            else AddressGuard(_named(None, self._parameters))
-        )
         return GraphedCallable(
             self._original,
             self._module,
             plan=self._plan,
-            guard=guard,
+            modules=self._held.submodules(),
+            guards=self._held.guards(self._parameters),
             inputs=self._inputs,
             outputs=self._outputs,
             forward=self._forward,
             backward=self._backward,
             pool=self._pool,
         )
+
+    def abandon(self) -> None:
+        """Give the modules back what a failed attempt has rebound."""
+        self._bindings.restore()
+
+    def _named(self) -> list[tuple[str, Parameter]]:
+        named = (*self._held.named_tensors("parameters"), *self._held.tensors.items())
+        names = {id(tensor): name for name, tensor in named}
+        return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
+
+    def _refuse_trainable_buffers(self) -> None:
+        named = self._held.named_tensors("buffers")
+        name = next((name for name, buffer in named if buffer.requires_grad), None)
+        if name is not None:
+            raise CaptureError(
+                "Only parameters of a graphed module may be trainable.",
+                f"buffer `{name}` requires grad",
+                "make it an nn.Parameter, or call requires_grad_(False) on it",
+            )
 
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,23 +260,6 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _trainable(module: nn.Module | None) -> list[Parameter]:
     return [p for p in module.parameters() if p.requires_grad] if module is not None else []
-
-
-def _refuse_trainable_buffers(module: nn.Module) -> None:
-    name = next((name for name, b in module.named_buffers() if b.requires_grad), None)
-    if name is not None:
-        raise CaptureError(
-            "Only parameters of a graphed module may be trainable.",
-            f"buffer `{name}` requires grad",
-            "make it an nn.Parameter, or call requires_grad_(False) on it",
-        )
-
-
-def _named(
-    module: nn.Module | None, parameters: Sequence[Parameter]
-) -> list[tuple[str, Parameter]]:
-    names = {id(p): name for name, p in module.named_parameters()} if module is not None else {}
-    return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
 
 
 def _with_leaves_behind(

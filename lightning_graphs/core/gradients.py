@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -38,6 +39,23 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
             raise CaptureError(rule, observed, remedy)
 
 
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take the tensor hooks off the parameters for a while.
+
+    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
+    and autograd would then apply them to the replayed gradient once more.
+    """
+    hooked = [(p, p._backward_hooks) for p in parameters if _hooks(p)]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
 class DirectGradients:
     """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
 
@@ -70,8 +88,8 @@ class DirectGradients:
         if used:
             torch._foreach_copy_(self._buffers, [g for g in gradients if g is not None])
 
-    def replay(self, backward: Callable[[], None]) -> None:
-        """Run the backward graph; afterwards every ``.grad`` is what autograd would have made it.
+    def refuse_hooks(self) -> None:
+        """Refuse to go on where a hook would be skipped.
 
         Raises:
             ReplayError: a hook was registered on a parameter after the capture.
@@ -81,8 +99,12 @@ class DirectGradients:
             raise ReplayError(
                 'With param_grads="direct", hooks on parameters never fire.',
                 "a gradient hook was registered on a parameter after the capture",
-                'register it before, or use param_grads="autograd"',
+                'remove it, or use param_grads="autograd"',
             )
+
+    def replay(self, backward: Callable[[], None]) -> None:
+        """Run the backward graph; afterwards every ``.grad`` is what autograd would have made it."""
+        parameters = self._parameters
         before = list(map(_gradient, parameters))
         if all(map(is_, before, self._nothing)):
             backward()

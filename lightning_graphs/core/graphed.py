@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class GraphedCallable:
     """Runs a callable as a forward graph and, inside one autograd node, a backward graph.
 
     Calls must equal the captured one in everything but values. Where the train/eval flag of any
-    submodule differs from its state at capture, the original runs instead.
+    submodule, or of a module that a function holds, differs from its state at capture, the original
+    runs instead.
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
@@ -60,7 +62,8 @@ class GraphedCallable:
         module: nn.Module | None,
         *,
         plan: CallPlan,
-        guard: AddressGuard,
+        modules: Sequence[nn.Module],
+        guards: Sequence[AddressGuard],
         inputs: StaticInputs,
         outputs: OutputPlan,
         forward: CUDAGraph,
@@ -72,21 +75,31 @@ class GraphedCallable:
         self.forward_graph = forward
         self.backward_pass = backward
         self._plan = plan
-        self._guard = guard
+        self._guards = tuple(guards)
         self._inputs = inputs
         self._outputs = outputs
         self._pool = pool
         self._replay_forward = forward.replay
         self._modes = plan.signature.modes
-        self._modules = list(module.modules()) if module is not None else []
+        self._modules = list(modules)
         self._training = [m.training for m in self._modules]
         self._generation = 0
         self._backward_pending = False
+        self._later: tuple[GraphedCallable, ...] = ()
         # Autograd records a node only if an input of it requires grad; parameters whose gradients
         # are direct do not pass through it.
         device = plan.signature.modes.device_type
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
+
+    def precede(self, later: Sequence[GraphedCallable]) -> None:
+        """Name the callables of the same pool that were captured after this one.
+
+        What this one's graphs freed at capture, the others' activations use: a replay of this one
+        ends their pending backward passes.
+        """
+        self._later = tuple(later)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward graph on these arguments.
@@ -99,10 +112,13 @@ class GraphedCallable:
             return self.original(*args, **kwargs)
         self._check_autocast()
         tensors = self._plan.tensors(args, kwargs)
-        self._guard.check(geometry=False)
+        for guard in self._guards:
+            guard.check(geometry=False)
         self._inputs.copy_in(tensors)
         self._replay_forward()
         self._generation += 1
+        for later in self._later:
+            later._generation += 1
         backward = self.backward_pass
         if backward is None or not torch.is_grad_enabled():
             return self._outputs.hand_out()
@@ -126,19 +142,19 @@ class GraphedCallable:
 
     def run_backward(self, generation: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Replay the backward graph; the gradients of ``targets`` are tensors of their own."""
+        self._refuse_unsound_backward(generation)
         backward = self.backward_pass
         assert backward is not None
-        self._refuse_unsound_backward(generation)
+        direct = backward.direct
+        if direct is not None:
+            self._refuse_partial_backward()
+            direct.refuse_hooks()
         self._backward_pending = False
-        pairs = [
-            (static, gradient)
-            for static, gradient in zip(backward.output_gradients, gradients, strict=True)
-            if static.data_ptr() != gradient.data_ptr()
-        ]
-        if pairs:
-            torch._foreach_copy_([s for s, _ in pairs], [g for _, g in pairs])
-        if backward.direct is not None:
-            backward.direct.replay(backward.graph.replay)
+        for later in self._later:
+            later._generation += 1
+        torch._foreach_copy_(backward.output_gradients, gradients)
+        if direct is not None:
+            direct.replay(backward.graph.replay)
         else:
             backward.graph.replay()
         return self._hand_out_gradients(backward.gradients)
@@ -166,15 +182,25 @@ class GraphedCallable:
         if generation != self._generation:
             raise ReplayError(
                 "The backward of a graphed callable needs the activations of its latest forward.",
-                f"{self._generation - generation} later forward call(s) overwrote them",
-                "pass the callable once for every call between two backward passes, as a tuple, "
-                "to make_graphed_callables; or run backward before the next forward",
+                "another forward of it, or an earlier callable of its tuple that ran after it, "
+                "overwrote them",
+                "run backward before the next forward; or pass the callable (a module as its "
+                "bound forward) once for every call between two backward passes, as a tuple in "
+                "the order of the calls, to make_graphed_callables",
             )
         if not self._backward_pending:
             raise ReplayError(
                 "The backward graph of a callable runs once for each forward.",
                 "a second backward through the same forward (retain_graph=True)",
                 "run the forward again before the second backward",
+            )
+
+    def _refuse_partial_backward(self) -> None:
+        if not torch._C._will_engine_execute_node(self._anchor_node):
+            raise ReplayError(
+                'With param_grads="direct", a backward pass writes the gradient of every parameter.',
+                "torch.autograd.grad, or backward(inputs=...), which asks for some gradients only",
+                'call loss.backward(), or use param_grads="autograd"',
             )
 
     def reset(self) -> None:
@@ -193,32 +219,22 @@ class GraphedCallable:
             if graph is not None:
                 self._pool.release(graph)
         self.backward_pass = None
-        self._inputs.tensors.clear()
-        self._outputs.release()
+        self._inputs = StaticInputs(())
+        self._outputs = OutputPlan((), static=True)
+        self._guards = self._later = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """The original: a copied module has parameters that no graph knows."""
-        return _original_of_copy(self, memo)
+        """The original, bound to the copied module, whose parameters no graph knows."""
+        copied: Callable[..., Any] = copy.deepcopy(self.original, memo)
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the original ``forward``."""
-        if self.module is None:
-            return _itself, (self.original,)
-        return _forward_of, (self.module,)
+        """Pickled, it is the original."""
+        return _itself, (self.original,)
 
 
 def _itself(original: Callable[..., Any]) -> Callable[..., Any]:
     return original
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
-
-
-def _original_of_copy(graphed: GraphedCallable, memo: dict[int, Any]) -> Callable[..., Any]:
-    if graphed.module is None:
-        return graphed.original
-    return _forward_of(memo.get(id(graphed.module), graphed.module))
 
 
 class _GraphedNode(torch.autograd.Function):

@@ -58,6 +58,11 @@ UNDECLARED_MUTATION = Obstacle(
     "A rehearsed operator must declare in its schema every argument that it writes.",
     "name the argument in mutates_args of torch.library.custom_op",
 )
+SET_GENERATOR = Obstacle(
+    "A capture cannot set or rewind a random generator: replays draw fresh numbers from it.",
+    "seed outside of the captured code; torch.utils.checkpoint needs preserve_rng_state=False, and "
+    "no dropout inside what it recomputes",
+)
 MOVED_STORAGE = Obstacle(
     "A capture cannot resize or replace the memory of a tensor that existed before it.",
     "allocate the tensor at its final size outside of the captured code and write to it in place",
@@ -84,16 +89,21 @@ _MOVES_STORAGE = frozenset(
 )
 
 
-def _boolean_index(func: OpOverload, args: Sequence[object]) -> bool:
+def _boolean_index(
+    func: OpOverload, args: Sequence[object], is_constant: Callable[[Tensor], bool]
+) -> bool:
     indices = args[_INDEXING[func]]
     assert isinstance(indices, Sequence)
     boolean = [i for i in indices if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
     if not boolean:
         return False
-    # ``x[mask] = scalar`` is a masked_fill in torch's own kernel: one mask, one value, one device.
-    values = args[2] if len(args) > 2 and "put" in func.name() else None
-    fills = isinstance(values, Tensor) and values.numel() == 1 and len(boolean) == len(indices) == 1
-    return not fills
+    # ``x[mask] = number`` is a masked_fill in torch's own kernel: one mask, a value of the host
+    # (``canDispatchToMaskedFill`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp).
+    if "put" not in func.name() or len([i for i in indices if i is not None]) > 1:
+        return True
+    values, accumulate = args[2], args[3] if len(args) > 3 else False
+    fills = isinstance(values, Tensor) and values.numel() == 1 and is_constant(values)
+    return accumulate is True or not fills
 
 
 def operator_obstacle(
@@ -101,6 +111,7 @@ def operator_obstacle(
     args: Sequence[object],
     kwargs: Mapping[str, object],
     generators: Collection[torch.Generator],
+    is_constant: Callable[[Tensor], bool],
 ) -> Obstacle | None:
     """The reason why CUDA would refuse this operator in a capture, or None.
 
@@ -109,11 +120,12 @@ def operator_obstacle(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         generators: The random generators that were registered with the graph.
+        is_constant: Tells of a tensor whether it was made of a Python number.
     """
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:
-        return DYNAMIC_SHAPE if _boolean_index(func, args) else None
+        return DYNAMIC_SHAPE if _boolean_index(func, args, is_constant) else None
     if func is aten.repeat_interleave.Tensor:
         return None if kwargs.get("output_size") is not None else DYNAMIC_SHAPE
     if torch.Tag.dynamic_output_shape in func.tags:
@@ -121,7 +133,10 @@ def operator_obstacle(
     if func in _MOVES_STORAGE:
         return MOVED_STORAGE
     generator = kwargs.get("generator")
-    if generator is not None and generator not in generators:
+    # The dispatcher wraps the generator anew: only the address of the C++ object tells it.
+    if isinstance(generator, torch.Generator) and generator._cdata not in {
+        known._cdata for known in generators
+    }:
         return UNREGISTERED_GENERATOR
     return None
 

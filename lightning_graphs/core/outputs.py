@@ -85,10 +85,6 @@ class OutputPlan:
             found[i] = tensor
         return self._build(found)
 
-    def release(self) -> None:
-        """Drop the static outputs."""
-        self._tensors.clear()
-
 
 def _aliases(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach() for tensor in tensors]

@@ -21,6 +21,7 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_comp
 from lightning_graphs.core.obstacles import (
     COMPILED,
     FUNCTION_RULES,
+    HOST_DATA,
     UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
@@ -53,9 +54,17 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    strided = tensor.layout is torch.strided and not tensor.is_quantized
-    return plain and strided and not tensor.is_conj() and not tensor.is_neg()
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return plain and strided and not tensor.is_quantized
+
+
+def _same_bytes(a: UntypedStorage, b: UntypedStorage) -> bool:
+    """Compared as bytes: a NaN is equal to itself here."""
+    first, second = (
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (a, b)
+    )
+    return torch.equal(first, second)
 
 
 def written_tensors(
@@ -108,7 +117,8 @@ class KnownStorage:
 
     Attributes:
         id: Its number in this recording.
-        born: Whether it was allocated by a recorded operator.
+        born: Whether it was made inside the recorded code.
+        constant: Whether Python numbers were made into it: kernels get its value, not its address.
         first: The tensor it was first seen as, in words.
         device_type: ``"cuda"`` or ``"cpu"``.
         scalar: Whether that tensor had no dimensions.
@@ -123,6 +133,7 @@ class KnownStorage:
     scalar: bool
     site: CallSite
     address: int
+    constant: bool = False
     ref: weakref.ref[UntypedStorage] | None = None
     freed: CallSite | None = None
 
@@ -174,22 +185,25 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.storages: list[KnownStorage] = []
         self._by_identity: dict[int, KnownStorage] = {}
-        self._generators = set(generators)
+        self._generators = tuple(generators)
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._function_rules = _FunctionRules(self) if strict else None
+        self._function_rules: _FunctionRules | None = None
 
     def __enter__(self) -> Recorder:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._scopes.start()
-        if self._function_rules is not None:
+        if self._strict:
+            self._function_rules = _FunctionRules(self)
             self._function_rules.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         if self._function_rules is not None:
             self._function_rules.__exit__(*exc)  # type: ignore[no-untyped-call]
+            # The rules hold the recorder: the cycle would keep its tensors until the next gc.
+            self._function_rules = None
         self._scopes.stop()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
@@ -220,6 +234,18 @@ class Recorder(TorchDispatchMode):
             self.storages.append(known)
         return known
 
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return self.know(tensor).constant
+
+    def _meet_constant(self, tensor: Tensor) -> None:
+        """Note a tensor that torch made of Python numbers, out of sight of the dispatcher.
+
+        A scalar enters kernels as a constant. More than one number is a copy from host memory.
+        """
+        if self._strict and tensor.dim() > 0:
+            self.refuse("a tensor of Python numbers", HOST_DATA)
+        self.know(tensor, born=True).constant = True
+
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         """Called before an operator writes ``tensor``; the emulated backend saves its value."""
 
@@ -238,16 +264,27 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return self._scopes.profiler_range(func, args, kwargs)
+        if types and not self._strict:
+            return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
         if self._strict:
             self._check(func, args, kwargs, inputs)
+        inputs = [t for t in inputs if t.layout is torch.strided]
+        if func is aten.lift_fresh.default:
+            self._meet_constant(inputs[0])
         written = list(written_tensors(func, args, kwargs))
         reads = tuple(dict.fromkeys(self.know(t).id for t in inputs))
         for tensor in written:
-            self.before_write(tensor, self.know(tensor))
+            known = self.know(tensor)
+            if self._strict and known.constant:
+                self.refuse(str(func), HOST_DATA)
+            self.before_write(tensor, known)
         result = self._run(func, args, kwargs, inputs, written)
         known_before = {id(t.untyped_storage()) for t in inputs}
         outputs = list(tensors_in(result))
+        if self._strict and not all(map(_is_dense, outputs)):
+            self.refuse(str(func), UNSUPPORTED_LAYOUT)
+        outputs = [t for t in outputs if t.layout is torch.strided]
         fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
         if outputs and not fresh and not written:
             return result  # a view: its geometry is part of whatever uses it
@@ -280,10 +317,14 @@ class Recorder(TorchDispatchMode):
         """Run the operator; a custom one is not believed when it declares that it writes nothing."""
         if not self._strict or func.namespace in ("aten", "prims"):
             return func(*args, **kwargs)
-        declared = {id(t) for t in written}
-        before = [(t, t.clone()) for t in inputs if id(t) not in declared]
+        declared = {id(t.untyped_storage()) for t in written}
+        storages = {id(s): s for s in (t.untyped_storage() for t in inputs)}
+        before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
         result = func(*args, **kwargs)
-        if not all(torch.equal(t, value) for t, value in before):
+        lied = [(s, value) for s, value in before if not _same_bytes(s, value)]
+        for storage, value in lied:
+            storage.copy_(value)
+        if lied:
             self.refuse(str(func), UNDECLARED_MUTATION)
         return result
 
@@ -294,7 +335,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         inputs: Sequence[Tensor],
     ) -> None:
-        obstacle = operator_obstacle(func, args, kwargs, self._generators)
+        obstacle = operator_obstacle(func, args, kwargs, self._generators, self._is_constant)
         if obstacle is None and not all(map(_is_dense, inputs)):
             obstacle = UNSUPPORTED_LAYOUT
         if obstacle is None and inside_compiled_module():

@@ -8,20 +8,60 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
 
+from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import ReplayError
 
 _NO_KERNEL = frozenset(
     {
         torch.ops.aten.empty.memory_format,
         torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_permuted.default,
         torch.ops.aten.empty_strided.default,
         torch.ops.aten.new_empty.default,
         torch.ops.aten.new_empty_strided.default,
     }
 )
 """Allocations: on CUDA they launch nothing, so a replay leaves their memory as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """The geometry of ``tensor``."""
+        return cls(
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def over(self, storage: UntypedStorage) -> Tensor:
+        """A tensor that shares nothing but the memory with the one this was read from.
+
+        It has a version counter of its own, as a replay on a GPU leaves autograd's counters alone,
+        and is no inference tensor, which could not be written outside of inference mode.
+        """
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = tensor.conj()
+            return torch._neg_view(tensor) if self.neg else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +72,7 @@ class ExternalTensor:
     """
 
     storage: KnownStorage
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    geometry: Geometry
 
     def resolve(self) -> Tensor:
         """The tensor.
@@ -50,7 +87,7 @@ class ExternalTensor:
                 describe_dead(self.storage),
                 "keep a reference to the tensor beside the graph, and copy new values into it",
             )
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        return self.geometry.over(storage)
 
 
 def describe_dead(storage: KnownStorage) -> str:
@@ -77,7 +114,7 @@ def _resolve(value: Any) -> Any:
 
 def _fill_with_sentinel(storage: UntypedStorage, dtype: torch.dtype) -> None:
     # A tensor of its own over the storage: the version counters of the user's tensors stay.
-    view = torch.empty(0, dtype=dtype).set_(storage)
+    view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
     if dtype.is_floating_point or dtype.is_complex:
         view.fill_(float("nan"))
     elif dtype is torch.bool:
@@ -135,7 +172,11 @@ class Recording:
         Raises:
             ReplayError: an input was freed, or an operator returned another shape.
         """
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             for operation in self.launched():
                 result = operation.func(
                     *[_resolve(a) for a in operation.args],
@@ -143,6 +184,14 @@ class Recording:
                 )
                 if operation.result is not None:
                     _write_back(operation, result)
+
+
+def _own_view(tensor: Tensor) -> Tensor:
+    return Geometry.of(tensor).over(tensor.untyped_storage())
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _write_back(operation: Operation, result: Any) -> None:
@@ -163,16 +212,40 @@ class RecordingCapture(Recorder):
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
-        self._saved: list[tuple[UntypedStorage, UntypedStorage]] = []
-        self._saved_ids: set[int] = set()
+        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        self._rng_states = self._current_rng_states()
         self._born: list[tuple[UntypedStorage, torch.dtype]] = []
         self._born_ids: set[int] = set()
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        if not known.born and known.id not in self._saved_ids:
-            self._saved_ids.add(known.id)
+        if not known.born and known.id not in self._saved:
             storage = tensor.untyped_storage()
-            self._saved.append((storage, storage.clone()))
+            self._saved[known.id] = storage, storage.clone()
+
+    def _run(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> Any:
+        """Run the operator; refuse a generator that was set meanwhile, and memory that moves."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            states = zip(self._rng_states, self._current_rng_states(), strict=True)
+            if not all(torch.equal(before, now) for before, now in states):
+                self.refuse(str(func), SET_GENERATOR)
+        result = super()._run(func, args, kwargs, inputs, written)
+        self._rng_states = self._current_rng_states()
+        for known in map(self.know, written):
+            if known.id in self._saved:
+                storage, value = self._saved[known.id]
+                if storage.nbytes() != value.nbytes():
+                    self.refuse(str(func), MOVED_STORAGE)
+        return result
+
+    def _current_rng_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
 
     def keep(self, operation: Operation) -> None:
         for tensor in tensors_in(operation.result):
@@ -184,27 +257,23 @@ class RecordingCapture(Recorder):
         operation.kwargs = {
             k: _map_tensors(v, self._reference) for k, v in operation.kwargs.items()
         }
-        operation.result = _map_tensors(operation.result, torch.Tensor.detach)
+        operation.result = _map_tensors(operation.result, _own_view)
         self.operations.append(operation)
 
     def _reference(self, tensor: Tensor) -> Tensor | ExternalTensor:
         known = self.know(tensor)
         if known.born:
-            return tensor.detach()
-        return ExternalTensor(
-            known, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+            return _own_view(tensor)
+        return ExternalTensor(known, Geometry.of(tensor))
 
     def restore_world(self) -> None:
         """Give every storage that existed before the capture its value back."""
-        for storage, value in self._saved:
-            if storage.nbytes() != value.nbytes():
-                raise CaptureError(
-                    "A capture cannot resize memory that existed before it.",
-                    f"a storage went from {value.nbytes()} to {storage.nbytes()} bytes",
-                    "allocate at the final size outside of the captured code",
-                )
-            storage.copy_(value)
+        # Backwards: where two storages share memory, the first one saved has the oldest value.
+        for storage, value in reversed(self._saved.values()):
+            if storage.nbytes() < value.nbytes():
+                storage.resize_(value.nbytes())
+            # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
+            _bytes_of(storage)[: value.nbytes()].copy_(_bytes_of(value))
         self._saved.clear()
 
     def finish(self) -> Recording:

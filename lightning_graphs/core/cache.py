@@ -1,0 +1,93 @@
+"""Signature -> captured plan: least recently used ones go, and every decision is counted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Plan = TypeVar("Plan")
+
+
+@dataclass(slots=True)
+class CacheStatistics:
+    """Counts since the cache was made."""
+
+    hits: int = 0
+    misses: int = 0
+    captures: int = 0
+    evictions: int = 0
+
+
+class PlanCache(Generic[Key, Plan]):
+    """Captured plans by key, at most ``capacity`` of them.
+
+    Args:
+        capacity: Number of plans; adding one more releases the least recently used.
+        capture_after: How often a key must have been seen before it is worth a capture.
+        release: Called with a plan that leaves the cache.
+    """
+
+    def __init__(self, capacity: int, capture_after: int, release: Callable[[Plan], None]) -> None:
+        self._capacity = capacity
+        self._capture_after = capture_after
+        self._release = release
+        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self._seen: OrderedDict[Key, int] = OrderedDict()
+        self._refused: set[Key] = set()
+        self.statistics = CacheStatistics()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def plans(self) -> list[Plan]:
+        """The plans, most recently used first."""
+        return list(reversed(self._plans.values()))
+
+    def keys(self) -> list[Key]:
+        """The keys of the plans, most recently used first."""
+        return list(reversed(self._plans))
+
+    def get(self, key: Key) -> Plan | None:
+        """The plan of ``key``, which becomes the most recently used one; None if there is none."""
+        plan = self._plans.get(key)
+        if plan is None:
+            self.statistics.misses += 1
+            return None
+        self._plans.move_to_end(key)
+        self.statistics.hits += 1
+        return plan
+
+    def is_due(self, key: Key) -> bool:
+        """Count a sighting of ``key``; whether it was seen often enough before to be captured."""
+        if key in self._refused:
+            return False
+        seen = self._seen.pop(key, 0)
+        self._seen[key] = seen + 1
+        # Shapes without end must not make the book of sightings grow without end.
+        while len(self._seen) > 64 * self._capacity:
+            self._seen.popitem(last=False)
+        return seen >= self._capture_after
+
+    def add(self, key: Key, plan: Plan) -> None:
+        """Keep a captured plan, releasing the least recently used ones beyond capacity."""
+        self._seen.pop(key, None)
+        self._plans[key] = plan
+        self.statistics.captures += 1
+        while len(self._plans) > self._capacity:
+            _, oldest = self._plans.popitem(last=False)
+            self.statistics.evictions += 1
+            self._release(oldest)
+
+    def refuse(self, key: Key) -> None:
+        """Never find ``key`` due again: its capture failed."""
+        self._refused.add(key)
+
+    def clear(self) -> None:
+        """Release every plan and forget every sighting; refusals stay."""
+        while self._plans:
+            _, plan = self._plans.popitem()
+            self._release(plan)
+        self._seen.clear()

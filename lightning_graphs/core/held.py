@@ -1,0 +1,123 @@
+"""What a callable holds: the modules and tensors that it reads beside its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_graphs.core.buffers import AddressGuard
+
+
+class Held:
+    """The modules and tensors that a callable names itself.
+
+    Those are the callable where it is a module, and otherwise what it finds in its closure, its
+    globals, ``self`` with its attributes, and the arguments of a ``functools.partial``. What it
+    reaches through other functions is not seen.
+
+    Args:
+        function: A module or any other callable.
+
+    Attributes:
+        modules: Root modules by the name that the callable has for them; its own is empty.
+        tensors: Other tensors by name.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        found = [("", function)] if isinstance(function, nn.Module) else list(_held(function))
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for name, value in found:
+            if isinstance(value, nn.Module) and all(value is not m for m in self.modules.values()):
+                self.modules[name] = value
+            elif isinstance(value, Tensor):
+                self.tensors[name] = value
+
+    def submodules(self) -> list[nn.Module]:
+        """All modules, each once."""
+        return list(dict.fromkeys(m for root in self.modules.values() for m in root.modules()))
+
+    def named_tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """The ``"parameters"`` or ``"buffers"`` of all modules with their full names."""
+        for name, root in self.modules.items():
+            yield from getattr(root, f"named_{kind}")(prefix=name)
+
+    def state(self) -> list[Tensor]:
+        """Every tensor that a call may read or write beside its arguments."""
+        named = (*self.named_tensors("parameters"), *self.named_tensors("buffers"))
+        return [tensor for _, tensor in named] + list(self.tensors.values())
+
+    def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
+        """Guards over everything held.
+
+        Args:
+            beside: Parameters in use, which are watched even where they are held elsewhere.
+        """
+        guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
+        known = set(map(id, self.state()))
+        loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]
+        loose += [(f"parameter {i}", p) for i, p in enumerate(beside) if id(p) not in known]
+        return [*guards, AddressGuard(loose)] if loose else guards
+
+
+class Bindings:
+    """Which parameters and buffers the modules were holding, to notice and undo a rebinding."""
+
+    def __init__(self, held: Held) -> None:
+        self._tables: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = [
+            (path, table, dict(table))
+            for name, root in held.modules.items()
+            for path, owner in root.named_modules(prefix=name)
+            for table in (owner._parameters, owner._buffers)
+        ]
+
+    def restore(self) -> list[str]:
+        """Bind everything as it was; returns the names of what was bound to something else."""
+        rebound = []
+        for path, table, before in self._tables:
+            keys = {**table, **before}
+            changed = [k for k in keys if k not in table or table[k] is not before.get(k, table)]
+            if changed:
+                rebound += [f"{path}.{key}" if path else key for key in changed]
+                table.clear()
+                table.update(before)
+        return rebound
+
+
+def _held(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, functools.partial):
+        yield from ((f"args[{i}]", value) for i, value in enumerate(function.args))
+        yield from function.keywords.items()
+        yield from _held(function.func)
+        return
+    if isinstance(function, nn.Module):
+        yield type(function).__name__, function
+        return
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not inspect.ismodule(owner):
+        yield "self", owner
+        if not isinstance(owner, nn.Module):
+            yield from getattr(owner, "__dict__", {}).items()
+    plain = getattr(function, "__func__", function)
+    if inspect.isfunction(plain):
+        for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                yield name, cell.cell_contents
+        used = dict.fromkeys(_names(plain.__code__))
+        yield from ((n, plain.__globals__[n]) for n in used if n in plain.__globals__)
+    else:
+        yield from getattr(plain, "__dict__", {}).items()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Every name that a function looks up outside of itself, comprehensions included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,166 @@
+"""``GraphCapture``: a Lightning callback that turns training steps into CUDA graph launches."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_graphs.core.backend import get_backend
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.interception import calls_of, intercept, release
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.runner import Statistics, StepRunner
+
+
+class GraphCapture(Callback):
+    """Captures the training step into a CUDA graph and replays it for every batch.
+
+    The first steps run eagerly on a side stream. Then forward, loss, backward, gradient clipping
+    and optimizer step become one graph; two, or three, where a callback or the module overrides a
+    hook that looks at gradients in between. Losses, logs, hooks, counters and checkpoints are what
+    they are without the callback. What cannot be captured runs eagerly, and a warning says why.
+
+    Example::
+
+        trainer = Trainer(callbacks=[GraphCapture()])
+
+    Args:
+        scope: ``"step"``: the whole training step.
+        warmup_steps: Real training steps that run eagerly before the first capture.
+        capture_after: How often a batch signature (structure, shapes, dtypes) must have been seen
+            before it gets a graph of its own.
+        max_graphs: Number of signatures that have a graph at a time; the least recently used one
+            is released.
+        on_failure: ``"eager"``: a step that cannot be captured runs eagerly, with a warning;
+            ``"raise"``: it raises.
+        backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
+            trainer, inactive on a CPU trainer.
+
+    Raises:
+        OptionError: an option has an impossible value.
+    """
+
+    def __init__(
+        self,
+        *,
+        scope: Literal["step"] = "step",
+        warmup_steps: int = 3,
+        capture_after: int = 2,
+        max_graphs: int = 8,
+        on_failure: Literal["eager", "raise"] = "eager",
+        backend: Literal["auto", "cuda", "emulated"] = "auto",
+    ) -> None:
+        super().__init__()
+        self.options = Options(
+            scope=scope,
+            warmup_steps=warmup_steps,
+            capture_after=capture_after,
+            max_graphs=max_graphs,
+            on_failure=on_failure,
+            backend=backend,
+        )
+        self.statistics = Statistics()
+        self._runner: StepRunner | None = None
+        self._fit = contextlib.ExitStack()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Move the training loop onto the capture stream and take over the strategy's methods."""
+        self._release()
+        self.statistics = Statistics()
+        if not self._is_active(trainer, pl_module):
+            return
+        device = trainer.strategy.root_device
+        name: Literal["cuda", "emulated"] = "cuda" if device.type == "cuda" else "emulated"
+        with contextlib.ExitStack() as stack:
+            stream = stack.enter_context(_side_stream(device)) if name == "cuda" else None
+            pool = GraphPool(stream=stream, backend=name)
+            stack.callback(pool.close)
+            runner = StepRunner(
+                trainer, pl_module, calls_of(trainer.strategy), self.options, pool, self.statistics
+            )
+            stack.callback(runner.close)
+            intercept(trainer.strategy, runner)
+            stack.callback(release, trainer.strategy)
+            self._fit = stack.pop_all()
+        self._runner = runner
+
+    def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
+        reason = _reason_to_stay_out(trainer, module, self.options)
+        if reason:
+            rank_zero_info(f"GraphCapture is inactive: {reason}")
+            self.statistics.fallbacks.append(reason)
+        return not reason
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the optimizer's state in the form that it has without the callback."""
+        capturable = self._runner.capturable if self._runner is not None else None
+        states = checkpoint.get("optimizer_states")
+        if capturable is not None and states:
+            checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand stream, strategy and optimizer back and release the graphs."""
+        self._release()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """As at the end: on an exception Lightning calls no other hook."""
+        self._release()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """As at the end, should neither of the others have been called."""
+        self._release()
+
+    def _release(self) -> None:
+        self._runner = None
+        self._fit.close()
+
+
+def _reason_to_stay_out(trainer: Trainer, module: LightningModule, options: Options) -> str:
+    """Why this fit is not captured, in one sentence; empty if it is."""
+    device = trainer.strategy.root_device
+    if device.type not in ("cuda", "cpu"):
+        return f"it captures on CUDA devices, and the trainer runs on {device}"
+    if device.type == "cpu" and options.backend != "emulated":
+        return 'the trainer runs on a CPU; GraphCapture(backend="emulated") rehearses there'
+    if device.type == "cuda" and options.backend == "emulated":
+        return 'backend="emulated" rehearses on a CPU trainer: Trainer(accelerator="cpu")'
+    if not module.automatic_optimization:
+        return "the module optimizes manually, and scope='step' needs automatic optimization"
+    if trainer.world_size > 1:
+        return f"scope='step' captures on one device, and the trainer has {trainer.world_size}"
+    if len(trainer.optimizers) != 1:
+        return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
+    if torch.is_anomaly_enabled():
+        return "detect_anomaly=True checks every operator on the host"
+    get_backend("emulated" if device.type == "cpu" else "cuda")
+    return ""
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device) -> Any:
+    """Make a side stream the current one, with waits on both ends."""
+    before = torch.cuda.current_stream(device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    torch.cuda.set_stream(stream)
+    try:
+        yield stream
+    finally:
+        torch.cuda.set_stream(before)
+        before.wait_stream(stream)

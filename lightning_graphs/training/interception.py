@@ -1,0 +1,54 @@
+"""The three strategy methods through which every training step passes, exchanged for a fit.
+
+Every hook, counter, progress bar, logger and checkpoint stays in Lightning's hands. The methods
+have had these names and signatures since Lightning 2.0; they are looked up on the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+NAMES = ("training_step", "backward", "optimizer_step")
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyCalls:
+    """The strategy's own methods."""
+
+    training_step: Callable[..., Any]
+    backward: Callable[..., Tensor]
+    optimizer_step: Callable[..., Any]
+
+
+class StepHandler(Protocol):
+    """What takes the place of the strategy's methods."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any: ...
+
+
+def calls_of(strategy: Strategy) -> StrategyCalls:
+    """The methods of a strategy that nobody has exchanged."""
+    return StrategyCalls(strategy.training_step, strategy.backward, strategy.optimizer_step)
+
+
+def intercept(strategy: Strategy, handler: StepHandler) -> None:
+    """Let ``handler`` answer for the strategy from now on."""
+    for name in NAMES:
+        vars(strategy)[name] = getattr(handler, name)
+
+
+def release(strategy: Strategy) -> None:
+    """Give the strategy its own methods back; may be called again."""
+    for name in NAMES:
+        vars(strategy).pop(name, None)

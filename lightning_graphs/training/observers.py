@@ -1,0 +1,59 @@
+"""Who looks at a step while it is under way, and so where its graph must be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.hooks import ModelHooks
+
+BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
+BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Observers:
+    """Names of the overridden hooks that run between two parts of a step.
+
+    Attributes:
+        before_backward: They run after the forward pass and before the backward pass.
+        before_step: They run after the backward pass and before the optimizer step.
+        own_zero_grad: The module decides by itself how gradients are zeroed.
+    """
+
+    before_backward: tuple[str, ...]
+    before_step: tuple[str, ...]
+    own_zero_grad: bool
+
+    @classmethod
+    def of(cls, trainer: Trainer, module: LightningModule) -> Observers:
+        """Find the overridden hooks of the module and of every callback."""
+        own_zero_grad = _overrides(module, "optimizer_zero_grad", LightningModule)
+        before = _observers(trainer, module, BEFORE_BACKWARD)
+        if own_zero_grad:
+            before.append(f"{type(module).__name__}.optimizer_zero_grad")
+        after = _observers(trainer, module, BEFORE_STEP)
+        if _overrides(module, "configure_gradient_clipping", LightningModule):
+            after.append(f"{type(module).__name__}.configure_gradient_clipping")
+        return cls(tuple(before), tuple(after), own_zero_grad)
+
+
+def _overrides(instance: object, method: str, parent: type) -> bool:
+    if method in vars(instance):
+        return True
+    own = getattr(type(instance), method, None)
+    return own is not None and own is not getattr(parent, method)
+
+
+def _observers(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]) -> list[str]:
+    callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
+    found = [
+        f"{type(callback).__name__}.{hook}"
+        for hook in hooks
+        for callback in callbacks
+        if _overrides(callback, hook, Callback)
+    ]
+    found += [
+        f"{type(module).__name__}.{hook}" for hook in hooks if _overrides(module, hook, ModelHooks)
+    ]
+    return found

@@ -1,0 +1,173 @@
+"""An optimizer whose step can be captured, with live hyper-parameters and neutral checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FUSED_ON_CUDA = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with one kernel for all parameters that takes its learning rate from the device."""
+
+
+def capture_obstacle(optimizer: Optimizer, device_type: str) -> str | None:
+    """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
+    name = type(optimizer).__name__
+    own = getattr(torch.optim, name, None) is type(optimizer)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks, which a replay would not call"
+    if not own and not ("capturable" in optimizer.defaults and _steps_as_torch(optimizer)):
+        return f"{name} is not one of torch.optim and does not say that it is capturable"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} was made with differentiable=True"
+    if _fusable(optimizer, device_type):
+        return None
+    if device_type == "cpu":
+        return f"torch has no fused {name} on the CPU, and others read their step on the host"
+    if "capturable" not in optimizer.defaults:
+        return f"{name} has neither capturable=True nor a fused kernel"
+    return None
+
+
+def _steps_as_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+def _fusable(optimizer: Optimizer, device_type: str) -> bool:
+    """Whether the fused kernel exists and the user has not asked for another implementation."""
+    kinds = FUSED_ON_CPU if device_type == "cpu" else FUSED_ON_CUDA
+    if not isinstance(optimizer, kinds):
+        return False
+    return all(
+        group.get("fused") is not False
+        and not group.get("foreach")
+        and all(p.is_floating_point() for p in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+class CapturableOptimizer:
+    """Keeps an optimizer capturable for the time of a fit, and its state readable as ever.
+
+    Capturable means: ``step`` counters on the device and, where torch has one, the fused kernel.
+    Learning rates stay Python floats in ``param_groups``; during a capture they are device tensors,
+    which :meth:`refresh` fills when a scheduler has moved the float.
+
+    Args:
+        optimizer: The optimizer; :func:`capture_obstacle` must have found nothing against it.
+        device: Where its parameters live.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self._device = device
+        self._given = [_flags(group) for group in optimizer.param_groups]
+        self._groups = optimizer.param_groups
+        self._state = optimizer.state
+        fused = _fusable(optimizer, device.type)
+        for group in self._groups:
+            if "capturable" in group and device.type == "cuda":
+                group["capturable"] = True
+            if fused and "fused" in group:
+                group["fused"], group["foreach"] = True, False
+        self._steps_on_host = self._move_steps(device) if device.type == "cuda" else False
+        # The kernels on the CPU read a double, those on the GPU a float.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
+        self._filled: list[float] = [float("nan")] * len(self._groups)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel updates all parameters and takes ``found_inf`` from the device."""
+        return all(group.get("fused") for group in self._groups)
+
+    def replaced(self) -> bool:
+        """Whether ``load_state_dict`` or ``add_param_group`` put other state in its place."""
+        optimizer = self.optimizer
+        return (
+            optimizer.param_groups is not self._groups
+            or optimizer.state is not self._state
+            or len(self._groups) != len(self._rates)
+        )
+
+    def hyper_parameters(self) -> tuple[Any, ...]:
+        """Everything in the groups that a capture freezes: all but parameters and rates."""
+        return tuple(
+            value
+            for group in self._groups
+            for key, value in group.items()
+            if key not in _LIVE and not isinstance(value, (Tensor, list))
+        )
+
+    def refresh(self) -> None:
+        """Bring the learning rates on the device up to date; no work while they stand still."""
+        for i, group in enumerate(self._groups):
+            rate = group["lr"]
+            if rate != self._filled[i]:
+                self._rates[i].fill_(rate)
+                self._filled[i] = rate
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While capturing, the learning rates are device tensors."""
+        rates = [group["lr"] for group in self._groups]
+        self.refresh()
+        for group, rate in zip(self._groups, self._rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, value in zip(self._groups, rates, strict=True):
+                group["lr"] = value
+
+    def _move_steps(self, device: torch.device) -> bool:
+        moved = False
+        for state in self.optimizer.state.values():
+            step = state.get("step")
+            if isinstance(step, Tensor) and step.device != device:
+                state["step"] = step.to(device)
+                moved = True
+        return moved
+
+    def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state in the form that it would have without the callback.
+
+        A checkpoint that says ``capturable=True`` would refuse to resume on a CPU.
+        """
+        result = dict(state_dict)
+        result["param_groups"] = [
+            {**group, **given}
+            for group, given in zip(state_dict["param_groups"], self._given, strict=True)
+        ]
+        hosted = not any(given.get("capturable") or given.get("fused") for given in self._given)
+        if hosted:
+            result["state"] = {
+                key: {
+                    name: value.cpu() if name == "step" and isinstance(value, Tensor) else value
+                    for name, value in state.items()
+                }
+                for key, state in state_dict["state"].items()
+            }
+        return result
+
+    def restore(self) -> None:
+        """Give the optimizer back as it came."""
+        if self.optimizer.param_groups is self._groups:
+            for group, given in zip(self._groups, self._given, strict=False):
+                group.update(copy.copy(given))
+        if not any(given.get("capturable") or given.get("fused") for given in self._given):
+            self._move_steps(torch.device("cpu"))
+
+
+_LIVE = frozenset({"params", "lr", "initial_lr"})
+_FLAGS = ("capturable", "fused", "foreach")
+
+
+def _flags(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in _FLAGS if key in group}

@@ -1,0 +1,321 @@
+"""A step's way through the house: eager, captured or replayed, decided for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.buffers import AddressGuard
+from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.training.frozen import LoggedNumbers
+from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.observers import Observers
+from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.step import Phase, StepCapture, StepPlan
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What happened to the steps of a fit.
+
+    Attributes:
+        eager: Micro-batches that ran eagerly.
+        replayed: Micro-batches that were replayed.
+        captures: Graphs plans captured.
+        nodes: Sum of nodes over all plans where they can be counted.
+        fallbacks: Reason of each refusal, in order.
+        recaptures: What changed, for each capture after the first.
+    """
+
+    eager: int = 0
+    replayed: int = 0
+    captures: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+    recaptures: list[str] = field(default_factory=list)
+
+
+class StepRunner:
+    """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        calls: The strategy's own methods.
+        options: The callback's options.
+        pool: Owner of graphs, memory and stream.
+        statistics: Where decisions are counted.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        options: Options,
+        pool: GraphPool,
+        statistics: Statistics,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._options = options
+        self._pool = pool
+        self.statistics = statistics
+        self._cache: PlanCache[Any, StepPlan] = PlanCache(
+            options.max_graphs, options.capture_after, self._release
+        )
+        self._warmup_left = options.warmup_steps
+        self._numbers = LoggedNumbers()
+        self._active: StepPlan | None = None
+        self._last: StepPlan | None = None
+        self._stepping = False
+        self._optimizer: Optimizer = trainer.optimizers[0]
+        self._observers = Observers.of(trainer, module)
+        self._bind()
+
+    # ------------------------------------------------------------------ binding to the fit
+
+    def _bind(self) -> None:
+        """Look at the optimizer, parameters and modules as they are now."""
+        device_type = self._pool.backend.device_type
+        obstacle = capture_obstacle(self._optimizer, device_type)
+        self.capturable: CapturableOptimizer | None = None
+        if obstacle is None:
+            self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
+        else:
+            self._note(f"the optimizer step runs eagerly: {obstacle}")
+        self._capture = StepCapture(
+            self._trainer,
+            self._module,
+            self._calls,
+            self._pool,
+            self._optimizer,
+            self.capturable,
+            self._observers,
+        )
+        self._watch()
+
+    def _watch(self) -> None:
+        self._guard = AddressGuard.of_module(self._module)
+        self._modules = list(self._module.modules())
+
+    def _release(self, plan: StepPlan) -> None:
+        if self._last is plan:
+            self._last = None
+        for graph in plan.graphs:
+            self._pool.release(graph)
+
+    def close(self) -> None:
+        """Release every graph and give the optimizer back as it came; may be called again."""
+        self._active = self._last = None
+        self._cache.clear()
+        vars(self._optimizer).pop("zero_grad", None)
+        if self.capturable is not None:
+            self.capturable.restore()
+            self.capturable = None
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run a stepping micro-batch: the closure first, then whatever no graph has done yet."""
+        if optimizer is not self._optimizer:
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        self._stepping = True
+        try:
+            result = closure()
+        finally:
+            self._stepping = False
+        plan, self._active = self._active, None
+        if plan is None or not plan.steps:
+            return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+        if self._observers.before_step:
+            self._trainer.precision_plugin._after_closure(self._module, optimizer)
+            self._step_after_hooks(plan)
+        else:
+            # The hooks are nobody's, but profilers and debuggers see them called as ever.
+            call._call_callback_hooks(self._trainer, "on_before_optimizer_step", optimizer)
+            call._call_lightning_module_hook(self._trainer, "on_before_optimizer_step", optimizer)
+        return result
+
+    def _step_after_hooks(self, plan: StepPlan) -> None:
+        """Replay the optimizer step on the gradients that the hooks left."""
+        if not plan.gradients.complete():
+            self._optimizer.step()
+            return
+        plan.gradients.adopt()
+        assert plan.step is not None
+        plan.step.replay()
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the hooks of a backward pass; replay it where it is a graph of its own."""
+        plan = self._active
+        if plan is None:
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        vars(self._optimizer).pop("zero_grad", None)
+        plugin = self._trainer.precision_plugin
+        # The base class only calls the hooks; the plugin's scaling is in the graph.
+        Precision.pre_backward(plugin, closure_loss, self._module)
+        if plan.backward is not None:
+            if self._accumulates(plan):
+                plan.gradients.adopt()
+            plan.backward.replay()
+        plan.gradients.attach()
+        closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
+        if not self._stepping:
+            self._active = None
+        return closure_loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Decide for this batch, and run, capture or replay it."""
+        plan = None if kwargs else self._plan_for(args)
+        self._active = plan
+        if plan is None:
+            return self._eager(args, kwargs)
+        return self._replay(plan)
+
+    # ------------------------------------------------------------------ the three phases
+
+    def _plan_for(self, args: tuple[Any, ...]) -> StepPlan | None:
+        if (
+            self._warmup_left > 0
+            or self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
+        ):
+            return None
+        self._check_addresses()
+        extra = self._extra()
+        plan = self._find(args[0], extra)
+        if plan is None:
+            plan = self._captured(args, extra)
+        return plan
+
+    def _find(self, batch: Any, extra: tuple[Any, ...]) -> StepPlan | None:
+        for plan in (self._last,) if self._last is not None else ():
+            if plan.call.signature.extra == extra and self._fill(plan, batch):
+                return plan
+        for key in self._cache.keys():
+            if key.extra != extra:
+                continue
+            plan = self._cache.get(key)
+            if plan is not None and plan is not self._last and self._fill(plan, batch):
+                self._last = plan
+                return plan
+        return None
+
+    def _fill(self, plan: StepPlan, batch: Any) -> bool:
+        tensors = plan.call.match((batch,), {})
+        if tensors is None:
+            return False
+        plan.inputs.copy_in(tensors)
+        return True
+
+    def _captured(self, args: tuple[Any, ...], extra: tuple[Any, ...]) -> StepPlan | None:
+        """Capture this batch's step if its signature is due; None means: run it eagerly."""
+        modes = Modes.current(self._pool.backend.device_type)
+        try:
+            signature, tensors = Signature.of(
+                (args[0],), {}, names=("batch",), modes=modes, extra=extra
+            )
+        except CaptureError as error:
+            return self._refused(None, error)
+        if not self._cache.is_due(signature):
+            return None
+        try:
+            self._numbers.refuse_changing()
+            phase = extra[0]
+            plan = self._capture.capture(args[0], args[1:], signature, phase)
+        except GraphError as error:
+            return self._refused(signature, error)
+        self._announce(signature)
+        self._cache.add(signature, plan)
+        self._last = plan
+        plan.inputs.copy_in(tensors)
+        return plan
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.statistics.eager += 1
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            with self._numbers.watching(self._module):
+                return self._calls.training_step(*args, **kwargs)
+        return self._calls.training_step(*args, **kwargs)
+
+    def _replay(self, plan: StepPlan) -> Any:
+        self.statistics.replayed += 1
+        if self.capturable is not None:
+            self.capturable.refresh()
+        if plan.backward is None and self._accumulates(plan):
+            plan.gradients.adopt()
+        plan.forward.replay()
+        if not self._observers.own_zero_grad:
+            # Lightning zeroes after the forward pass; the graph has done it and written anew.
+            vars(self._optimizer)["zero_grad"] = _nothing
+        plan.logs.reissue()
+        return plan.outputs.hand_out()
+
+    # ------------------------------------------------------------------ conditions
+
+    def _accumulates(self, plan: StepPlan) -> bool:
+        return not plan.phase.zeroing or self._observers.own_zero_grad
+
+    def _extra(self) -> tuple[Any, ...]:
+        """Everything besides the batch that a captured step depends on."""
+        window = self._trainer.accumulate_grad_batches
+        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
+        phase = Phase(zeroing, self._stepping, window)
+        hyper = self.capturable.hyper_parameters() if self.capturable is not None else ()
+        return phase, hyper, tuple([m.training for m in self._modules])
+
+    def _check_addresses(self) -> None:
+        """Drop every graph when parameters moved or the optimizer was replaced."""
+        try:
+            self._guard.check(geometry=False)
+        except ReplayError as error:
+            self._rebind(error.observed)
+        if self.capturable is not None and self.capturable.replaced():
+            self._rebind("the optimizer's state or parameter groups were replaced")
+
+    def _rebind(self, reason: str) -> None:
+        self.statistics.recaptures.append(reason)
+        rank_zero_info(f"GraphCapture: recapturing, because {reason}")
+        self._cache.clear()
+        self._bind()
+
+    # ------------------------------------------------------------------ saying what happens
+
+    def _announce(self, signature: Signature) -> None:
+        self.statistics.captures += 1
+        if len(self._cache):
+            change = "; ".join(self._cache.keys()[0].diff(signature))
+            self.statistics.recaptures.append(change)
+            rank_zero_info(f"GraphCapture: captured another graph, because {change}")
+
+    def _refused(self, signature: Signature | None, error: GraphError) -> None:
+        if self._options.on_failure == "raise":
+            raise error
+        if signature is not None:
+            self._cache.refuse(signature)
+        self._note(f"a step runs eagerly: {error}")
+
+    def _note(self, reason: str) -> None:
+        if reason not in self.statistics.fallbacks:
+            self.statistics.fallbacks.append(reason)
+            rank_zero_warn(f"GraphCapture: {reason}")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for ``optimizer.zero_grad`` while a captured step has zeroed already."""

@@ -1,0 +1,323 @@
+"""A whole training step as graphs: forward, loss, backward, clipping, optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_graphs.core.buffers import StaticInputs
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.tree import substitute
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.frozen import FrozenIndex, counters_refused
+from lightning_graphs.training.gradients import (
+    AttachedGradients,
+    PersistentGradients,
+    gradients_set_aside,
+)
+from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.observers import Observers
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.precision import scaler_of, without_autocast_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Which part of an accumulation window a micro-batch is.
+
+    Attributes:
+        zeroing: Gradients are zeroed before its backward.
+        stepping: The optimizer steps after its backward.
+        window: ``accumulate_grad_batches``: the loss is divided by it.
+    """
+
+    zeroing: bool
+    stepping: bool
+    window: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A captured step.
+
+    Attributes:
+        call: Checks a batch against the signature and takes its tensors out.
+        inputs: The static batch.
+        outputs: What ``training_step`` returned.
+        logs: Its calls of ``self.log`` and of metrics.
+        gradients: What ``.grad`` is after the backward pass.
+        forward: Replayed in place of ``training_step``.
+        backward: Replayed in place of the backward pass; None if it is part of ``forward``.
+        step: Replayed in place of clipping and optimizer step; None if it is part of an earlier one.
+        steps: Whether the optimizer step is captured at all.
+    """
+
+    call: CallPlan
+    inputs: StaticInputs
+    outputs: OutputPlan
+    logs: LogRecorder
+    gradients: AttachedGradients
+    phase: Phase
+    forward: CUDAGraph
+    backward: CUDAGraph | None = None
+    step: CUDAGraph | None = None
+    steps: bool = False
+    graphs: list[CUDAGraph] = field(default_factory=list)
+
+
+class StepCapture:
+    """Captures training steps of one fit.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        calls: The strategy's own methods.
+        pool: Captures and owns the graphs.
+        optimizer: The trainer's optimizer.
+        capturable: Makes its step capturable; None if it cannot be captured.
+        observers: Who looks in between.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        pool: GraphPool,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer | None,
+        observers: Observers,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._pool = pool
+        self._optimizer = optimizer
+        self._capturable = capturable
+        self._observers = observers
+        self._persistent = PersistentGradients()
+        self._plugin = trainer.precision_plugin
+
+    def capture(
+        self, batch: Any, rest: Sequence[Any], signature: Signature, phase: Phase
+    ) -> StepPlan:
+        """Capture the step of this batch; nothing executes.
+
+        Args:
+            batch: The batch.
+            rest: Further arguments of ``training_step``.
+            signature: The signature of ``(batch,)``.
+            phase: Its part in the accumulation window.
+
+        Raises:
+            CaptureError: the step cannot be captured; everything is as before.
+        """
+        _, tensors = Signature.of((batch,), {}, names=("batch",), modes=signature.modes)
+        inputs = StaticInputs(tensors)
+        arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
+        parameters = _trainable(self._module)
+        persistent = self._keeps_gradients(phase)
+        buffers = self._persistent.of(parameters) if persistent else []
+        known_state = set(self._optimizer.state)
+        recorder = LogRecorder(self._module)
+        segments = _Segments(self._pool)
+        try:
+            with gradients_set_aside(parameters), self._environment(recorder):
+                output, gradients = self._run(arguments, phase, segments, parameters, buffers)
+        except BaseException:
+            segments.abandon()
+            raise
+        finally:
+            _forget_new_state(self._optimizer, known_state)
+        if set(self._optimizer.state) != known_state:  # pragma: no cover - guarded above
+            raise AssertionError
+        output.finish_capture()
+        used = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
+        attached = AttachedGradients(used, [g for g in gradients if g is not None])
+        return StepPlan(
+            CallPlan(signature, check_modes=True),
+            inputs,
+            output,
+            recorder,
+            attached,
+            phase,
+            segments.graphs[0],
+            segments.named.get("backward"),
+            segments.named.get("step"),
+            phase.stepping and self._capturable is not None,
+            segments.graphs,
+        )
+
+    def _keeps_gradients(self, phase: Phase) -> bool:
+        """Whether gradients of one step must survive the forward pass of the next."""
+        whole_window = phase.zeroing and phase.stepping
+        return not whole_window or bool(self._observers.before_backward)
+
+    @contextlib.contextmanager
+    def _environment(self, recorder: LogRecorder) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(recorder.recording())
+            stack.enter_context(without_autocast_cache(self._plugin))
+            stack.enter_context(counters_refused(self._trainer))
+            if self._capturable is not None:
+                stack.enter_context(self._capturable.capturing())
+            yield
+
+    def _run(
+        self,
+        arguments: tuple[Any, ...],
+        phase: Phase,
+        segments: _Segments,
+        parameters: list[Parameter],
+        buffers: list[Tensor],
+    ) -> tuple[OutputPlan, list[Tensor | None]]:
+        """The step as Lightning does it, without the hooks, cut where somebody looks."""
+        with segments.capturing("forward"):
+            returned = self._calls.training_step(*arguments)
+            output = OutputPlan(returned, static=False)
+            loss = _loss_of(returned) / phase.window
+            if self._observers.before_backward:
+                segments.cut("backward")
+            self._backward(loss)
+            gradients = [p.grad for p in parameters]
+            if buffers:
+                gradients = self._keep(parameters, buffers, phase)
+            if phase.stepping and self._capturable is not None:
+                if self._observers.before_step:
+                    segments.cut("step")
+                else:
+                    self._clip()
+                self._step()
+        return output, gradients
+
+    def _backward(self, loss: Tensor) -> None:
+        scaler = scaler_of(self._plugin)
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        self._plugin.backward(loss, self._module, self._optimizer)
+
+    def _keep(
+        self, parameters: list[Parameter], buffers: list[Tensor], phase: Phase
+    ) -> list[Tensor | None]:
+        """Write or add the fresh gradients to the buffers that outlive the replay."""
+        used = [i for i, p in enumerate(parameters) if p.grad is not None]
+        fresh = [g for g in (p.grad for p in parameters) if g is not None]
+        kept = [buffers[i] for i in used]
+        writes = phase.zeroing and not self._observers.own_zero_grad
+        combine = torch._foreach_copy_ if writes else torch._foreach_add_
+        with torch.no_grad():
+            combine(kept, fresh)
+        result: list[Tensor | None] = [None] * len(parameters)
+        for i in used:
+            parameters[i].grad = result[i] = buffers[i]
+        return result
+
+    def _clip(self) -> None:
+        trainer = self._trainer
+        scaler = scaler_of(self._plugin)
+        if scaler is not None and trainer.gradient_clip_val:
+            scaler.unscale_(self._optimizer)
+        self._module.configure_gradient_clipping(
+            self._optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
+
+    def _step(self) -> None:
+        scaler = scaler_of(self._plugin)
+        if scaler is None:
+            self._optimizer.step()
+            return
+        scaler.step(self._optimizer)
+        scaler.update()
+
+
+class _Segments:
+    """The graphs of one step: one, or more where the capture was cut."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._open = contextlib.ExitStack()
+        self._current: CUDAGraph | None = None
+        self._name = ""
+        self.graphs: list[CUDAGraph] = []
+        self.named: dict[str, CUDAGraph] = {}
+
+    @contextlib.contextmanager
+    def capturing(self, name: str) -> Iterator[None]:
+        """Capture the body into graphs, beginning with ``name``."""
+        try:
+            self._begin(name)
+            yield
+        except BaseException as error:
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._end()
+
+    def cut(self, name: str) -> None:
+        """End the graph under capture and begin the next one."""
+        self._end()
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self._name = name
+        self._open = contextlib.ExitStack()
+        self._current = self._open.enter_context(self._pool.capture())
+
+    def _end(self) -> None:
+        self._open.close()
+        assert self._current is not None
+        self.graphs.append(self._current)
+        self.named[self._name] = self._current
+        self._current = None
+
+    def abandon(self) -> None:
+        """Release the graphs that were finished before the failure."""
+        while self.graphs:
+            self._pool.release(self.graphs.pop())
+
+
+def _frozen(value: Any) -> Any:
+    return FrozenIndex(value) if type(value) is int else value
+
+
+def _trainable(module: LightningModule) -> list[Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def _loss_of(returned: Any) -> Tensor:
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            "A captured training_step returns the loss, or a dict with it under 'loss'.",
+            f"it returned {type(returned).__qualname__}"
+            + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
+            "return a loss for every batch; a step that is sometimes skipped cannot be captured",
+        )
+    return loss
+
+
+def _forget_new_state(optimizer: Optimizer, known: set[Any]) -> None:
+    """State that the optimizer made inside of a capture would be made anew by every replay."""
+    new = [p for p in optimizer.state if p not in known]
+    for parameter in new:
+        del optimizer.state[parameter]
+    if new:
+        raise CaptureError(
+            "The optimizer must have its state before its step is captured.",
+            f"{type(optimizer).__name__} made state for {len(new)} parameter(s) inside the capture",
+            "let it take one more eager step; parameters that were unfrozen need one",
+        )
