@@ -19,6 +19,16 @@ PoolHandle = tuple[int, int]
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
+def no_template() -> UnsupportedError:
+    """Why a graph cannot be inspected that kept neither its template nor its annotations."""
+    return UnsupportedError(
+        "Inspecting a graph needs its template.",
+        "keep_graph=False destroys the template at capture_end",
+        "create the graph with CUDAGraph(keep_graph=True), or capture it with "
+        "graph(..., enable_annotations=True)",
+    )
+
+
 class CapturedGraph(abc.ABC):
     """One graph of one backend: the mechanics under :class:`~lightning_graphs.core.CUDAGraph`.
 

@@ -111,7 +111,14 @@ def make_graphed_callables(
         CaptureError: a callable cannot be captured; everything is as before the call.
         SignatureError: raised by later calls that differ from the sample.
     """
-    device_type = get_backend(backend).device_type
+    chosen = get_backend(backend)
+    if chosen.is_capturing():
+        raise CaptureError(
+            "One capture at a time.",
+            "make_graphed_callables was called inside of a capture",
+            "graph the callables before the capture begins",
+        )
+    device_type = chosen.device_type
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise CaptureError(
             "make_graphed_callables does not support the autocast caching. "

@@ -25,6 +25,8 @@ def _library_roots() -> tuple[str, ...]:
 
 
 LIBRARY_ROOTS = _library_roots()
+GENERATED = ("<frozen ", "<eval_with_key>")
+"""Code without a file that is not the user's own either, unlike ``<stdin>`` or a notebook cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class CallSiteFinder:
     def _library(self, filename: str) -> bool:
         verdict = self._is_library.get(filename)
         if verdict is None:
-            verdict = filename.startswith(LIBRARY_ROOTS) or filename.startswith("<")
+            verdict = filename.startswith(LIBRARY_ROOTS + GENERATED)
             self._is_library[filename] = verdict
         return verdict
 

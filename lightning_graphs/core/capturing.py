@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.gradients import (
@@ -72,7 +73,7 @@ class CallableCapture:
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._backward: BackwardPass | None = None
-        self._refuse_trainable_buffers()
+        _refuse_unfit_state(self._held)
 
     def warm_up(self, iterations: int) -> None:
         """Run forward and backward on a side stream, leaving no trace in state or generators."""
@@ -220,6 +221,7 @@ class CallableCapture:
             plan=self._plan,
             modules=self._held.submodules(),
             guards=self._held.guards(self._parameters),
+            parameters=self._parameters,
             inputs=self._inputs,
             outputs=self._outputs,
             forward=self._forward,
@@ -236,16 +238,6 @@ class CallableCapture:
         names = {id(tensor): name for name, tensor in named}
         return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
 
-    def _refuse_trainable_buffers(self) -> None:
-        named = self._held.named_tensors("buffers")
-        name = next((name for name, buffer in named if buffer.requires_grad), None)
-        if name is not None:
-            raise CaptureError(
-                "Only parameters of a graphed module may be trainable.",
-                f"buffer `{name}` requires grad",
-                "make it an nn.Parameter, or call requires_grad_(False) on it",
-            )
-
 
 def _original(function: Callable[..., Any]) -> Callable[..., Any]:
     forward = function.forward if isinstance(function, nn.Module) else function
@@ -256,6 +248,25 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
             "call .forward.reset() on the module (or .reset() on the function) first",
         )
     return forward
+
+
+def _refuse_unfit_state(held: Held) -> None:
+    buffers = held.named_tensors("buffers")
+    trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
+    if trainable is not None:
+        raise CaptureError(
+            "Only parameters of a graphed module may be trainable.",
+            f"buffer `{trainable}` requires grad",
+            "make it an nn.Parameter, or call requires_grad_(False) on it",
+        )
+    named = (*held.named_tensors("parameters"), *held.named_tensors("buffers"))
+    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise CaptureError(
+            "A graph is captured over memory that exists.",
+            f"`{lazy}` is not initialized yet",
+            "call the module once before",
+        )
 
 
 def _trainable(module: nn.Module | None) -> list[Parameter]:

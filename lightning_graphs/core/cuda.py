@@ -7,14 +7,16 @@ state and torch's registry of captures are reachable only through torch's own C+
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle, no_template
 from lightning_graphs.core.liveness import InputLiveness
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
@@ -22,13 +24,23 @@ from lightning_graphs.errors import CaptureError, UnsupportedError
 if TYPE_CHECKING:
     from lightning_graphs.core.annotations import AnnotatingRecorder
     from lightning_graphs.core.inspect import GraphInfo
+    from lightning_graphs.core.recorder import Recorder
 
 _REFUSALS = (
-    "capturing",
+    "when stream is capturing",
+    "in a capturing stream",
+    "on a capturing blocking stream",
+    "capturing stream has unjoined work",
+    "on uncaptured work in another stream",
+    "previous error during capture",
+    "separate capture sequences",
+    "thread-local capture sequence",
+    "capture was not ended in the same stream",
+    "Capture must end on the same stream it began on",
     "cudaErrorStreamCapture",
     "during CUDA graph capture",
-    "capture_end() before capture_begin",
-    "Cannot copy between CPU and CUDA tensors during CUDA graph capture",
+    "set_current_seed can be called during stream capture only",
+    "Attempting CUDA graph capture of step()",
     "Offset increment outside graph capture",
 )
 """Fragments of the messages with which CUDA and torch refuse an operation inside a capture."""
@@ -65,9 +77,11 @@ class CudaBackend(Backend):
     def side_stream(self) -> Iterator[None]:
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            yield
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
 
     def prepare_capture(self) -> None:
         torch.cuda.synchronize()
@@ -92,6 +106,7 @@ class CudaGraph(CapturedGraph):
         self._debug = False
         self._pool: PoolHandle | None = None
         self._device = 0
+        self._stream: torch.cuda.Stream | None = None
         self._recorders = contextlib.ExitStack()
         self._liveness: InputLiveness | None = None
         self._annotations: AnnotatingRecorder | None = None
@@ -109,15 +124,29 @@ class CudaGraph(CapturedGraph):
     ) -> None:
         # The handle must be known beforehand: a capture that fails does not tell its pool.
         self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.current_stream()
         self._device = torch.cuda.current_device()
-        self._native.capture_begin(pool=self._pool, capture_error_mode=capture_error_mode)
+        # What can fail without the GPU comes before the capture, which it would leave open.
+        recorders: list[Recorder] = []
         if check_input_liveness:
-            self._liveness = self._recorders.enter_context(InputLiveness(self._pool))
+            self._liveness = InputLiveness(self._pool)
+            recorders.append(self._liveness)
         if annotate:
             from lightning_graphs.core.annotations import AnnotatingRecorder
 
-            stream = torch.cuda.current_stream().cuda_stream
-            self._annotations = self._recorders.enter_context(AnnotatingRecorder(stream))
+            self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
+            recorders.append(self._annotations)
+        try:
+            self._native.capture_begin(
+                pool=self._pool,  # type: ignore[arg-type]
+                capture_error_mode=capture_error_mode,
+            )
+        except RuntimeError:
+            abandon_capture_pool(self._device, self._pool)
+            self._renew()
+            raise
+        for recorder in recorders:
+            self._recorders.enter_context(recorder)
 
     def capture_end(self) -> None:
         self._recorders.close()
@@ -126,23 +155,24 @@ class CudaGraph(CapturedGraph):
             self._annotations = None
         self._native.capture_end()
         if self._liveness is not None:
-            self.replay = self._checked_replay  # type: ignore[method-assign]
-
-    def _checked_replay(self) -> None:
-        assert self._liveness is not None
-        self._liveness.check()
-        self._native.replay()
+            # A method of ours would make a cycle, which holds the memory until the next gc.
+            self.replay = functools.partial(  # type: ignore[method-assign]
+                _checked_replay, self._liveness.check, self._native.replay
+            )
 
     def abandon(self) -> None:
         self._recorders.close()
-        self._annotations = None
-        try:
-            self._native.capture_end()
-        except RuntimeError:  # the capture was invalidated
-            if self._pool is not None and not self._released_by_torch():
-                abandon_capture_pool(self._device, self._pool)
-        else:
-            self._native.reset()
+        # The body may have left another stream current, and may have captured nothing at all, of
+        # which torch warns; where warnings are errors that would hide the body's own exception.
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self._native.capture_end()
+            except RuntimeError:  # the capture was invalidated
+                if self._pool is not None and not self._released_by_torch():
+                    abandon_capture_pool(self._device, self._pool)
+            else:
+                self._native.reset()
         for generator in (torch.cuda.default_generators[self._device], *self._generators):
             # A failed capture leaves the generator believing that it is captured; a clone does not.
             generator.graphsafe_set_state(generator.clone_state())
@@ -157,7 +187,7 @@ class CudaGraph(CapturedGraph):
     def _renew(self) -> None:
         self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
         self.replay = self._native.replay  # type: ignore[method-assign]
-        self._liveness = self._inspection = self._pool = None
+        self._liveness = self._annotations = self._inspection = self._pool = None
         if self._debug:
             self._native.enable_debug_mode()
         for generator in self._generators:
@@ -204,15 +234,15 @@ class CudaGraph(CapturedGraph):
         if self._inspection is not None:
             return self._inspection
         if not self._keep_graph:
-            raise UnsupportedError(
-                "Inspecting a CUDA graph needs its template.",
-                "keep_graph=False destroys the template at capture_end",
-                "create the graph with CUDAGraph(keep_graph=True), or capture it with "
-                "graph(..., enable_annotations=True)",
-            )
+            raise no_template()
         from lightning_graphs.core.inspect import from_cuda
 
         return from_cuda(self.raw_cuda_graph(), None)
+
+
+def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> None:
+    check()
+    replay()
 
 
 def explain_refusal(error: BaseException, observed: str) -> CaptureError:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle, no_template
 from lightning_graphs.core.recording import GraphMemory, Recording, RecordingCapture
 from lightning_graphs.core.torch_private import dispatch_modes
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
@@ -94,6 +94,7 @@ class EmulatedGraph(CapturedGraph):
         self._backend = backend
         self._keep_graph = keep_graph
         self._debug = False
+        self._annotated = False
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
         self._capture: RecordingCapture | None = None
@@ -126,12 +127,7 @@ class EmulatedGraph(CapturedGraph):
         check_input_liveness: bool,
     ) -> None:
         # Annotations and input liveness cost nothing here: a recording always knows both.
-        if self._backend.is_capturing():
-            raise CaptureError(
-                "One capture at a time.",
-                "capture_begin was called while this thread is capturing",
-                "end the other capture first",
-            )
+        self._annotated = annotate
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
         self._rng = [(generator, generator.get_state()) for generator in generators]
@@ -145,11 +141,11 @@ class EmulatedGraph(CapturedGraph):
         if capture is None or revealed is None:
             raise CaptureError("capture_end needs a capture_begin before it.")
         self._capture = self._revealed = None
-        capture.__exit__(None, None, None)
-        capture.restore_world()
-        for generator, state in self._rng:
-            generator.set_state(state)
-        revealed.close()
+        with revealed:
+            capture.__exit__(None, None, None)
+            capture.restore_world()
+            for generator, state in self._rng:
+                generator.set_state(state)
         return capture.finish()
 
     def capture_end(self) -> None:
@@ -176,6 +172,12 @@ class EmulatedGraph(CapturedGraph):
         self._executable = self.recording.snapshot()
 
     def replay(self) -> None:
+        if self._backend.is_capturing():
+            raise CaptureError(
+                "A replay cannot be part of a capture.",
+                "replay() was called while this thread is capturing",
+                "replay before or after it, or call the captured code itself",
+            )
         if self._executable is None:
             self.instantiate()
         assert self._executable is not None
@@ -227,4 +229,7 @@ class EmulatedGraph(CapturedGraph):
     def inspection(self) -> GraphInfo:
         from lightning_graphs.core.inspect import from_recording
 
-        return from_recording(self.recording.launched())
+        recording = self._template or (self._executable if self._annotated else None)
+        if recording is None:
+            raise no_template()
+        return from_recording(recording.launched())

@@ -103,7 +103,7 @@ class DirectGradients:
             )
 
     def replay(self, backward: Callable[[], None]) -> None:
-        """Run the backward graph; afterwards every ``.grad`` is what autograd would have made it."""
+        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
         parameters = self._parameters
         before = list(map(_gradient, parameters))
         if all(map(is_, before, self._nothing)):

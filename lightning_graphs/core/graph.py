@@ -15,7 +15,7 @@ from lightning_graphs.core.backend import (
     PoolHandle,
     get_backend,
 )
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:
@@ -52,9 +52,10 @@ class CUDAGraph:
 
     def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
         self._backend = get_backend(backend)
+        self._keep_graph = keep_graph
         self._captured = self._backend.new_graph(keep_graph)
         self._capturing = False
-        self._replay = self._refuse_replay
+        self._replay = _replay_of_nothing
 
     @property
     def backend(self) -> Backend:
@@ -87,7 +88,8 @@ class CUDAGraph:
                 "capture_error_mode is one of 'global', 'thread_local' and 'relaxed'.",
                 f"capture_error_mode={capture_error_mode!r}",
             )
-        if self._capturing or self._replay != self._refuse_replay:
+        _refuse_nested(self._backend)
+        if self._capturing or self._replay is not _replay_of_nothing:
             raise CaptureError(
                 "A graph holds one capture.",
                 "capture_begin() on a CUDAGraph that was captured before",
@@ -111,9 +113,11 @@ class CUDAGraph:
             raise CaptureError("capture_end() needs a capture_begin() before it.")
         try:
             self._captured.capture_end()
-        except RuntimeError as error:
+        except BaseException as error:
             self.abandon_capture()
-            raise _as_capture_error(self._backend, error) from error
+            if _refused_by_device(self._backend, error):
+                raise _explained(error) from error
+            raise
         self._capturing = False
         self._replay = self._captured.replay
 
@@ -129,6 +133,7 @@ class CUDAGraph:
             ReplayError: there is no template.
         """
         self._refuse_without_capture("instantiate()")
+        self._refuse_without_template("instantiate()")
         self._captured.instantiate()
 
     def replay(self) -> None:
@@ -140,20 +145,26 @@ class CUDAGraph:
         """
         self._replay()
 
-    def _refuse_replay(self) -> None:
-        self._refuse_without_capture("replay()")
-
     def _refuse_without_capture(self, call: str) -> None:
-        if self._replay == self._refuse_replay:
+        if self._replay is _replay_of_nothing:
+            raise _needs_capture(call)
+
+    def _refuse_without_template(self, call: str) -> None:
+        if not self._keep_graph:
             raise ReplayError(
-                f"{call} needs a finished capture.",
-                "the CUDAGraph is empty",
-                "capture with lightning_graphs.core.graph(cuda_graph) first",
+                f"{call} needs the template of the graph.",
+                "keep_graph=False drops the template at capture_end",
+                "create the graph with CUDAGraph(keep_graph=True)",
             )
 
     def reset(self) -> None:
-        """Drop the captured work and its memory; the graph may be captured again."""
-        self._replay = self._refuse_replay
+        """Drop the captured work and its memory; the graph may be captured again.
+
+        A capture that is under way is abandoned.
+        """
+        if self._capturing:
+            self.abandon_capture()
+        self._replay = _replay_of_nothing
         self._captured.reset()
 
     def pool(self) -> PoolHandle:
@@ -181,6 +192,7 @@ class CUDAGraph:
             GraphError: there is no template, or the backend has no such handle.
         """
         self._refuse_without_capture("raw_cuda_graph()")
+        self._refuse_without_template("raw_cuda_graph()")
         return self._captured.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
@@ -244,6 +256,7 @@ class graph:
 
     def __enter__(self) -> None:
         backend = self._cuda_graph.backend
+        _refuse_nested(backend)
         backend.prepare_capture()
         with ExitStack() as stack:
             stack.enter_context(backend.capture_stream(self._stream))
@@ -266,16 +279,42 @@ class graph:
                 self._cuda_graph.capture_end()
                 return
             self._cuda_graph.abandon_capture()
-        backend = self._cuda_graph.backend
-        if backend.refused_by_device(error) and not isinstance(error, CaptureError):
-            raise _as_capture_error(backend, error) from error
+        if _refused_by_device(self._cuda_graph.backend, error):
+            raise _explained(error) from error
 
 
-def _as_capture_error(backend: Backend, error: BaseException) -> BaseException:
-    """CUDA's refusal as a :class:`CaptureError` with the user's line; other errors as they are."""
-    if isinstance(error, CaptureError) or not backend.refused_by_device(error):
-        return error
-    site = CallSiteFinder().of_exception(error)
+def _replay_of_nothing() -> None:
+    raise _needs_capture("replay()")
+
+
+def _needs_capture(call: str) -> ReplayError:
+    return ReplayError(
+        f"{call} needs a finished capture.",
+        "the CUDAGraph is empty",
+        "capture with lightning_graphs.core.graph(cuda_graph) first",
+    )
+
+
+def _refuse_nested(backend: Backend) -> None:
+    """Before anything is done: a synchronization would end the capture that is under way."""
+    if backend.is_capturing():
+        raise CaptureError(
+            "One capture at a time.",
+            "a capture was begun inside of another one",
+            "end the other capture first",
+        )
+
+
+def _refused_by_device(backend: Backend, error: BaseException) -> bool:
+    return not isinstance(error, CaptureError) and backend.refused_by_device(error)
+
+
+def _explained(error: BaseException) -> CaptureError:
+    """CUDA's refusal as a :class:`CaptureError` with the user's line."""
     from lightning_graphs.core.cuda import explain_refusal
 
+    finder = CallSiteFinder()
+    site = finder.of_exception(error)
+    if site == CallSite():  # raised by the end of the capture, not by the body
+        site = finder.here()
     return explain_refusal(error, site.describe())

@@ -64,6 +64,7 @@ class GraphedCallable:
         plan: CallPlan,
         modules: Sequence[nn.Module],
         guards: Sequence[AddressGuard],
+        parameters: Sequence[Parameter],
         inputs: StaticInputs,
         outputs: OutputPlan,
         forward: CUDAGraph,
@@ -71,6 +72,7 @@ class GraphedCallable:
         pool: GraphPool,
     ) -> None:
         self.original = original
+        self.__wrapped__ = original  # inspect.signature shows the original's arguments
         self.module = module
         self.forward_graph = forward
         self.backward_pass = backward
@@ -83,13 +85,16 @@ class GraphedCallable:
         self._modes = plan.signature.modes
         self._modules = list(modules)
         self._training = [m.training for m in self._modules]
-        self._generation = 0
-        self._backward_pending = False
-        self._later: tuple[GraphedCallable, ...] = ()
         # Autograd records a node only if an input of it requires grad; parameters whose gradients
         # are direct do not pass through it.
         device = plan.signature.modes.device_type
         self._anchor = torch.empty(0, device=device, requires_grad=True)
+        self._generation = 0
+        self._backward_pending = False
+        self._later: tuple[GraphedCallable, ...] = ()
+        # Optimizers change all parameters together: one tells, at no cost that grows with them.
+        self._witness = parameters[0] if parameters else self._anchor
+        self._version = self._witness._version
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
 
@@ -123,6 +128,7 @@ class GraphedCallable:
         if backward is None or not torch.is_grad_enabled():
             return self._outputs.hand_out()
         self._backward_pending = True
+        self._version = self._witness._version
         differentiable = [tensors[i] for i in backward.input_positions]
         results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)
         return self._outputs.hand_out(results)
@@ -140,7 +146,7 @@ class GraphedCallable:
             "call it inside the same torch.autocast(...), or capture it again",
         )
 
-    def run_backward(self, generation: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    def run_backward(self, generation: int, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
         """Replay the backward graph; the gradients of ``targets`` are tensors of their own."""
         self._refuse_unsound_backward(generation)
         backward = self.backward_pass
@@ -195,10 +201,17 @@ class GraphedCallable:
                 "run the forward again before the second backward",
             )
 
+        if self._witness._version != self._version:
+            raise ReplayError(
+                "A backward pass needs the parameters that its forward pass computed with.",
+                "parameters were changed in place between the two, as by optimizer.step()",
+                "run backward first, or the forward again",
+            )
+
     def _refuse_partial_backward(self) -> None:
         if not torch._C._will_engine_execute_node(self._anchor_node):
             raise ReplayError(
-                'With param_grads="direct", a backward pass writes the gradient of every parameter.',
+                'With param_grads="direct", a backward pass writes all parameter gradients.',
                 "torch.autograd.grad, or backward(inputs=...), which asks for some gradients only",
                 'call loss.backward(), or use param_grads="autograd"',
             )

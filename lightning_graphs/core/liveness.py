@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightning_graphs.core.backend import PoolHandle
@@ -52,13 +54,16 @@ class InputLiveness(Recorder):
             )
 
     def _held_by_pool(self, known: KnownStorage) -> bool:
-        """Whether an earlier graph of the same pool still owns the memory and refills it."""
-        for segment in torch.cuda.memory_snapshot(self._pool):
-            for block in segment["blocks"]:
-                inside = block["address"] <= known.address < block["address"] + block["size"]
-                if inside and "active" in block["state"]:
-                    return True
-        return False
+        """Whether the memory is still the pool's: an earlier graph of the pool refills it.
+
+        The tensor may be gone and its block be free for later captures. Graphs of one pool replay
+        in the order of their capture, so that the earlier graph has written the memory again.
+        """
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)
+        return any(
+            segment["address"] <= known.address < segment["address"] + segment["total_size"]
+            for segment in segments
+        )
 
 
 def _alive(known: KnownStorage) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_graphs.core.torch_private import generator_identity
+
 aten = torch.ops.aten
 
 
@@ -133,10 +135,9 @@ def operator_obstacle(
     if func in _MOVES_STORAGE:
         return MOVED_STORAGE
     generator = kwargs.get("generator")
-    # The dispatcher wraps the generator anew: only the address of the C++ object tells it.
-    if isinstance(generator, torch.Generator) and generator._cdata not in {
-        known._cdata for known in generators
-    }:
+    if isinstance(generator, torch.Generator) and generator_identity(generator) not in map(
+        generator_identity, generators
+    ):
         return UNREGISTERED_GENERATOR
     return None
 
@@ -169,6 +170,7 @@ FUNCTION_RULES: Mapping[
     "numpy": _host_read,
     "tolist": _host_read,
     "__array__": _host_read,
+    "__repr__": _host_read,
     "__dlpack__": _host_read,
     "cpu": _host_read,
     "to": _moves_to_host,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -31,6 +31,7 @@ from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
+_R = TypeVar("_R", bound="Recorder")
 
 UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.native_batch_norm.default: (3, 4),
@@ -93,6 +94,7 @@ class Operation:
         nbytes: Bytes of the tensors that it wrote or returned.
         scope: The Python scopes around the call: module path and ``record_function`` ranges.
         site: The user's line.
+        grad_mode: Whether gradients were enabled; oneDNN's LSTM, for one, keeps a workspace then.
     """
 
     func: OpOverload
@@ -104,6 +106,7 @@ class Operation:
     nbytes: int
     scope: str
     site: CallSite
+    grad_mode: bool
 
     @property
     def name(self) -> str:
@@ -181,7 +184,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.storages: list[KnownStorage] = []
         self._by_identity: dict[int, KnownStorage] = {}
@@ -191,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._scopes = ScopeStack()
         self._function_rules: _FunctionRules | None = None
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self: _R) -> _R:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._scopes.start()
         if self._strict:
@@ -302,6 +305,7 @@ class Recorder(TorchDispatchMode):
                 nbytes,
                 self._scopes.current(),
                 self._sites.here(),
+                torch.is_grad_enabled(),
             )
         )
         return result
@@ -314,7 +318,7 @@ class Recorder(TorchDispatchMode):
         inputs: Sequence[Tensor],
         written: Sequence[Tensor],
     ) -> Any:
-        """Run the operator; a custom one is not believed when it declares that it writes nothing."""
+        """Run the operator; a custom one is not believed that it writes nothing."""
         if not self._strict or func.namespace in ("aten", "prims"):
             return func(*args, **kwargs)
         declared = {id(t.untyped_storage()) for t in written}

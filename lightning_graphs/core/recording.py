@@ -43,7 +43,7 @@ class Geometry:
         """The geometry of ``tensor``."""
         return cls(
             tensor.dtype,
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.shape,
             tensor.stride(),
             tensor.is_conj(),
@@ -174,20 +174,24 @@ class Recording:
         """
         with (
             torch.inference_mode(False),
-            torch.no_grad(),
             torch.autocast("cpu", enabled=False),
         ):
             for operation in self.launched():
-                result = operation.func(
-                    *[_resolve(a) for a in operation.args],
-                    **{k: _resolve(v) for k, v in operation.kwargs.items()},
-                )
+                with torch.set_grad_enabled(operation.grad_mode):
+                    result = operation.func(
+                        *[_resolve(a) for a in operation.args],
+                        **{k: _resolve(v) for k, v in operation.kwargs.items()},
+                    )
                 if operation.result is not None:
                     _write_back(operation, result)
 
 
 def _own_view(tensor: Tensor) -> Tensor:
     return Geometry.of(tensor).over(tensor.untyped_storage())
+
+
+def _all_equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
@@ -231,12 +235,14 @@ class RecordingCapture(Recorder):
         written: Sequence[Tensor],
     ) -> Any:
         """Run the operator; refuse a generator that was set meanwhile, and memory that moves."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            states = zip(self._rng_states, self._current_rng_states(), strict=True)
-            if not all(torch.equal(before, now) for before, now in states):
-                self.refuse(str(func), SET_GENERATOR)
+        before = self._current_rng_states()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and not _all_equal(before, self._rng_states):
+            self.refuse(str(func), SET_GENERATOR)
         result = super()._run(func, args, kwargs, inputs, written)
-        self._rng_states = self._current_rng_states()
+        after = self._current_rng_states()
+        if not _all_equal(before, after):
+            self._rng_states = after
         for known in map(self.know, written):
             if known.id in self._saved:
                 storage, value = self._saved[known.id]

@@ -1,4 +1,4 @@
-"""Names for what is being launched: the module path and the ``record_function`` ranges around it."""
+"""Names for what is launched: the module path and the ``record_function`` ranges around it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from lightning_graphs.core.torch_private import current_autograd_node
 _LABEL = "lightning_graphs.scope"
 
 
+def _metadata(node: Node) -> dict[str, str]:
+    # torch declares the attribute as a method.
+    metadata: dict[str, str] = node.metadata  # type: ignore[assignment]
+    return metadata
+
+
 def _nodes_of(value: object) -> Iterator[Node]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -27,8 +33,8 @@ def _label_unlabelled(value: object, scope: str) -> None:
     pending = list(_nodes_of(value))
     while pending:
         node = pending.pop()
-        if _LABEL not in node.metadata:
-            node.metadata[_LABEL] = scope
+        if _LABEL not in _metadata(node):
+            _metadata(node)[_LABEL] = scope
             pending.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
@@ -65,7 +71,7 @@ class ScopeStack:
         """The scope of an operator that is called now, such as ``Bert.encoder.layer.0``."""
         node = current_autograd_node()
         if node is not None:
-            scope = node.metadata.get(_LABEL, "")
+            scope = _metadata(node).get(_LABEL, "")
             return f"{scope} (backward)".lstrip()
         return self._top()
 
@@ -83,7 +89,7 @@ class ScopeStack:
         return self._stack[-1] if self._stack else ""
 
     def _push(self, name: str) -> None:
-        """Open a scope; a path that continues the innermost one replaces it instead of following."""
+        """Open a scope; a path that continues the innermost one takes its place."""
         outer, _, inner = self._top().rpartition("/")
         if inner and name.startswith(inner + "."):
             inner = name

@@ -32,6 +32,12 @@ def dispatch_modes() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
 
+def generator_identity(generator: torch.Generator) -> int:
+    """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
 def empty_host_cache() -> None:
     """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
     function = getattr(torch._C, "_host_emptyCache", None)
@@ -59,12 +65,14 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of all tensors, in as few kernels as torch can.
 
-    ``torch._foreach_clone`` is younger than the oldest supported torch; a product with 1 is exact
-    and fused on every version.
+    ``torch._foreach_clone`` is younger than the oldest supported torch; a foreach copy is exact for
+    every dtype on every version.
     """
     if not tensors:  # foreach functions refuse an empty list
         return []
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
         return list(clone(tensors))
-    return list(torch._foreach_mul(tensors, 1))
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

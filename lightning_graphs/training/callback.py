@@ -6,15 +6,17 @@ import contextlib
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_graphs.core.backend import get_backend
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.runner import Statistics, StepRunner
+from lightning_graphs.training.transfer import BatchTransfer
 
 
 class GraphCapture(Callback):
@@ -78,11 +80,17 @@ class GraphCapture(Callback):
         device = trainer.strategy.root_device
         name: Literal["cuda", "emulated"] = "cuda" if device.type == "cuda" else "emulated"
         with contextlib.ExitStack() as stack:
-            stream = stack.enter_context(_side_stream(device)) if name == "cuda" else None
+            stream = progress = None
+            if name == "cuda":
+                stream = stack.enter_context(_side_stream(device))
+                progress = ProgressValues(trainer)
+                _install(stack, progress)
+                _install(stack, BatchTransfer(trainer.strategy, device))
             pool = GraphPool(stream=stream, backend=name)
             stack.callback(pool.close)
+            calls = calls_of(trainer.strategy)
             runner = StepRunner(
-                trainer, pl_module, calls_of(trainer.strategy), self.options, pool, self.statistics
+                trainer, pl_module, calls, self.options, pool, self.statistics, progress
             )
             stack.callback(runner.close)
             intercept(trainer.strategy, runner)
@@ -150,6 +158,11 @@ def _reason_to_stay_out(trainer: Trainer, module: LightningModule, options: Opti
         return "detect_anomaly=True checks every operator on the host"
     get_backend("emulated" if device.type == "cpu" else "cuda")
     return ""
+
+
+def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) -> None:
+    part.install()
+    stack.callback(part.remove)
 
 
 @contextlib.contextmanager

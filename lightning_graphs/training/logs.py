@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.core.torch_private import clone_all
 from lightning_graphs.core.tree import flatten, substitute
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.lightning_private import (
+    batch_size_of,
+    result_key,
+    training_results,
+)
+from lightning_graphs.training.progress import ProgressValues
 
-
-@dataclass(slots=True)
-class _Call:
-    """A call of Python code that every replay makes again.
-
-    Attributes:
-        function: What was called.
-        template: ``(args, kwargs)`` with the graph's own tensors in it.
-        tensors: Those tensors, in order.
-        result: Stands for the returned value in later calls.
-    """
-
-    function: Callable[..., Any]
-    template: tuple[tuple[Any, ...], dict[str, Any]]
-    tensors: list[Tensor]
-    result: Deferred
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 
 class Deferred:
@@ -57,48 +49,122 @@ class Deferred:
         return self._refuse()
 
 
+class _MetricCall:
+    """A call of a metric that every replay makes again, on copies of its tensors."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:
+        self._function = function
+        self._template, self._tensors = _template(args, kwargs)
+        self.result = Deferred(name)
+
+    def reissue(self) -> None:
+        args, kwargs = substitute(self._template, clone_all(self._tensors))
+        self.result.value = self._function(*map(_value, args), **kwargs)
+
+
+class _LogCall:
+    """A call of ``self.log`` that every replay makes again.
+
+    The first one of an epoch goes through ``LightningModule.log``, which makes and resets the entry
+    of the key; the others update the entry.
+    """
+
+    def __init__(self, module: LightningModule, args: Any, kwargs: Any) -> None:
+        self._module = module
+        self._log = module.log
+        bound = _LOG_SIGNATURE.bind(module, *args, **kwargs)
+        self.name: str = bound.arguments["name"]
+        self.value: Any = bound.arguments["value"]
+        self.prog_bar = bool(bound.arguments.get("prog_bar", False))
+        self._batch_size: int | None = bound.arguments.get("batch_size")
+        self._template, self._tensors = _template(args, kwargs)
+        self._scalar: Tensor | None = None
+        if isinstance(self.value, Tensor):
+            self._scalar = self.value.detach().squeeze()
+        elif isinstance(self.value, (int, float)):
+            self._scalar = torch.tensor(self.value, dtype=torch.get_default_dtype())
+        self._known_size: int | None = None
+
+    def reissue(self) -> None:
+        results = training_results(self._module.trainer)
+        entry = results.get(result_key(self.name)) if results is not None else None
+        if results is None or entry is None or entry.has_reset or self._scalar is None:
+            args, kwargs = substitute(self._template, clone_all(self._tensors))
+            self._log(*map(_value, args), **kwargs)
+            return
+        if self._known_size is None:
+            self._known_size = batch_size_of(results, entry, self._batch_size)
+            self._scalar = self._scalar.to(entry.value.device)
+        results.update_metrics(result_key(self.name), self._scalar, self._known_size)
+
+
 class LogRecorder:
     """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``.
 
     Args:
         module: The module that is being captured.
+        progress: Where values for the progress bar are mirrored to; None to read them directly.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, progress: ProgressValues | None = None) -> None:
         self._module = module
-        self._calls: list[_Call] = []
+        self._progress = progress
+        self._calls: list[_MetricCall | _LogCall] = []
+        self._mirrored: frozenset[str] = frozenset()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Replace ``log`` of the module and the entry points of its metrics by recorders."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(self._module, "log", self._recorder(self._module, "log")))
+            stack.enter_context(_replaced(self._module, "log", self._record_log))
             for name, metric in _metrics(self._module):
                 for method in ("forward", "update", "compute", "reset"):
-                    recorder = self._recorder(metric, method, f"metric `{name}`")
+                    recorder = self._metric_recorder(metric, method, f"metric `{name}`")
                     stack.enter_context(_replaced(metric, method, recorder))
             yield
 
-    def _recorder(self, owner: Any, method: str, name: str = "self.log") -> Callable[..., Any]:
-        function = getattr(owner, method)
+    def _record_log(self, *args: Any, **kwargs: Any) -> None:
+        del vars(self._module)["log"]  # the call must know the real one
+        try:
+            self._calls.append(_LogCall(self._module, args, kwargs))
+        finally:
+            vars(self._module)["log"] = self._record_log
+
+    def _metric_recorder(self, metric: Any, method: str, name: str) -> Callable[..., Deferred]:
+        function = getattr(metric, method)
 
         def record(*args: Any, **kwargs: Any) -> Deferred:
-            found: list[tuple[str, Any]] = []
-            flatten((args, kwargs), "", found)
-            tensors = [leaf.detach() for _, leaf in found if isinstance(leaf, Tensor)]
-            template = substitute((args, kwargs), tensors)
-            call = _Call(function, template, tensors, Deferred(name))
+            call = _MetricCall(function, args, kwargs, name)
             self._calls.append(call)
             return call.result
 
         return record
 
+    def mirror(self) -> None:
+        """Copy what the progress bar shows to the host; a part of the captured step."""
+        if self._progress is not None:
+            shown = [c for c in self._calls if isinstance(c, _LogCall) and c.prog_bar]
+            values = {c.name: c.value for c in shown if isinstance(c.value, Tensor)}
+            self._mirrored = self._progress.capture(values)
+
     def reissue(self) -> None:
-        """Make the recorded calls again, on copies of the values that the replay computed."""
+        """Make the recorded calls again, on the values that the replay computed."""
         for call in self._calls:
-            args, kwargs = substitute(call.template, clone_all(call.tensors))
-            args = tuple(a.value if isinstance(a, Deferred) else a for a in args)
-            call.result.value = call.function(*args, **kwargs)
+            call.reissue()
+        if self._progress is not None:
+            self._progress.mirrored = self._mirrored
+
+
+def _template(args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+    """Arguments of a call with detached tensors in them, and those tensors in order."""
+    found: list[tuple[str, Any]] = []
+    flatten((args, kwargs), "", found)
+    tensors = [leaf.detach() for _, leaf in found if isinstance(leaf, Tensor)]
+    return substitute((args, kwargs), tensors), tensors
+
+
+def _value(argument: Any) -> Any:
+    return argument.value if isinstance(argument, Deferred) else argument
 
 
 def _metrics(module: LightningModule) -> list[tuple[str, nn.Module]]:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,9 +20,11 @@ from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.lightning_private import call_gradient_hooks, skips_backward
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.step import Phase, StepCapture, StepPlan
 
 
@@ -57,6 +58,7 @@ class StepRunner:
         options: The callback's options.
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
+        progress: Mirror of the values for the progress bar; None without a GPU.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class StepRunner:
         options: Options,
         pool: GraphPool,
         statistics: Statistics,
+        progress: ProgressValues | None,
     ) -> None:
+        self._progress = progress
         self._trainer = trainer
         self._module = module
         self._calls = calls
@@ -105,6 +109,7 @@ class StepRunner:
             self._optimizer,
             self.capturable,
             self._observers,
+            self._progress,
         )
         self._watch()
 
@@ -144,7 +149,7 @@ class StepRunner:
         if plan is None or not plan.steps:
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
-            self._trainer.precision_plugin._after_closure(self._module, optimizer)
+            call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
         else:
             # The hooks are nobody's, but profilers and debuggers see them called as ever.
@@ -191,10 +196,7 @@ class StepRunner:
     # ------------------------------------------------------------------ the three phases
 
     def _plan_for(self, args: tuple[Any, ...]) -> StepPlan | None:
-        if (
-            self._warmup_left > 0
-            or self._trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
-        ):
+        if self._warmup_left > 0 or skips_backward(self._trainer):
             return None
         self._check_addresses()
         extra = self._extra()
@@ -207,13 +209,13 @@ class StepRunner:
         for plan in (self._last,) if self._last is not None else ():
             if plan.call.signature.extra == extra and self._fill(plan, batch):
                 return plan
-        for key in self._cache.keys():
+        for key in self._cache.keys():  # noqa: SIM118  (its own order)
             if key.extra != extra:
                 continue
-            plan = self._cache.get(key)
-            if plan is not None and plan is not self._last and self._fill(plan, batch):
-                self._last = plan
-                return plan
+            known = self._cache.get(key)
+            if known is not None and known is not self._last and self._fill(known, batch):
+                self._last = known
+                return known
         return None
 
     def _fill(self, plan: StepPlan, batch: Any) -> bool:
@@ -231,7 +233,8 @@ class StepRunner:
                 (args[0],), {}, names=("batch",), modes=modes, extra=extra
             )
         except CaptureError as error:
-            return self._refused(None, error)
+            self._refused(None, error)
+            return None
         if not self._cache.is_due(signature):
             return None
         try:
@@ -239,7 +242,8 @@ class StepRunner:
             phase = extra[0]
             plan = self._capture.capture(args[0], args[1:], signature, phase)
         except GraphError as error:
-            return self._refused(signature, error)
+            self._refused(signature, error)
+            return None
         self._announce(signature)
         self._cache.add(signature, plan)
         self._last = plan
@@ -248,6 +252,8 @@ class StepRunner:
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.statistics.eager += 1
+        if self._progress is not None:
+            self._progress.mirrored = frozenset()
         if self._warmup_left > 0:
             self._warmup_left -= 1
             with self._numbers.watching(self._module):

@@ -31,6 +31,7 @@ from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
+from lightning_graphs.training.progress import ProgressValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class StepPlan:
         gradients: What ``.grad`` is after the backward pass.
         forward: Replayed in place of ``training_step``.
         backward: Replayed in place of the backward pass; None if it is part of ``forward``.
-        step: Replayed in place of clipping and optimizer step; None if it is part of an earlier one.
+        step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
         steps: Whether the optimizer step is captured at all.
     """
 
@@ -88,6 +89,7 @@ class StepCapture:
         optimizer: The trainer's optimizer.
         capturable: Makes its step capturable; None if it cannot be captured.
         observers: Who looks in between.
+        progress: Mirror of the values for the progress bar; None without a GPU.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class StepCapture:
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
         observers: Observers,
+        progress: ProgressValues | None,
     ) -> None:
+        self._progress = progress
         self._trainer = trainer
         self._module = module
         self._calls = calls
@@ -131,11 +135,13 @@ class StepCapture:
         persistent = self._keeps_gradients(phase)
         buffers = self._persistent.of(parameters) if persistent else []
         known_state = set(self._optimizer.state)
-        recorder = LogRecorder(self._module)
+        recorder = LogRecorder(self._module, self._progress)
         segments = _Segments(self._pool)
         try:
             with gradients_set_aside(parameters), self._environment(recorder):
-                output, gradients = self._run(arguments, phase, segments, parameters, buffers)
+                output, gradients = self._run(
+                    arguments, phase, segments, parameters, buffers, recorder
+                )
         except BaseException:
             segments.abandon()
             raise
@@ -183,12 +189,14 @@ class StepCapture:
         segments: _Segments,
         parameters: list[Parameter],
         buffers: list[Tensor],
+        recorder: LogRecorder,
     ) -> tuple[OutputPlan, list[Tensor | None]]:
         """The step as Lightning does it, without the hooks, cut where somebody looks."""
         with segments.capturing("forward"):
             returned = self._calls.training_step(*arguments)
             output = OutputPlan(returned, static=False)
             loss = _loss_of(returned) / phase.window
+            recorder.mirror()
             if self._observers.before_backward:
                 segments.cut("backward")
             self._backward(loss)

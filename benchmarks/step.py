@@ -1,0 +1,261 @@
+"""A Lightning training step with and without ``GraphCapture`` against its floor, on one GPU.
+
+The floor of a step is its captured graph replayed back to back with nothing between (CUDA events
+over 50 replays). Both fits run in this process; their losses are compared in the run that is timed.
+
+    python benchmarks/step.py [--rows mlp,gpt2,bert,resnet50,vit] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_graphs.training.callback import GraphCapture
+
+WARMUP, TIMED, BLOCKS = 15, 20, 5
+LIMIT = 1.05
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(12)
+        ]
+        self.net = nn.Sequential(*blocks, nn.Linear(512, 10))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
+class Classifier(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
+class Transformer(nn.Module):
+    def __init__(self, net: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.net = net
+        self.names = names
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.net(**dict(zip(self.names, tensors, strict=True))).loss
+
+
+def mlp() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Mlp(), lambda: (torch.randn(256, 512), torch.randint(0, 10, (256,)))
+
+
+def gpt2() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=12, n_embd=384, n_head=6, vocab_size=8192, use_cache=False)
+    net = Transformer(GPT2LMHeadModel(config), ("input_ids", "labels"))
+    return net, lambda: (torch.randint(0, 8192, (4, 256)),) * 2
+
+
+def bert() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    names = ("input_ids", "attention_mask", "labels")
+    net = Transformer(BertForSequenceClassification(BertConfig(num_labels=2)), names)
+
+    def batch() -> tuple[Tensor, ...]:
+        mask = torch.ones(16, 128, dtype=torch.long)
+        mask[::2, 100:] = 0
+        return torch.randint(0, 30000, (16, 128)), mask, torch.randint(0, 2, (16,))
+
+    return net, batch
+
+
+def resnet50() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    import torchvision
+
+    net = Classifier(torchvision.models.resnet50(num_classes=100))
+    return net, lambda: (torch.randn(32, 3, 64, 64), torch.randint(0, 100, (32,)))
+
+
+def vit() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    import timm
+
+    net = Classifier(timm.create_model("vit_tiny_patch16_224", num_classes=100))
+    return net, lambda: (torch.randn(32, 3, 224, 224), torch.randint(0, 100, (32,)))
+
+
+ROWS = {f.__name__: f for f in (mlp, gpt2, bert, resnet50, vit)}
+
+
+class Module(LightningModule):
+    def __init__(self, net: nn.Module, compiled: bool) -> None:
+        super().__init__()
+        self.net = net
+        self.call = torch.compile(net) if compiled else net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.call(*batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log("loss_squared", loss.detach() ** 2)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2.0**-13, fused=True)
+
+
+class Probe(Callback):
+    """Times blocks of steps and keeps the losses of the first ones."""
+
+    def __init__(self, graphs: GraphCapture | None) -> None:
+        self.graphs = graphs
+        self.losses: list[Tensor] = []
+        self.blocks: list[float] = []
+        self.floor = 0.0
+        self._started = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        step = trainer.fit_loop.epoch_loop.batch_idx + 1
+        if step <= WARMUP + TIMED:
+            self.losses.append(outputs["loss"].detach().clone())
+        if step >= WARMUP and (step - WARMUP) % TIMED == 0:
+            torch.cuda.synchronize()
+            now = time.perf_counter()
+            if step > WARMUP:
+                self.blocks.append((now - self._started) / TIMED * 1e3)
+            if step == WARMUP:
+                torch.cuda.reset_peak_memory_stats()
+            self._started = time.perf_counter()
+        if step == WARMUP + TIMED * BLOCKS and self.graphs is not None:
+            self.floor = self._measure_floor()
+
+    def _measure_floor(self) -> float:
+        assert self.graphs is not None
+        assert self.graphs._runner is not None
+        plan = self.graphs._runner._last
+        assert plan is not None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        measured = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(50):
+                plan.forward.replay()
+            end.record()
+            torch.cuda.synchronize()
+            measured.append(begin.elapsed_time(end) / 50)
+        return statistics.median(measured)
+
+
+class Batches(torch.utils.data.Dataset[tuple[Tensor, ...]]):
+    def __init__(self, items: list[tuple[Tensor, ...]]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return WARMUP + TIMED * BLOCKS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.items[index % len(self.items)]
+
+
+def fit(row: str, captured: bool, compiled: bool) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
+    net, batch = ROWS[row]()
+    items = [batch() for _ in range(4)]
+    graphs = GraphCapture(on_failure="raise") if captured else None
+    probe = Probe(graphs)
+    trainer = Trainer(
+        accelerator="gpu",
+        devices=1,
+        max_epochs=1,
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[probe, *([graphs] if graphs is not None else [])],
+    )
+    base = torch.cuda.memory_allocated()
+    loader = DataLoader(Batches(items), batch_size=None, pin_memory=True)
+    trainer.fit(Module(net, compiled), loader)
+    result = {
+        "ms": statistics.median(probe.blocks),
+        "floor": probe.floor,
+        "losses": torch.stack(probe.losses).tolist(),
+        "peak_mib": (torch.cuda.max_memory_allocated() - base) / 2**20,
+    }
+    del trainer, probe, graphs, net
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    return result
+
+
+def measure(row: str, compiled: bool) -> dict[str, Any]:
+    eager, captured = fit(row, False, False), fit(row, True, compiled)
+    pairs = zip(eager["losses"], captured["losses"], strict=True)
+    return {
+        "row": row + (" compiled" if compiled else ""),
+        "eager_ms": eager["ms"],
+        "captured_ms": captured["ms"],
+        "floor_ms": captured["floor"],
+        "ratio": captured["ms"] / captured["floor"],
+        "largest_loss_difference": max(abs(a - b) for a, b in pairs),
+        "memory_ratio": captured["peak_mib"] / eager["peak_mib"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.")
+        return
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_float32_matmul_precision("high")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning "
+        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys"
+    )
+    results = []
+    jobs = [(row, False) for row in options.rows.split(",")]
+    jobs += [(row, True) for row in options.compiled.split(",") if row]
+    for row, compiled in jobs:
+        result = measure(row, compiled)
+        results.append(result)
+        verdict = "PASS" if result["ratio"] <= LIMIT else "FAIL"
+        print(
+            f"{result['row']:>16}: eager {result['eager_ms']:7.3f} ms, captured "
+            f"{result['captured_ms']:7.3f}, floor {result['floor_ms']:7.3f}, ratio "
+            f"{result['ratio']:.3f} {verdict} (limit {LIMIT}), largest loss difference "
+            f"{result['largest_loss_difference']:.1e}, memory x{result['memory_ratio']:.3f}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

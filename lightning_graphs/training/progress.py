@@ -1,0 +1,89 @@
+"""Values for the progress bar without a stall: mirrored to pinned memory by the graph itself.
+
+Lightning reads every value with ``prog_bar=True`` at the end of every batch, whatever the refresh
+rate of the bar. On a GPU that waits for the step to finish, and nothing runs while the CPU prepares
+the next one. The mirror holds the values of the latest step that has finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_graphs.training.lightning_private import step_progress, training_results
+
+_SLOTS = 64
+
+
+class ProgressValues:
+    """The values that captured steps log with ``prog_bar=True``.
+
+    On the bar a value may be one step old. It is exact where Lightning waits for the device anyway:
+    at steps that are logged, at the last batch of an epoch, and in loggers and ``callback_metrics``
+    always.
+
+    Args:
+        trainer: The trainer; everything runs on its one CUDA device.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        # Memory that a graph writes must exist before the capture.
+        self._host = torch.full((_SLOTS,), float("nan"), pin_memory=True)
+        self._values = self._host.numpy()
+        self._slots: dict[str, int] = {}
+        self._results: Any = training_results(trainer)
+        self.mirrored: frozenset[str] = frozenset()
+
+    def install(self) -> None:
+        """Answer for the results collection when it is asked for the metrics of a step."""
+        if self._results is not None:
+            vars(self._results)["metrics"] = self._metrics
+
+    def remove(self) -> None:
+        """Let the results collection answer for itself again; may be called again."""
+        if self._results is not None:
+            vars(self._results).pop("metrics", None)
+
+    def capture(self, values: Mapping[str, Tensor]) -> frozenset[str]:
+        """Copy scalars to the host, as part of a capture; the names that found a place."""
+        for name in values:
+            if len(self._slots) < _SLOTS:
+                self._slots.setdefault(name, len(self._slots))
+        placed = [name for name in values if name in self._slots]
+        for name in placed:
+            slot = self._slots[name]
+            self._host[slot : slot + 1].copy_(
+                values[name].detach().float().reshape(1), non_blocking=True
+            )
+        return frozenset(placed)
+
+    def _metrics(self, on_step: bool) -> Any:
+        """What the collection returns, with mirrored numbers instead of a read for each."""
+        results = self._results
+        original = type(results).metrics
+        if not on_step or not self.mirrored or self._must_be_exact():
+            return original(results, on_step)
+        entries = step_progress(results)
+        late = {n: e for n, e in entries.items() if e.meta.name in self.mirrored}
+        numbers = {n: float(self._values[self._slots[e.meta.name]]) for n, e in late.items()}
+        if any(number != number for number in numbers.values()):
+            return original(results, on_step)  # no replay has finished yet, or a real NaN
+        shown = [entry.meta for entry in late.values()]
+        for meta in shown:
+            meta.prog_bar = False
+        try:
+            metrics = original(results, on_step)
+        finally:
+            for meta in shown:
+                meta.prog_bar = True
+        metrics["pbar"].update(numbers)
+        return metrics
+
+    def _must_be_exact(self) -> bool:
+        trainer = self._trainer
+        return trainer.is_last_batch or trainer._logger_connector.should_update_logs

@@ -1,0 +1,161 @@
+"""Parameter gradients that a backward graph writes itself, against what autograd would leave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_graphs.core.gradients import (
+    DirectGradients,
+    refuse_parameter_hooks,
+    without_hooks,
+)
+from lightning_graphs.errors import CaptureError, ReplayError
+
+
+def _parameters(device: torch.device) -> list[Parameter]:
+    return [nn.Parameter(torch.zeros(size, device=device)) for size in (2, 3)]
+
+
+def _values(parameters: list[Parameter]) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+class Pass:
+    """A backward graph of one kernel: it writes ``value`` times (1, 10) into the buffers."""
+
+    def __init__(self, parameters: list[Parameter], used: tuple[bool, bool] = (True, True)) -> None:
+        self.value = 1.0
+        self._direct = DirectGradients(parameters)
+        self._direct.capture(
+            [torch.ones_like(p) if use else None for p, use in zip(parameters, used, strict=True)]
+        )
+        buffers = self._direct._buffers
+        self._factors = [f for f, use in zip((1.0, 10.0), used, strict=True) if use]
+        self._buffers = buffers
+
+    def run(self, value: float) -> None:
+        self.value = value
+        self._direct.refuse_hooks()
+        with torch.no_grad():
+            self._direct.replay(self._write)
+
+    def _write(self) -> None:
+        for buffer, factor in zip(self._buffers, self._factors, strict=True):
+            buffer.fill_(self.value * factor)
+
+
+def test_capture_writes_the_buffers_of_used_parameters(device: torch.device) -> None:
+    parameters = _parameters(device)
+    direct = DirectGradients(parameters)
+    direct.capture([None, torch.full((3,), 4.0, device=device)])
+    assert [buffer.tolist() for buffer in direct._buffers] == [[4.0] * 3]
+    assert _values(parameters) == [None, None]
+
+
+def test_buffers_have_the_strides_of_the_parameters(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2, device=device).t())
+    direct = DirectGradients([parameter])
+    assert direct._buffers[0].stride() == parameter.stride()
+    assert not direct._buffers[0].requires_grad
+
+
+def test_no_parameter_is_used(device: torch.device) -> None:
+    parameters = _parameters(device)
+    Pass(parameters, (False, False)).run(1.0)
+    assert _values(parameters) == [None, None]
+
+
+def test_accumulation_and_both_ways_of_zeroing(device: torch.device) -> None:
+    parameters = _parameters(device)
+    backward = Pass(parameters)
+    for set_to_none in (True, False, True, False, False):
+        for value, total in ((1.0, 1.0), (10.0, 11.0), (100.0, 111.0)):
+            backward.run(value)
+            assert _values(parameters) == [[total] * 2, [10 * total] * 3]
+        for parameter in parameters:
+            if set_to_none:
+                parameter.grad = None
+            else:
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+
+
+def test_an_unused_parameter_keeps_what_it_has(device: torch.device) -> None:
+    parameters = _parameters(device)
+    backward = Pass(parameters, (False, True))
+    backward.run(2.0)
+    assert _values(parameters) == [None, [20.0] * 3]
+    parameters[0].grad = torch.full((2,), 7.0, device=device)
+    backward.run(2.0)
+    assert _values(parameters) == [[7.0] * 2, [40.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_foreign_gradient_is_added_to_in_place(device: torch.device, dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.zeros(2, device=device, dtype=dtype))
+    other = nn.Parameter(torch.zeros(3, device=device))
+    parameter.grad = own = torch.full((2,), 5.0, device=device, dtype=dtype)
+    backward = Pass([parameter, other])
+    backward.run(1.0)
+    backward.run(2.0)
+    assert parameter.grad is own
+    assert _values([parameter, other]) == [[8.0] * 2, [30.0] * 3]
+
+
+def test_one_gradient_taken_away_between_passes(device: torch.device) -> None:
+    parameters = _parameters(device)
+    backward = Pass(parameters)
+    backward.run(1.0)
+    parameters[0].grad = None
+    backward.run(2.0)
+    parameters[1].grad = None
+    backward.run(4.0)
+    assert _values(parameters) == [[6.0] * 2, [40.0] * 3]
+
+
+def test_two_passes_share_a_parameter(device: torch.device) -> None:
+    parameters = _parameters(device)
+    first, second = Pass(parameters), Pass(parameters)
+    for scale in (1.0, 2.0):
+        first.run(1.0)
+        second.run(10.0)
+        assert _values(parameters) == [[11.0 * scale] * 2, [110.0 * scale] * 3]
+
+
+def test_a_hook_is_refused_before_anything_runs(device: torch.device) -> None:
+    parameters = _parameters(device)
+    backward = Pass(parameters)
+    handle = parameters[1].register_hook(lambda gradient: gradient)
+    with pytest.raises(ReplayError, match="registered on a parameter after the capture"):
+        backward.run(1.0)
+    assert _values(parameters) == [None, None]
+    handle.remove()
+    backward.run(1.0)
+    assert _values(parameters) == [[1.0] * 2, [10.0] * 3]
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_are_refused_by_name(device: torch.device, kind: str) -> None:
+    weight, bias = _parameters(device)
+    named: list[tuple[str, Tensor]] = [("weight", weight), ("bias", bias)]
+    refuse_parameter_hooks(named)
+    handle = getattr(bias, kind)(lambda _: None)
+    with pytest.raises(CaptureError, match="`bias` has a gradient hook"):
+        refuse_parameter_hooks(named)
+    handle.remove()
+    refuse_parameter_hooks(named)
+
+
+def test_hooks_come_back_even_after_an_exception(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.ones(2, device=device))
+    handle = parameter.register_hook(lambda gradient: 10 * gradient)
+    with without_hooks([parameter]):
+        assert torch.autograd.grad(parameter.sum(), parameter)[0].tolist() == [1.0, 1.0]
+    with pytest.raises(KeyError, match="inside"), without_hooks([parameter]):
+        raise KeyError("inside")
+    assert torch.autograd.grad(parameter.sum(), parameter)[0].tolist() == [10.0, 10.0]
+    handle.remove()
+    assert torch.autograd.grad(parameter.sum(), parameter)[0].tolist() == [1.0, 1.0]

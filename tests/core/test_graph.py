@@ -1,0 +1,398 @@
+"""``CUDAGraph`` and ``graph``: the documented API, state by state, and what an exception leaves."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_graphs import CaptureError, GraphError, ReplayError, UnsupportedError
+from lightning_graphs.core import (
+    BackendName,
+    CUDAGraph,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+)
+from lightning_graphs.core.emulated import EmulatedGraph
+from lightning_graphs.core.inspect import inspect as inspect_graph
+
+
+def _doubling(
+    backend: BackendName, device: torch.device, *, keep_graph: bool = False
+) -> tuple[CUDAGraph, Tensor, Tensor]:
+    """A graph of ``y = 2 * x`` with its static input and output."""
+    x = torch.ones(4, device=device)
+    captured = CUDAGraph(keep_graph, backend=backend)
+    with graph(captured):
+        y = x * 2
+    return captured, x, y
+
+
+def _line(function: object, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    return next(first + i for i, line in enumerate(lines) if text in line and "_line" not in line)
+
+
+class TestStates:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "replay",
+            "instantiate",
+            "pool",
+            "raw_cuda_graph",
+            "raw_cuda_graph_exec",
+            "inspection",
+        ],
+    )
+    def test_everything_that_needs_a_capture_says_so(self, backend: BackendName, call: str) -> None:
+        with pytest.raises(ReplayError, match="needs a finished capture"):
+            getattr(CUDAGraph(backend=backend), call)()
+
+    def test_debug_dump_needs_a_capture(self, backend: BackendName, tmp_path: Path) -> None:
+        with pytest.raises(ReplayError, match="needs a finished capture"):
+            CUDAGraph(backend=backend).debug_dump(str(tmp_path / "graph.dot"))
+
+    def test_a_second_capture_needs_a_reset(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        captured, x, y = _doubling(backend, device)
+        with pytest.raises(CaptureError, match="holds one capture"), graph(captured):
+            pass
+        x.fill_(3.0)
+        captured.replay()
+        assert y.tolist() == [6.0] * 4
+
+    def test_capture_end_needs_a_beginning(self, backend: BackendName) -> None:
+        with pytest.raises(CaptureError, match="needs a capture_begin"):
+            CUDAGraph(backend=backend).capture_end()
+
+    def test_one_capture_at_a_time(self, backend: BackendName, device: torch.device) -> None:
+        x = torch.ones(4, device=device)
+        outer, inner = CUDAGraph(backend=backend), CUDAGraph(backend=backend)
+        with graph(outer):
+            y = x + 1
+            with pytest.raises(CaptureError, match="One capture at a time"), graph(inner):
+                pass
+            with pytest.raises(CaptureError, match="One capture at a time"):
+                inner.capture_begin()
+            z = y + 1
+        outer.replay()
+        assert z.tolist() == [3.0] * 4
+
+    def test_reset_and_recapture(self, backend: BackendName, device: torch.device) -> None:
+        captured, x, _ = _doubling(backend, device)
+        captured.reset()
+        captured.reset()
+        with pytest.raises(ReplayError, match="needs a finished capture"):
+            captured.replay()
+        with graph(captured):
+            y = x * 5
+        captured.replay()
+        assert y.tolist() == [5.0] * 4
+
+    def test_reset_abandons_a_capture_under_way(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        x = torch.ones(4, device=device)
+        captured = CUDAGraph(backend=backend)
+
+        def body() -> None:
+            x.mul_(2)
+            captured.reset()
+
+        with pytest.raises(CaptureError, match="needs a capture_begin"), graph(captured):
+            body()
+        assert not is_current_stream_capturing()
+        assert x.tolist() == [1.0] * 4
+
+    @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+    def test_capture_error_modes(
+        self, backend: BackendName, device: torch.device, mode: str
+    ) -> None:
+        x = torch.ones(4, device=device)
+        captured = CUDAGraph(backend=backend)
+        with graph(captured, capture_error_mode=mode):
+            y = x - 3
+        captured.replay()
+        assert y.tolist() == [-2.0] * 4
+
+    def test_unknown_capture_error_mode(self, backend: BackendName) -> None:
+        with (
+            pytest.raises(CaptureError, match="'global', 'thread_local' and 'relaxed'"),
+            graph(CUDAGraph(backend=backend), capture_error_mode="loose"),
+        ):
+            pass
+
+    def test_unknown_backend(self) -> None:
+        with pytest.raises(UnsupportedError, match="'auto', 'cuda' and 'emulated'"):
+            CUDAGraph(backend="tpu")  # type: ignore[arg-type]
+
+    def test_an_empty_graph_warns(self, backend: BackendName) -> None:
+        captured = CUDAGraph(backend=backend)
+        with pytest.warns(UserWarning, match="Graph is empty"), graph(captured):
+            pass
+        captured.replay()
+
+    def test_an_empty_graph_leaves_no_capture_where_warnings_are_errors(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        captured = CUDAGraph(backend=backend)
+        with pytest.raises(UserWarning, match="Graph is empty"), graph(captured):
+            pass
+        x = torch.ones(4, device=device)
+        with graph(captured):
+            y = x + 1
+        captured.replay()
+        assert y.tolist() == [2.0] * 4
+
+    def test_is_current_stream_capturing(self, backend: BackendName, device: torch.device) -> None:
+        x = torch.ones(4, device=device)
+        assert not is_current_stream_capturing()
+        with graph(CUDAGraph(backend=backend)):
+            x * 2
+            inside = is_current_stream_capturing()
+        assert inside
+        assert not is_current_stream_capturing()
+
+    def test_a_graph_is_freed_without_the_garbage_collector(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        captured, x, y = _doubling(backend, device)
+        captured.replay()
+        graph_ref, storage_ref = weakref.ref(captured), weakref.ref(y.untyped_storage())
+        gc.disable()
+        try:
+            del captured, y
+            assert graph_ref() is None
+            assert storage_ref() is None
+        finally:
+            gc.enable()
+        assert x.tolist() == [1.0] * 4
+
+    def test_replay_on_another_thread(self, backend: BackendName, device: torch.device) -> None:
+        captured, x, y = _doubling(backend, device)
+        x.fill_(4.0)
+        thread = threading.Thread(target=captured.replay)
+        thread.start()
+        thread.join()
+        assert y.tolist() == [8.0] * 4
+
+
+class TestTemplates:
+    def test_without_keep_graph_there_is_no_template(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        captured, _, _ = _doubling(backend, device)
+        for call in (captured.raw_cuda_graph, captured.instantiate):
+            with pytest.raises(ReplayError, match="needs the template"):
+                call()
+        with pytest.raises(UnsupportedError, match="Inspecting a graph needs its template"):
+            inspect_graph(captured)
+
+    def test_the_first_replay_instantiates(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        captured, _, y = _doubling(backend, device, keep_graph=True)
+        with pytest.raises(RuntimeError, match="instantiate"):
+            captured.raw_cuda_graph_exec()
+        captured.replay()
+        assert y.tolist() == [2.0] * 4
+
+    def test_instantiate_may_be_repeated(self, backend: BackendName, device: torch.device) -> None:
+        captured, x, y = _doubling(backend, device, keep_graph=True)
+        for value in (3.0, 4.0):
+            captured.instantiate()
+            x.fill_(value)
+            captured.replay()
+            assert y.tolist() == [2 * value] * 4
+
+    def test_instantiate_picks_up_edits_and_replay_does_not(self) -> None:
+        x = torch.ones(4)
+        captured = CUDAGraph(keep_graph=True, backend="emulated")
+        with graph(captured):
+            y = x * 2
+            y.add_(1)
+        assert isinstance(captured._captured, EmulatedGraph)
+        captured.instantiate()
+        del captured._captured.recording.operations[-1]
+        captured.replay()
+        assert y.tolist() == [3.0] * 4
+        captured.instantiate()
+        captured.replay()
+        assert y.tolist() == [2.0] * 4
+
+    def test_the_emulated_backend_has_no_handles(self) -> None:
+        captured, _, _ = _doubling("emulated", torch.device("cpu"), keep_graph=True)
+        captured.instantiate()
+        with pytest.raises(UnsupportedError, match="no cudaGraph_t"):
+            captured.raw_cuda_graph()
+        with pytest.raises(UnsupportedError, match="no cudaGraphExec_t"):
+            captured.raw_cuda_graph_exec()
+
+    def test_debug_dump(self, backend: BackendName, device: torch.device, tmp_path: Path) -> None:
+        x = torch.ones(4, device=device)
+        captured = CUDAGraph(backend=backend)
+        captured.enable_debug_mode()
+        with graph(captured):
+            y = x * 2
+        captured.debug_dump(str(tmp_path / "graph.dot"))
+        assert "digraph" in (tmp_path / "graph.dot").read_text()
+        captured.replay()
+        assert y.tolist() == [2.0] * 4
+
+    def test_debug_dump_without_debug_mode_warns(
+        self, backend: BackendName, device: torch.device, tmp_path: Path
+    ) -> None:
+        captured, _, _ = _doubling(backend, device)
+        with pytest.warns(UserWarning, match="debug not enabled"):
+            captured.debug_dump(str(tmp_path / "graph.dot"))
+        assert not (tmp_path / "graph.dot").exists()
+
+
+class TestPools:
+    def test_tokens_are_distinct(self, backend: BackendName) -> None:
+        assert graph_pool_handle(backend=backend) != graph_pool_handle(backend=backend)
+
+    def test_graphs_share_a_pool(self, backend: BackendName, device: torch.device) -> None:
+        x = torch.ones(4, device=device)
+        pool = graph_pool_handle(backend=backend)
+        first, second = CUDAGraph(backend=backend), CUDAGraph(backend=backend)
+        with graph(first, pool=pool):
+            y = x * 2
+        with graph(second, pool=first.pool()):
+            z = y + 1
+        assert tuple(first.pool()) == tuple(second.pool()) == tuple(pool)
+        x.fill_(5.0)
+        first.replay()
+        second.replay()
+        assert z.tolist() == [11.0] * 4
+
+    def test_graphs_have_pools_of_their_own(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        first, second = _doubling(backend, device)[0], _doubling(backend, device)[0]
+        assert first.pool() != second.pool()
+
+
+class TestGenerators:
+    def test_a_registered_generator_advances_with_every_replay(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        generator = torch.Generator(device=device)
+        captured = CUDAGraph(backend=backend)
+        captured.register_generator_state(generator)
+        x = torch.zeros(64, device=device)
+        with graph(captured):
+            x.uniform_(generator=generator)
+        generator.manual_seed(7)
+        replayed = []
+        for _ in range(3):
+            captured.replay()
+            replayed.append(x.cpu())
+        generator.manual_seed(7)
+        for values in replayed:
+            assert torch.equal(values, x.uniform_(generator=generator).cpu())
+
+    def test_an_unregistered_generator_is_refused(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        generator = torch.Generator(device=device).manual_seed(3)
+        x = torch.zeros(64, device=device)
+        with (
+            pytest.raises(CaptureError, match=r"(?s)generator.*uniform_"),
+            graph(CUDAGraph(backend=backend)),
+        ):
+            x.uniform_(generator=generator)
+        again = torch.Generator(device=device).manual_seed(3)
+        expected = torch.zeros(64, device=device).uniform_(generator=again)
+        assert torch.equal(x.uniform_(generator=generator), expected)
+
+    def test_the_default_generator_is_always_known(self) -> None:
+        captured = CUDAGraph(backend="emulated")
+        with graph(captured):
+            y = torch.rand(8, generator=torch.default_generator)
+        torch.manual_seed(1)
+        captured.replay()
+        torch.manual_seed(1)
+        assert torch.equal(y, torch.rand(8))
+
+
+class TestExceptions:
+    @pytest.mark.parametrize(
+        "error",
+        [
+            ValueError("of the body"),
+            RuntimeError("of the body, while capturing"),
+            KeyboardInterrupt("of the body"),
+            SystemExit("of the body"),
+            GraphError("of the body"),
+            torch.OutOfMemoryError("of the body"),
+        ],
+        ids=lambda error: type(error).__name__,
+    )
+    @pytest.mark.parametrize("empty", [True, False])
+    def test_the_body_wins_and_leaves_nothing(
+        self, backend: BackendName, device: torch.device, error: BaseException, empty: bool
+    ) -> None:
+        x = torch.ones(4, device=device)
+        stream = torch.cuda.current_stream() if backend == "cuda" else None
+        torch.manual_seed(5)
+        expected = torch.rand(4, device=device)
+        torch.manual_seed(5)
+        captured = CUDAGraph(backend=backend)
+
+        def body() -> None:
+            if not empty:
+                x.mul_(torch.rand(4, device=device))
+            raise error
+
+        with pytest.raises(type(error), match="of the body") as caught, graph(captured):
+            body()
+        assert caught.value is error
+        assert stream is None or torch.cuda.current_stream() == stream
+        assert not is_current_stream_capturing()
+        assert not _get_current_function_mode_stack()
+        assert not torch.nn.modules.module._global_forward_hooks
+        assert not torch.nn.modules.module._global_forward_pre_hooks
+        assert x.tolist() == [1.0] * 4
+        assert torch.equal(torch.rand(4, device=device), expected)
+        with graph(captured):
+            y = x + 1
+        captured.replay()
+        assert y.tolist() == [2.0] * 4
+
+    def test_a_refusal_in_a_module_names_its_line(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        class Reader(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * x.sum().item()
+
+        x, reader = torch.ones(4, device=device), Reader()
+        where = f"{__file__}:{_line(Reader.forward, '.item()')} in forward"
+        with (
+            pytest.raises(CaptureError, match="capture") as caught,
+            graph(CUDAGraph(backend=backend)),
+        ):
+            reader(x)
+        assert where in str(caught.value)
+        assert not torch.nn.modules.module._global_forward_hooks
+
+    def test_a_replay_cannot_be_captured(self) -> None:
+        captured, _, y = _doubling("emulated", torch.device("cpu"))
+        with (
+            pytest.raises(CaptureError, match="cannot be part of a capture"),
+            graph(CUDAGraph(backend="emulated")),
+        ):
+            captured.replay()
+        captured.replay()
+        assert y.tolist() == [2.0] * 4

@@ -1,0 +1,131 @@
+"""A replay refuses to read memory that was freed since the capture, and names the tensor."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs import ReplayError
+from lightning_graphs.core import BackendName, CUDAGraph, graph, graph_pool_handle
+
+
+def _line(function: object, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    return next(first + i for i, line in enumerate(lines) if text in line)
+
+
+def test_a_dead_input_is_named(backend: BackendName, device: torch.device) -> None:
+    x = torch.ones(3, 5, dtype=torch.float64, device=device)
+    captured = CUDAGraph(backend=backend)
+    with graph(captured, check_input_liveness=True):
+        y = x * 2  # first use
+    captured.replay()
+    assert y.sum().item() == 30.0
+    del x  # the end
+    with pytest.raises(ReplayError, match="must live, at its address") as caught:
+        captured.replay()
+    message, here = str(caught.value), test_a_dead_input_is_named
+    assert f"float64[3x5] on {device.type}" in message
+    assert f"first used at {__file__}:{_line(here, '# first use')} in" in message
+    assert f"freed at {__file__}:{_line(here, '# the end')} in" in message
+    assert "keep a reference" in message
+
+
+def test_live_inputs_pass(backend: BackendName, device: torch.device) -> None:
+    layer = nn.Linear(4, 2).to(device)
+    x = torch.ones(3, 4, device=device)
+    captured = CUDAGraph(backend=backend)
+    with graph(captured, check_input_liveness=True):
+        y = layer(x.view(4, 3).t().contiguous().view(3, 4)).relu().sum()
+    x.fill_(0.5)
+    captured.replay()
+    torch.testing.assert_close(y, layer(x).relu().sum())
+
+
+def test_tensors_of_the_capture_itself_may_die(backend: BackendName, device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    captured = CUDAGraph(backend=backend)
+    with graph(captured, check_input_liveness=True):
+        intermediate = x + 1
+        y = intermediate * torch.tensor(2.0)
+    del intermediate
+    gc.collect()
+    captured.replay()
+    assert y.tolist() == [4.0] * 3
+
+
+def test_a_view_keeps_its_base_alive(backend: BackendName, device: torch.device) -> None:
+    base = torch.ones(6, device=device)
+    view = base[2:4]
+    captured = CUDAGraph(backend=backend)
+    with graph(captured, check_input_liveness=True):
+        y = base * 3
+    del base
+    captured.replay()
+    assert y.tolist() == [3.0] * 6
+    del view
+    with pytest.raises(ReplayError, match=r"float32\[6\]"):
+        captured.replay()
+
+
+def test_a_moved_input_is_refused(backend: BackendName, device: torch.device) -> None:
+    x = torch.ones(4, device=device)
+    captured = CUDAGraph(backend=backend)
+    with graph(captured, check_input_liveness=True):
+        y = x + 1
+    x.untyped_storage().resize_(1 << 24)
+    with pytest.raises(ReplayError, match="moved"):
+        captured.replay()
+    assert y.shape == (4,)
+
+
+def test_a_new_tensor_at_the_old_place_is_no_substitute(
+    backend: BackendName, device: torch.device
+) -> None:
+    x = torch.ones(64, device=device)
+    captured = CUDAGraph(backend=backend)
+    with graph(captured, check_input_liveness=True):
+        x * 2
+    del x
+    replacement = torch.full((64,), 5.0, device=device)
+    with pytest.raises(ReplayError, match=r"float32\[64\]"):
+        captured.replay()
+    assert replacement.cpu().tolist() == [5.0] * 64
+
+
+def test_an_output_of_an_earlier_graph_of_the_pool_may_be_dropped(
+    backend: BackendName, device: torch.device
+) -> None:
+    """The earlier graph owns the memory and writes it again before the later one reads it."""
+    x = torch.ones(4, device=device)
+    pool = graph_pool_handle(backend=backend)
+    first, second = CUDAGraph(backend=backend), CUDAGraph(backend=backend)
+
+    def capture() -> Tensor:
+        with graph(first, pool=pool):
+            y = x * 2
+        with graph(second, pool=pool, check_input_liveness=True):
+            return y + 1
+
+    z = capture()
+    x.fill_(10.0)
+    first.replay()
+    second.replay()
+    assert z.tolist() == [21.0] * 4
+
+
+def test_an_output_of_a_graph_that_is_gone_is_dead() -> None:
+    x = torch.ones(4)
+    first, second = CUDAGraph(backend="emulated"), CUDAGraph(backend="emulated")
+    with graph(first):
+        y = x * 2
+    with graph(second):
+        y + 1
+    del y
+    first.reset()
+    with pytest.raises(ReplayError, match=r"float32\[4\] on cpu"):
+        second.replay()

@@ -1,0 +1,110 @@
+"""A pool owns its graphs: capture, release, close."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from lightning_graphs.core import graph_pool_handle, is_current_stream_capturing
+from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.errors import CaptureError, ReplayError
+
+
+def test_graphs_of_one_pool_replay_in_order(backend: BackendName, device: torch.device) -> None:
+    pool = GraphPool(backend=backend)
+    x = torch.ones(2, device=device)
+    with pool.capture() as first:
+        y = x * 3
+    with pool.capture() as second:
+        z = y + 1
+    x.fill_(2.0)
+    first.replay()
+    second.replay()
+    assert z.tolist() == [7.0, 7.0]
+    assert first.pool() == second.pool() == pool.handle
+    pool.close()
+
+
+def test_a_token_is_shared(backend: BackendName, device: torch.device) -> None:
+    token = graph_pool_handle(backend=backend)
+    pools = [GraphPool(token, backend=backend) for _ in range(2)]
+    x = torch.ones(2, device=device)
+    outputs = []
+    for pool in pools:
+        with pool.capture() as captured:
+            outputs.append(x + 1)
+        assert captured.pool() == token
+        captured.replay()
+    assert [y.tolist() for y in outputs] == [[2.0, 2.0]] * 2
+    for pool in pools:
+        pool.close()
+
+
+def test_pools_have_tokens_of_their_own(backend: BackendName) -> None:
+    assert GraphPool(backend=backend).handle != GraphPool(backend=backend).handle
+
+
+def test_keep_graph(backend: BackendName, device: torch.device) -> None:
+    pool = GraphPool(backend=backend)
+    x = torch.ones(2, device=device)
+    with pool.capture(keep_graph=True) as captured:
+        y = x * 5
+    captured.instantiate()
+    captured.replay()
+    assert y.tolist() == [5.0, 5.0]
+    pool.close()
+
+
+def test_release_frees_one_graph_and_close_all(backend: BackendName, device: torch.device) -> None:
+    pool = GraphPool(backend=backend)
+    x = torch.ones(2, device=device)
+    graphs, results = [], []
+    for factor in (2, 3, 4):
+        with pool.capture() as captured:
+            results.append(x * factor)
+        graphs.append(captured)
+    pool.release(graphs[1])
+    with pytest.raises(ReplayError, match=r"replay\(\) needs a finished capture"):
+        graphs[1].replay()
+    graphs[0].replay()
+    graphs[2].replay()
+    assert [results[0].tolist(), results[2].tolist()] == [[2.0, 2.0], [4.0, 4.0]]
+    pool.close()
+    pool.close()
+    for captured in graphs:
+        with pytest.raises(ReplayError, match=r"replay\(\) needs a finished capture"):
+            captured.replay()
+
+
+def test_a_failed_capture_leaves_the_pool_usable(
+    backend: BackendName, device: torch.device
+) -> None:
+    pool = GraphPool(backend=backend)
+    x = torch.ones(2, device=device)
+    with pytest.raises(CaptureError, match=r"test_pool\.py"), pool.capture():
+        x.sum().item()
+    with pytest.raises(KeyError, match="body"), pool.capture():
+        raise KeyError("body")
+    assert not is_current_stream_capturing()
+    with pool.capture() as captured:
+        y = x * 2
+    captured.replay()
+    assert y.tolist() == [2.0, 2.0]
+    pool.close()
+
+
+def test_a_pool_that_is_dropped_takes_its_graphs_along(
+    backend: BackendName, device: torch.device
+) -> None:
+    pool = GraphPool(backend=backend)
+    x = torch.ones(2, device=device)
+    with pool.capture() as captured:
+        x * 2
+    reference = weakref.ref(captured)
+    del pool, captured
+    gc.collect()
+    assert reference() is None

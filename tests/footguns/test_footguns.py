@@ -1,0 +1,354 @@
+"""What goes wrong silently with CUDA graphs elsewhere, and what happens here.
+
+| trap | here |
+| --- | --- |
+| an argument that is no tensor, a keyword argument, a container | right result |
+| an output that is None or a number; an output that needed no grad | right result |
+| hooks on submodules when the module is passed | right result |
+| accumulation of gradients over two backward passes | right result |
+| warm-up moves BatchNorm statistics and random generators | right result |
+| the sample arguments become the static inputs | right result |
+| train/eval of a submodule | right result |
+| a call without grad mode | right result |
+| ``deepcopy`` or pickle runs the original's weights | right result |
+| outputs are overwritten by the next call | right result |
+| a scalar or a shape of Python is baked in | raises when it changes |
+| a last batch of another size, also of one row | raises |
+| another dtype, another device, other strides at the same address | raises |
+| another ``requires_grad`` of an argument, another order of arguments | raises |
+| a parameter that moved, was replaced, frozen or unfrozen | raises |
+| autocast with caching at capture, another autocast state at a call | raises |
+| double backward, a second backward, a backward after a later forward | raises |
+| callables of a shared pool out of order | raises |
+| reading a value on the host, control flow on values, dynamic shapes | raises |
+| a tensor built from Python numbers | raises |
+| an argument written in place; a buffer bound anew | raises |
+| a capture inside of a capture | raises |
+| Python side effects | run at warm-up and capture only |
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.core import CUDAGraph, graph, make_graphed_callables
+from lightning_graphs.core.backend import BackendName
+from lightning_graphs.errors import CaptureError, GraphError
+
+Graphing = Callable[..., Any]
+
+
+@pytest.fixture(params=["autograd", "direct"])
+def graphing(backend: BackendName, request: pytest.FixtureRequest) -> Graphing:
+    """``make_graphed_callables`` on the backend under test, for both kinds of gradients."""
+
+    def graphed(function: Any, *args: Any, **options: Any) -> Any:
+        return make_graphed_callables(
+            function, args, param_grads=request.param, backend=backend, **options
+        )
+
+    return graphed
+
+
+@pytest.fixture
+def scale(device: torch.device) -> Scale:
+    return Scale().to(device)
+
+
+@pytest.fixture
+def x(device: torch.device) -> Tensor:
+    return torch.ones(4, 4, device=device)
+
+
+class Scale(nn.Module):
+    """Multiplies by a weight of 2, which gets the sum of its argument as gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.offset = nn.Parameter(torch.tensor(0.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.offset
+
+
+# Right results.
+
+
+def test_constants_keywords_and_containers(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    def function(batch: dict[str, Tensor], power: int, *, shift: float) -> Tensor:
+        return scale(batch["x"]) ** power + shift
+
+    graphed = graphing(function, {"x": x}, 3, sample_kwargs={"shift": 0.5})
+    assert graphed({"x": 3 * x}, 3, shift=0.5)[0, 0].item() == 216.5
+
+
+def test_outputs_that_are_none_numbers_or_without_grad(
+    graphing: Graphing, scale: Scale, x: Tensor
+) -> None:
+    graphed = graphing(lambda x: (scale(x), None, 7, x + 1), x)
+    scaled, nothing, seven, shifted = graphed(3 * x)
+    assert (nothing, seven, shifted.requires_grad) == (None, 7, False)
+    assert (scaled[0, 0].item(), shifted[0, 0].item()) == (6.0, 4.0)
+
+
+def test_hooks_on_submodules(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    model = nn.Sequential(scale)
+    scale.register_forward_hook(lambda *call: call[-1] + 100)
+    graphed = graphing(model, x)
+    assert graphed(3 * x)[0, 0].item() == 106.0
+
+
+def test_accumulated_gradients(graphing: Graphing, scale: Scale, device: torch.device) -> None:
+    graphed = graphing(scale, torch.zeros(1, device=device))
+    for value in (1.0, 10.0):
+        graphed(torch.full((1,), value, device=device)).backward()
+    assert scale.weight.grad is not None
+    assert scale.weight.grad.item() == 11.0
+
+
+def test_warm_up_moves_no_statistics_and_no_generator(
+    graphing: Graphing, device: torch.device
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device)
+    batch = torch.randn(8, 3, device=device)
+    torch.manual_seed(5)
+    graphed = graphing(model, torch.ones_like(batch))
+    assert model[0].num_batches_tracked.item() == 0
+    assert model[0].running_mean.tolist() == [0.0] * 3
+    found = graphed(batch)
+    torch.manual_seed(5)
+    eager = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout()).to(device)
+    assert torch.equal(found, eager(batch))
+    assert torch.equal(model[0].running_mean, eager[0].running_mean)
+
+
+def test_dropout_differs_between_replays(graphing: Graphing, device: torch.device) -> None:
+    graphed = graphing(nn.Dropout(), torch.ones(256, device=device))
+    first, second = (graphed(torch.ones(256, device=device)) for _ in range(2))
+    assert set(first.tolist()) == set(second.tolist()) == {0.0, 2.0}
+    assert not torch.equal(first, second)
+
+
+def test_sample_arguments_keep_their_values(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    graphed = graphing(scale, x)
+    graphed(5 * x)
+    assert torch.equal(x, torch.ones_like(x))
+
+
+def test_evaluation_of_a_submodule(graphing: Graphing, x: Tensor) -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Identity())
+    graphed = graphing(model, x)
+    model[0].eval()
+    assert torch.equal(graphed(x), x)
+
+
+def test_a_call_without_grad(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    graphed = graphing(scale, x)
+    with torch.no_grad():
+        found = graphed(3 * x)
+    assert not found.requires_grad
+    assert found[0, 0].item() == 6.0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_weights_of_its_own(
+    graphing: Graphing, scale: Scale, x: Tensor, copied: Callable[[Any], Any]
+) -> None:
+    twin = copied(graphing(scale, x))
+    with torch.no_grad():
+        scale.weight.fill_(50.0)
+    assert twin(x)[0, 0].item() == 2.0
+
+
+def test_kept_outputs(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    graphed = graphing(scale, x)
+    kept = [graphed(value * x) for value in (1, 2, 3)]
+    assert [y[0, 0].item() for y in kept] == [2.0, 4.0, 6.0]
+
+
+# Refusals: a call that the graph was not captured for.
+
+_CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], str]] = {
+    "a shorter last batch": (lambda x: (x[:3], 1), r"args\[0\]: f32\[4,4\] -> f32\[3,4\]"),
+    "a last batch of one": (lambda x: (x[:1], 1), r"args\[0\]: f32\[4,4\] -> f32\[1,4\]"),
+    "another dtype": (lambda x: (x.half(), 1), r"-> f16\[4,4\]"),
+    "another device": (lambda x: (x.to("meta"), 1), r"args\[0\]: a meta tensor"),
+    "other strides at one address": (lambda x: (x.t(), 1), r"stride \(4,1\) -> .*stride \(1,4\)"),
+    "requires_grad": (lambda x: (x.clone().requires_grad_(), 1), "-> .* requires_grad"),
+    "another number": (lambda x: (x, 2), r"args\[1\]: 1 -> 2"),
+    "another order": (lambda x: (1, x), r"args\[0\]: f32\[4,4\] -> 1"),
+    "one argument too few": (lambda x: (x,), r"structure: args: tuple of 2 .* -> tuple of 1"),
+}
+
+
+@pytest.mark.parametrize("call", _CALLS)
+def test_a_call_of_another_signature(
+    graphing: Graphing, scale: Scale, x: Tensor, call: str
+) -> None:
+    graphed = graphing(lambda x, n: scale(x) * n, x, 1)
+    change, message = _CALLS[call]
+    with pytest.raises(GraphError, match=message):
+        graphed(*change(x))
+
+
+def _assign(scale: Scale) -> None:
+    state = {name: tensor.clone() for name, tensor in scale.state_dict().items()}
+    scale.load_state_dict(state, assign=True)
+
+
+def _move(scale: Scale) -> None:
+    scale.weight.data = scale.weight.data + 1
+
+
+def _replace(scale: Scale) -> None:
+    scale.weight = nn.Parameter(torch.zeros_like(scale.weight))
+
+
+_CHANGES: dict[str, tuple[Callable[[Scale], object], str]] = {
+    "param.data = other": (_move, "`weight` moved since capture"),
+    "load_state_dict(assign=True)": (_assign, "`weight` was replaced since capture"),
+    "another Parameter": (_replace, "`weight` was replaced since capture"),
+    "removed": (lambda m: delattr(m, "weight"), "`weight` was removed since capture"),
+    "frozen": (lambda m: m.weight.requires_grad_(False), "`weight` changed since capture"),
+    "unfrozen": (lambda m: m.offset.requires_grad_(True), "`offset` changed since capture"),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_parameter_that_is_another_one(
+    graphing: Graphing, scale: Scale, x: Tensor, change: str
+) -> None:
+    graphed = graphing(scale, x)
+    act, message = _CHANGES[change]
+    act(scale)
+    with pytest.raises(GraphError, match=message):
+        graphed(x)
+
+
+def test_autocast_with_caching(
+    graphing: Graphing, scale: Scale, x: Tensor, device: torch.device
+) -> None:
+    with (
+        torch.autocast(device.type, torch.bfloat16),
+        pytest.raises(CaptureError, match="does not support the autocast caching"),
+    ):
+        graphing(scale, x)
+
+
+def test_another_autocast_state(
+    graphing: Graphing, scale: Scale, x: Tensor, device: torch.device
+) -> None:
+    graphed = graphing(scale, x)
+    with (
+        torch.autocast(device.type, torch.bfloat16),
+        pytest.raises(GraphError, match="autocast: off -> bfloat16"),
+    ):
+        graphed(x)
+
+
+# Refusals: a backward pass over memory that is gone.
+
+
+def test_double_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    loss = graphing(scale, x)(x).sum()
+    with pytest.raises(GraphError, match="double backward"):
+        loss.backward(create_graph=True)
+
+
+def test_a_second_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    loss = graphing(scale, x)(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(GraphError, match="runs once for each forward"):
+        loss.backward()
+
+
+def test_two_forwards_before_one_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    graphed = graphing(scale, x)
+    with pytest.raises(GraphError, match="activations of its latest forward"):
+        (graphed(x) + graphed(3 * x)).sum().backward()
+
+
+def test_callables_of_one_pool_out_of_order(backend: BackendName, scale: Scale, x: Tensor) -> None:
+    pair = scale, copy.deepcopy(scale)
+    first, second = make_graphed_callables(pair, ((x,), (x,)), backend=backend)
+    loss = second(x).sum()
+    first(x)
+    with pytest.raises(GraphError, match="an earlier callable of its tuple"):
+        loss.backward()
+
+
+# Refusals: code that cannot be captured; both backends name the line of the user.
+
+
+def _branch(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+_CODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "item": lambda x: x * x.sum().item(),
+    "tolist": lambda x: x * sum(x[0].tolist()),
+    "control flow on values": _branch,
+    "cpu": lambda x: x * x.cpu().numpy().sum(),
+    "boolean indexing": lambda x: x[x > 0] * 2,
+    "nonzero": lambda x: x * x.nonzero().shape[0],
+    "tensor from numbers": lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+}
+
+
+@pytest.mark.parametrize("code", _CODE)
+def test_code_that_cannot_be_captured(graphing: Graphing, x: Tensor, code: str) -> None:
+    with pytest.raises(CaptureError, match=r"test_footguns\.py"):
+        graphing(_CODE[code], x)
+    assert graphing(lambda x: x * 2, x)(3 * x)[0, 0].item() == 6.0
+
+
+def test_an_argument_written_in_place(graphing: Graphing, x: Tensor) -> None:
+    with pytest.raises(CaptureError, match=r"args\[0\] is written in place"):
+        graphing(lambda x: x.mul_(2), x)
+
+
+def test_a_buffer_bound_anew(graphing: Graphing, x: Tensor) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), device=x.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return x * self.count
+
+    module = Counting()
+    with pytest.raises(CaptureError, match="`count` is bound to another tensor"):
+        graphing(module, x)
+    assert module.count.item() == 0.0
+
+
+def test_a_capture_inside_of_a_capture(
+    graphing: Graphing, backend: BackendName, scale: Scale, x: Tensor
+) -> None:
+    outer = CUDAGraph(backend=backend)
+    with pytest.raises(CaptureError, match="called inside of a capture"), graph(outer):
+        graphing(scale, x)
+
+
+# Documented: what is not part of a graph.
+
+
+def test_python_side_effects_are_not_replayed(graphing: Graphing, x: Tensor) -> None:
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return x * 2
+
+    graphed = graphing(function, x, num_warmup_iters=2)
+    assert graphed(3 * x)[0, 0].item() == 6.0
+    assert calls == [0, 1, 2]
