@@ -19,11 +19,13 @@ if TYPE_CHECKING:
         SignatureError,
         UnsupportedError,
     )
+    from lightning_graphs.training.callback import GraphCapture
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "GraphCapture",
     "GraphError",
     "ReplayError",
     "SignatureError",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = MappingProxyType(
     {
         "CaptureError": "lightning_graphs.errors",
+        "GraphCapture": "lightning_graphs.training.callback",
         "GraphError": "lightning_graphs.errors",
         "ReplayError": "lightning_graphs.errors",
         "SignatureError": "lightning_graphs.errors",

@@ -70,10 +70,10 @@ def make_graphed_callables(
     """Graph the forward and backward of callables; a drop-in for torch's function of that name.
 
     Each call of a graphed callable replays its forward graph and records one autograd node, whose
-    backward replays its backward graph. Parameters, buffers, gradients, random generators and the
-    sample arguments are afterwards as they were before. For a function that holds for the modules
-    and tensors that it names itself (closure, globals, ``self``, ``functools.partial``); for these
-    alone are moved parameters and train/eval flags looked at, too.
+    backward replays its backward graph. Parameters, buffers, gradients, torch's random generators
+    and the sample arguments are afterwards as they were before. For a function that holds for the
+    modules and tensors that it names itself (closure, globals, ``self``, ``functools.partial``);
+    for these alone are moved parameters and train/eval flags looked at, too.
 
     A module is returned as itself with its ``forward`` replaced by a
     :class:`~lightning_graphs.core.graphed.GraphedCallable`; ``module.forward.reset()`` gives the

@@ -25,6 +25,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.torch_private import clone_all
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 
@@ -90,11 +91,14 @@ class CallableCapture:
 
     def _pass(self) -> None:
         versions = [t._version for t in self._inputs.tensors]
+        values = clone_all([t.detach() for t in self._inputs.tensors])
         outputs = OutputPlan(self._call(), static=True).requiring_grad
-        for name, tensor, version in zip(
-            self._plan.signature.tensor_names, self._inputs.tensors, versions, strict=True
+        names = self._plan.signature.tensor_names
+        for name, tensor, version, value in zip(
+            names, self._inputs.tensors, versions, values, strict=True
         ):
-            if tensor._version != version:
+            # Kernels outside of torch, and `x.data`, leave the version as it is.
+            if tensor._version != version or not _same_values(tensor, value):
                 raise CaptureError(
                     "A graphed callable must not change its arguments: a replay would change our "
                     "static inputs instead of the caller's tensors.",
@@ -107,14 +111,21 @@ class CallableCapture:
         if targets := self._targets():
             zeros = [torch.zeros_like(output) for output in outputs]
             gradients = self._gradients(outputs, targets, zeros)
-            if not self._allow_unused:
-                self._refuse_unused(targets, gradients)
+            self._check_gradients(targets, gradients)
 
-    def _refuse_unused(self, targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def _check_gradients(
+        self, targets: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        if any(g is not None and g.layout is not torch.strided for g in gradients):
+            raise CaptureError(
+                "The gradients of a graphed callable are dense: they need fixed addresses.",
+                "a sparse gradient",
+                "nn.Embedding(..., sparse=False)",
+            )
         unused = {id(t) for t, g in zip(targets, gradients, strict=True) if g is None}
         inputs = zip(self._plan.signature.tensor_names, self._inputs.tensors, strict=True)
         names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
-        if names:
+        if names and not self._allow_unused:
             raise CaptureError(
                 "Every output gradient must reach every input and parameter that requires grad.",
                 f"no output depends on {', '.join(names)}",
@@ -150,10 +161,10 @@ class CallableCapture:
             raise self._explained(error) from error
         if rebound := before.restore():
             raise CaptureError(
-                "A graphed callable changes parameters and buffers in place only: a replay writes "
-                "the memory it was captured with and binds no names.",
+                "A graphed callable changes the tensors of its modules in place only: a replay "
+                "writes the memory it was captured with and binds no names.",
                 f"`{rebound[0]}` is bound to another tensor in every call",
-                "write `self.x.copy_(new)` instead of `self.x = new`",
+                "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
             )
         self._forward = captured
 
@@ -251,6 +262,13 @@ def _original(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_unfit_state(held: Held) -> None:
+    forwards = (vars(module).get("forward") for module in held.submodules())
+    if any(isinstance(forward, GraphedCallable) for forward in forwards):
+        raise CaptureError(
+            "A graphed callable cannot be part of another one.",
+            "a module in it has a graphed forward already",
+            "call .forward.reset() on that module first, or keep it outside",
+        )
     buffers = held.named_tensors("buffers")
     trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
     if trainable is not None:
@@ -267,6 +285,12 @@ def _refuse_unfit_state(held: Held) -> None:
             f"`{lazy}` is not initialized yet",
             "call the module once before",
         )
+
+
+def _same_values(tensor: Tensor, before: Tensor) -> bool:
+    """Whether all elements are equal, NaN counted as equal to NaN."""
+    now = tensor.detach()
+    return bool(((now == before) | ((now != now) & (before != before))).all())
 
 
 def _trainable(module: nn.Module | None) -> list[Parameter]:

@@ -42,6 +42,7 @@ _REFUSALS = (
     "set_current_seed can be called during stream capture only",
     "Attempting CUDA graph capture of step()",
     "Offset increment outside graph capture",
+    "unexpected CUDA generator used during capture",
 )
 """Fragments of the messages with which CUDA and torch refuse an operation inside a capture."""
 

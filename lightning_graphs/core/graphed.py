@@ -130,7 +130,7 @@ class GraphedCallable:
         self._backward_pending = True
         self._version = self._witness._version
         differentiable = [tensors[i] for i in backward.input_positions]
-        results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)
+        results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
         return self._outputs.hand_out(results)
 
     def _check_autocast(self) -> None:

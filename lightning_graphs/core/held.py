@@ -51,7 +51,9 @@ class Held:
     def state(self) -> list[Tensor]:
         """Every tensor that a call may read or write beside its arguments."""
         named = (*self.named_tensors("parameters"), *self.named_tensors("buffers"))
-        return [tensor for _, tensor in named] + list(self.tensors.values())
+        attributes = (v for m in self.submodules() for v in vars(m).values())
+        plain = [value for value in attributes if isinstance(value, Tensor)]
+        return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
         """Guards over everything held.
@@ -67,27 +69,35 @@ class Held:
 
 
 class Bindings:
-    """Which parameters and buffers the modules were holding, to notice and undo a rebinding."""
+    """Which tensors the modules were holding, to notice and undo a rebinding.
+
+    Parameters, buffers and plain attributes count.
+    """
 
     def __init__(self, held: Held) -> None:
         self._tables: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = [
-            (path, table, dict(table))
+            (path, table, _tensors_of(table))
             for name, root in held.modules.items()
             for path, owner in root.named_modules(prefix=name)
-            for table in (owner._parameters, owner._buffers)
+            for table in (owner._parameters, owner._buffers, vars(owner))
         ]
 
     def restore(self) -> list[str]:
         """Bind everything as it was; returns the names of what was bound to something else."""
         rebound = []
         for path, table, before in self._tables:
-            keys = {**table, **before}
-            changed = [k for k in keys if k not in table or table[k] is not before.get(k, table)]
-            if changed:
-                rebound += [f"{path}.{key}" if path else key for key in changed]
-                table.clear()
-                table.update(before)
+            for key in {**before, **_tensors_of(table)}:
+                if key in before and table.get(key) is before[key]:
+                    continue
+                rebound.append(f"{path}.{key}" if path else key)
+                table.pop(key, None)
+                if key in before:
+                    table[key] = before[key]
         return rebound
+
+
+def _tensors_of(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if isinstance(value, Tensor)}
 
 
 def _held(function: Any) -> Iterator[tuple[str, Any]]:

@@ -222,7 +222,9 @@ def first_change(path: str, before: Node | None, after: Node | None) -> str:
     The empty path is that of the positional arguments, whose labels are whole names already.
     """
     if before is not None and after is not None:
-        if (before.kind, before.context) == (after.kind, after.context):
+        # The context of a deque does not tell its length.
+        same = (before.kind, before.context) == (after.kind, after.context)
+        if same and len(before.children) == len(after.children):
             triples = zip(before.labels, before.children, after.children, strict=True)
             for label, a, b in triples:
                 if a != b:

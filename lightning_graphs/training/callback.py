@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_graphs.core.backend import get_backend
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import calls_of, intercept, release
-from lightning_graphs.training.options import Options
+from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.runner import Statistics, StepRunner
 from lightning_graphs.training.transfer import BatchTransfer
@@ -71,6 +72,25 @@ class GraphCapture(Callback):
         self._fit = contextlib.ExitStack()
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what no batch could make possible.
+
+        Raises:
+            OptionError: the backend is not one for the trainer's device.
+        """
+        if stage != "fit":
+            return
+        device = trainer.strategy.root_device
+        backend = self.options.backend
+        if backend != "auto" and _BACKEND_OF.get(device.type) != backend:
+            raise OptionError(
+                "backend='cuda' needs a trainer on a GPU, backend='emulated' one on the CPU.",
+                f"backend={backend!r} and a trainer on {device}",
+                "leave backend='auto', or write Trainer(accelerator="
+                f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
+            )
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the training loop onto the capture stream and take over the strategy's methods."""
         self._release()
@@ -99,9 +119,20 @@ class GraphCapture(Callback):
         self._runner = runner
 
     def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
-        reason = _reason_to_stay_out(trainer, module, self.options)
+        device = trainer.strategy.root_device
+        if device.type == "cpu" and self.options.backend == "auto":
+            rank_zero_info(
+                "GraphCapture is inactive on a CPU trainer; "
+                'GraphCapture(backend="emulated") rehearses there.'
+            )
+            return False
+        reason = _reason_to_stay_out(trainer, module)
+        if reason and self.options.on_failure == "raise":
+            raise CaptureError(
+                "GraphCapture(scope='step') captures one optimizer's step on one device.", reason
+            )
         if reason:
-            rank_zero_info(f"GraphCapture is inactive: {reason}")
+            rank_zero_warn(f"GraphCapture is inactive: {reason}")
             self.statistics.fallbacks.append(reason)
         return not reason
 
@@ -137,15 +168,14 @@ class GraphCapture(Callback):
         self._fit.close()
 
 
-def _reason_to_stay_out(trainer: Trainer, module: LightningModule, options: Options) -> str:
+_BACKEND_OF: Mapping[str, str] = {"cuda": "cuda", "cpu": "emulated"}
+
+
+def _reason_to_stay_out(trainer: Trainer, module: LightningModule) -> str:
     """Why this fit is not captured, in one sentence; empty if it is."""
     device = trainer.strategy.root_device
-    if device.type not in ("cuda", "cpu"):
+    if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if device.type == "cpu" and options.backend != "emulated":
-        return 'the trainer runs on a CPU; GraphCapture(backend="emulated") rehearses there'
-    if device.type == "cuda" and options.backend == "emulated":
-        return 'backend="emulated" rehearses on a CPU trainer: Trainer(accelerator="cpu")'
     if not module.automatic_optimization:
         return "the module optimizes manually, and scope='step' needs automatic optimization"
     if trainer.world_size > 1:
@@ -156,7 +186,6 @@ def _reason_to_stay_out(trainer: Trainer, module: LightningModule, options: Opti
         return "LBFGS calls the training step several times for each update"
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
-    get_backend("emulated" if device.type == "cpu" else "cuda")
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -16,11 +17,11 @@ from lightning_graphs.errors import CaptureError
 _COUNTERS = ("global_step", "current_epoch")
 
 
-def refuse_frozen(name: str) -> NoReturn:
+def refuse_frozen(name: str, site: str = "") -> NoReturn:
     """Raise for a Python value that changes from step to step and is read in a captured one."""
     raise CaptureError(
         "A captured step runs no Python code: a counter that it reads would stand still.",
-        f"{name} is read at {CallSiteFinder().here().describe()}",
+        f"{name} is read at {site or CallSiteFinder().here().describe()}",
         "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
         "a hook fills",
     )
@@ -34,9 +35,9 @@ class FrozenIndex(int):
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
     __mod__ = __rmod__ = __floordiv__ = __truediv__ = __pow__ = __and__ = __or__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse  # type: ignore[assignment]
-    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = _refuse  # type: ignore[assignment]
-    __format__ = _refuse  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = _refuse
+    __format__ = _refuse
     __hash__ = int.__hash__
 
 
@@ -52,7 +53,7 @@ def uses_argument(function: Callable[..., Any], position: int) -> str | None:
     name = code.co_varnames[position]
     computing = ("BINARY_", "COMPARE_", "FORMAT_", "UNARY_", "CONTAINS_", "POP_JUMP", "TO_BOOL")
     instructions = list(dis.get_instructions(code))
-    for here, following in zip(instructions, instructions[1:], strict=False):
+    for here, following in itertools.pairwise(instructions):
         loads = here.opname.startswith("LOAD_FAST") and name in str(here.argval)
         if loads and following.opname.startswith(computing):
             line = next(

@@ -81,6 +81,12 @@ class CapturableOptimizer:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
         self._filled: list[float] = [float("nan")] * len(self._groups)
+        self._frozen = [
+            (group, key)
+            for group in self._groups
+            for key, value in group.items()
+            if key not in _LIVE and not isinstance(value, (Tensor, list))
+        ]
 
     @property
     def is_fused(self) -> bool:
@@ -96,14 +102,9 @@ class CapturableOptimizer:
             or len(self._groups) != len(self._rates)
         )
 
-    def hyper_parameters(self) -> tuple[Any, ...]:
-        """Everything in the groups that a capture freezes: all but parameters and rates."""
-        return tuple(
-            value
-            for group in self._groups
-            for key, value in group.items()
-            if key not in _LIVE and not isinstance(value, (Tensor, list))
-        )
+    def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
+        """Name and value of everything in the groups that a capture freezes."""
+        return tuple([(key, group[key]) for group, key in self._frozen])
 
     def refresh(self) -> None:
         """Bring the learning rates on the device up to date; no work while they stand still."""

@@ -18,6 +18,7 @@ from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.lightning_private import call_gradient_hooks, skips_backward
@@ -25,7 +26,10 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.step import Phase, StepCapture, StepPlan
+from lightning_graphs.training.step import StepCapture, StepPlan
+
+_MOVES_TOLERATED = 3
+"""How often hyper-parameters may change before the optimizer step leaves the graph."""
 
 
 @dataclass(slots=True)
@@ -35,8 +39,7 @@ class Statistics:
     Attributes:
         eager: Micro-batches that ran eagerly.
         replayed: Micro-batches that were replayed.
-        captures: Graphs plans captured.
-        nodes: Sum of nodes over all plans where they can be counted.
+        captures: Steps captured, a signature each.
         fallbacks: Reason of each refusal, in order.
         recaptures: What changed, for each capture after the first.
     """
@@ -86,16 +89,18 @@ class StepRunner:
         self._active: StepPlan | None = None
         self._last: StepPlan | None = None
         self._stepping = False
+        self._moves = 0
+        self._last_hyper_parameters: tuple[tuple[str, Any], ...] | None = None
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._observers = Observers.of(trainer, module)
         self._bind()
 
     # ------------------------------------------------------------------ binding to the fit
 
-    def _bind(self) -> None:
+    def _bind(self, optimizer_obstacle: str | None = None) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
         device_type = self._pool.backend.device_type
-        obstacle = capture_obstacle(self._optimizer, device_type)
+        obstacle = optimizer_obstacle or capture_obstacle(self._optimizer, device_type)
         self.capturable: CapturableOptimizer | None = None
         if obstacle is None:
             self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
@@ -199,18 +204,18 @@ class StepRunner:
         if self._warmup_left > 0 or skips_backward(self._trainer):
             return None
         self._check_addresses()
-        extra = self._extra()
-        plan = self._find(args[0], extra)
+        conditions = self._conditions()
+        plan = self._find(args[0], conditions)
         if plan is None:
-            plan = self._captured(args, extra)
+            plan = self._captured(args, conditions)
         return plan
 
-    def _find(self, batch: Any, extra: tuple[Any, ...]) -> StepPlan | None:
+    def _find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
         for plan in (self._last,) if self._last is not None else ():
-            if plan.call.signature.extra == extra and self._fill(plan, batch):
+            if plan.call.signature.extra[0] == conditions and self._fill(plan, batch):
                 return plan
         for key in self._cache.keys():  # noqa: SIM118  (its own order)
-            if key.extra != extra:
+            if key.extra[0] != conditions:
                 continue
             known = self._cache.get(key)
             if known is not None and known is not self._last and self._fill(known, batch):
@@ -225,12 +230,12 @@ class StepRunner:
         plan.inputs.copy_in(tensors)
         return True
 
-    def _captured(self, args: tuple[Any, ...], extra: tuple[Any, ...]) -> StepPlan | None:
+    def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
         """Capture this batch's step if its signature is due; None means: run it eagerly."""
         modes = Modes.current(self._pool.backend.device_type)
         try:
             signature, tensors = Signature.of(
-                (args[0],), {}, names=("batch",), modes=modes, extra=extra
+                (args[0],), {}, names=("batch",), modes=modes, extra=(conditions,)
             )
         except CaptureError as error:
             self._refused(None, error)
@@ -239,8 +244,7 @@ class StepRunner:
             return None
         try:
             self._numbers.refuse_changing()
-            phase = extra[0]
-            plan = self._capture.capture(args[0], args[1:], signature, phase)
+            plan = self._capture.capture(args[0], args[1:], signature, conditions.phase)
         except GraphError as error:
             self._refused(signature, error)
             return None
@@ -278,13 +282,30 @@ class StepRunner:
     def _accumulates(self, plan: StepPlan) -> bool:
         return not plan.phase.zeroing or self._observers.own_zero_grad
 
-    def _extra(self) -> tuple[Any, ...]:
-        """Everything besides the batch that a captured step depends on."""
+    def _conditions(self) -> Conditions:
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         phase = Phase(zeroing, self._stepping, window)
-        hyper = self.capturable.hyper_parameters() if self.capturable is not None else ()
-        return phase, hyper, tuple([m.training for m in self._modules])
+        training = tuple([m.training for m in self._modules])
+        return Conditions(phase, self._hyper_parameters(), training)
+
+    def _hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
+        """What the optimizer's groups hold; where it keeps moving, the step leaves the graph."""
+        if self.capturable is None:
+            return ()
+        now = self.capturable.hyper_parameters()
+        if self._last_hyper_parameters not in (None, now):
+            self._moves += 1
+            if self._moves >= _MOVES_TOLERATED:
+                pairs = zip(self._last_hyper_parameters or (), now, strict=False)
+                names = ", ".join(sorted({name for (name, a), (_, b) in pairs if a != b}))
+                self._rebind(
+                    f"{names} of the optimizer keeps changing",
+                    f"a scheduler moves {names}, which a graph would freeze",
+                )
+                return ()
+        self._last_hyper_parameters = now
+        return now
 
     def _check_addresses(self) -> None:
         """Drop every graph when parameters moved or the optimizer was replaced."""
@@ -295,18 +316,20 @@ class StepRunner:
         if self.capturable is not None and self.capturable.replaced():
             self._rebind("the optimizer's state or parameter groups were replaced")
 
-    def _rebind(self, reason: str) -> None:
+    def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
         self.statistics.recaptures.append(reason)
         rank_zero_info(f"GraphCapture: recapturing, because {reason}")
         self._cache.clear()
-        self._bind()
+        if self.capturable is not None:
+            self.capturable.restore()
+        self._bind(optimizer_obstacle)
 
     # ------------------------------------------------------------------ saying what happens
 
     def _announce(self, signature: Signature) -> None:
         self.statistics.captures += 1
         if len(self._cache):
-            change = "; ".join(self._cache.keys()[0].diff(signature))
+            change = _change(self._cache.keys()[0], signature)
             self.statistics.recaptures.append(change)
             rank_zero_info(f"GraphCapture: captured another graph, because {change}")
 
@@ -321,6 +344,13 @@ class StepRunner:
         if reason not in self.statistics.fallbacks:
             self.statistics.fallbacks.append(reason)
             rank_zero_warn(f"GraphCapture: {reason}")
+
+
+def _change(before: Signature, after: Signature) -> str:
+    """What told two captures apart, for a person to read."""
+    lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
+    conditions: Conditions = before.extra[0]  # type: ignore[assignment]
+    return "; ".join(lines + conditions.diff(after.extra[0]))  # type: ignore[arg-type]
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -20,7 +20,13 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Signature
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.frozen import FrozenIndex, counters_refused
+from lightning_graphs.training.conditions import Phase
+from lightning_graphs.training.frozen import (
+    FrozenIndex,
+    counters_refused,
+    refuse_frozen,
+    uses_argument,
+)
 from lightning_graphs.training.gradients import (
     AttachedGradients,
     PersistentGradients,
@@ -32,21 +38,6 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Which part of an accumulation window a micro-batch is.
-
-    Attributes:
-        zeroing: Gradients are zeroed before its backward.
-        stepping: The optimizer steps after its backward.
-        window: ``accumulate_grad_batches``: the loss is divided by it.
-    """
-
-    zeroing: bool
-    stepping: bool
-    window: int
 
 
 @dataclass(slots=True)
@@ -128,6 +119,7 @@ class StepCapture:
         Raises:
             CaptureError: the step cannot be captured; everything is as before.
         """
+        _refuse_used_arguments(self._module, rest)
         _, tensors = Signature.of((batch,), {}, names=("batch",), modes=signature.modes)
         inputs = StaticInputs(tensors)
         arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
@@ -296,6 +288,14 @@ class _Segments:
         """Release the graphs that were finished before the failure."""
         while self.graphs:
             self._pool.release(self.graphs.pop())
+
+
+def _refuse_used_arguments(module: LightningModule, rest: Sequence[Any]) -> None:
+    """``batch_idx`` may be an argument of ``training_step``, and not be computed with."""
+    for position, _ in enumerate(rest, start=2):  # after self and batch
+        site = uses_argument(module.training_step, position)
+        if site is not None:
+            refuse_frozen("batch_idx", site)
 
 
 def _frozen(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -303,3 +304,39 @@ def test_direct_gradients_refuse_hooks_on_parameters(
     loss.backward()
     assert linear.weight.grad is not None
     assert linear.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+@both_ways
+def test_sparse_gradients_are_refused(
+    backend: BackendName, device: torch.device, param_grads: Any
+) -> None:
+    embedding = nn.Embedding(5, 3, sparse=True, device=device)
+    with pytest.raises(CaptureError, match="a sparse gradient"):
+        make_graphed_callables(
+            embedding,
+            (torch.tensor([1, 2], device=device),),
+            param_grads=param_grads,
+            backend=backend,
+        )
+
+
+@both_ways
+def test_parameters_changed_between_forward_and_backward_are_refused(
+    backend: BackendName, device: torch.device, param_grads: Any
+) -> None:
+    linear, x = two_three_one(device), torch.ones(1, 2, device=device)
+    graphed = make_graphed_callables(linear, (x,), param_grads=param_grads, backend=backend)
+    loss = graphed(x).sum()
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    with pytest.raises(ReplayError, match=r"changed in place between the two, as by optimizer"):
+        loss.backward()
+    graphed(x).sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_the_signature_is_that_of_the_original(backend: BackendName, device: torch.device) -> None:
+    x = torch.ones(1, 2, device=device)
+    graphed = make_graphed_callables(two_three_one(device), (x,), backend=backend)
+    assert list(inspect.signature(graphed.forward).parameters) == ["input"]

@@ -225,3 +225,20 @@ def test_an_argument_written_in_place_is_refused(
     with pytest.raises(CaptureError, match=r"args\[0\] is written in place"):
         make_graphed_callables(function, (sample,), backend=backend)
     assert sample.tolist() == [0.0, 0.0]
+
+
+def test_an_argument_written_behind_autograd_is_refused(
+    backend: BackendName, device: torch.device
+) -> None:
+    with pytest.raises(CaptureError, match=r"args\[0\] is written in place"):
+        make_graphed_callables(
+            lambda x: x.data.add_(1) * 2, (torch.full((2,), 3.0, device=device),), backend=backend
+        )
+
+
+def test_an_argument_of_nan_is_not_taken_for_a_written_one(
+    backend: BackendName, device: torch.device
+) -> None:
+    sample = torch.full((2,), float("nan"), device=device)
+    graphed = make_graphed_callables(lambda x: x * 2, (sample,), backend=backend)
+    assert graphed(torch.ones(2, device=device)).tolist() == [2.0, 2.0]

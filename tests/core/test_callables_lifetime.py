@@ -226,3 +226,60 @@ def test_a_buffer_that_is_bound_anew_is_refused(backend: BackendName, device: to
         make_graphed_callables(module, (torch.ones(2, device=device),), backend=backend)
     assert module.mean is before
     assert before.tolist() == [0.0, 0.0]
+
+
+def test_an_attribute_that_is_bound_anew_is_refused(
+    backend: BackendName, device: torch.device
+) -> None:
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.carried = torch.zeros(2, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.carried = 0.5 * self.carried + x
+            return self.carried * 2
+
+    module = Carrying()
+    before = module.carried
+    with pytest.raises(CaptureError, match="`carried` is bound to another tensor in every call"):
+        make_graphed_callables(module, (torch.ones(2, device=device),), backend=backend)
+    assert module.carried is before
+    assert before.tolist() == [0.0, 0.0]
+
+
+def test_an_attribute_changed_in_place_is_as_before_and_carried_on(
+    backend: BackendName, device: torch.device
+) -> None:
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.carried = torch.zeros(2, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.carried.mul_(0.5).add_(x)
+            return self.carried * 2
+
+    x = torch.ones(2, device=device)
+    graphed = make_graphed_callables(Carrying(), (x,), backend=backend)
+    assert graphed.carried.tolist() == [0.0, 0.0]
+    assert [graphed(x).tolist() for _ in range(2)] == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_a_graphed_module_inside_of_another_callable_is_refused(
+    backend: BackendName, device: torch.device
+) -> None:
+    x = torch.ones(1, 2, device=device)
+    graphed = make_graphed_callables(two_three_one(device), (x,), backend=backend)
+    for outer in (nn.Sequential(graphed), lambda x: graphed(x)):
+        with pytest.raises(CaptureError, match="cannot be part of another one"):
+            make_graphed_callables(outer, (x,), backend=backend)
+    assert graphed(x).item() == 6.0
+
+
+def test_a_lazy_module_is_refused_until_it_ran(backend: BackendName, device: torch.device) -> None:
+    module, x = nn.LazyLinear(3, device=device), torch.ones(2, 4, device=device)
+    with pytest.raises(CaptureError, match="`weight` is not initialized yet"):
+        make_graphed_callables(module, (x,), backend=backend)
+    expected = module(x)
+    assert torch.equal(make_graphed_callables(module, (x,), backend=backend)(x), expected)

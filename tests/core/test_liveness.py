@@ -38,6 +38,7 @@ def test_a_dead_input_is_named(backend: BackendName, device: torch.device) -> No
 def test_live_inputs_pass(backend: BackendName, device: torch.device) -> None:
     layer = nn.Linear(4, 2).to(device)
     x = torch.ones(3, 4, device=device)
+    layer(x)
     captured = CUDAGraph(backend=backend)
     with graph(captured, check_input_liveness=True):
         y = layer(x.view(4, 3).t().contiguous().view(3, 4)).relu().sum()

@@ -129,8 +129,14 @@ class TestWhatIsNotBelieved:
         _recorded(lambda: y.append(with_two(x, other)))
         assert y[0][0].item() == 2.0
 
-    def test_compiled_modules_are_refused(self, device: torch.device) -> None:
-        net = torch.compile(nn.Linear(2, 2).to(device), backend="eager")
+    @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+    @pytest.mark.parametrize("original", [nn.Linear(2, 2), torch.sin], ids=["module", "function"])
+    def test_compiled_code_is_refused(
+        self, device: torch.device, original: Callable[[Tensor], Tensor]
+    ) -> None:
+        if isinstance(original, nn.Module):
+            original.to(device)
+        net = torch.compile(original, backend="eager")
         x = torch.ones(1, 2, device=device)
         with pytest.raises(CaptureError, match=r"torch\.compile"):
             _recorded(lambda: net(x))

@@ -22,7 +22,8 @@
 | callables of a shared pool out of order | raises |
 | reading a value on the host, control flow on values, dynamic shapes | raises |
 | a tensor built from Python numbers | raises |
-| an argument written in place; a buffer bound anew | raises |
+| an argument written in place; a buffer or an attribute bound anew | raises |
+| an optimizer step between forward and backward | raises |
 | a capture inside of a capture | raises |
 | Python side effects | run at warm-up and capture only |
 """
@@ -329,6 +330,29 @@ def test_a_buffer_bound_anew(graphing: Graphing, x: Tensor) -> None:
     with pytest.raises(CaptureError, match="`count` is bound to another tensor"):
         graphing(module, x)
     assert module.count.item() == 0.0
+
+
+def test_state_carried_in_an_attribute(graphing: Graphing, x: Tensor) -> None:
+    class Carrying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = torch.zeros_like(x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.hidden = self.hidden + x
+            return self.hidden
+
+    with pytest.raises(CaptureError, match="`hidden` is bound to another tensor"):
+        graphing(Carrying(), x)
+
+
+def test_an_optimizer_step_before_the_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+    graphed = graphing(scale, x)
+    graphed(x).sum().backward()
+    loss = graphed(x).sum()
+    torch.optim.SGD([scale.weight], lr=1.0).step()
+    with pytest.raises(GraphError, match="changed in place between the two"):
+        loss.backward()
 
 
 def test_a_capture_inside_of_a_capture(

@@ -1,0 +1,232 @@
+"""What the examples share: their flags, one fit with or without graphs, and the final table."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import mean, median
+from time import perf_counter
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import seed_everything as seed_all
+
+from lightning_graphs import GraphCapture
+
+SETTLED_AFTER = 10
+"""Batches of an epoch that are not timed: warm-up, capture and the first refresh of the bar."""
+
+
+@dataclass
+class Run:
+    """What one fit showed.
+
+    Attributes:
+        losses: Loss of every training step.
+        accuracy: Validation accuracy at the end, 0 to 1.
+        ms_per_step: Median over the epochs; None on a CPU or where an epoch is too short for it.
+        graphs: The callback; None for the eager fit.
+    """
+
+    losses: list[float]
+    accuracy: float
+    ms_per_step: float | None
+    graphs: GraphCapture | None
+
+
+@dataclass
+class Comparison:
+    """The same training, eager and captured."""
+
+    eager: Run
+    captured: Run
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        return list(zip(self.eager.losses, self.captured.losses, strict=True))
+
+    @property
+    def largest_difference(self) -> float:
+        return max(abs(a - b) for a, b in self.pairs)
+
+
+@dataclass
+class Probe(Callback):
+    """Keeps the loss of every step and, on a GPU, the time of the settled part of each epoch."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    epochs: list[float] = field(default_factory=list)
+    _started: float = 0.0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(outputs["loss"].detach().clone())
+        # The last batch of an epoch may be a short one.
+        last = int(trainer.num_training_batches) - 2
+        if pl_module.device.type != "cuda" or last <= SETTLED_AFTER:
+            return
+        if batch_idx == SETTLED_AFTER:
+            torch.cuda.synchronize()
+            self._started = perf_counter()
+        elif batch_idx == last:
+            torch.cuda.synchronize()
+            self.epochs.append((perf_counter() - self._started) / (last - SETTLED_AFTER) * 1e3)
+
+
+def on_gpu(options: argparse.Namespace) -> bool:
+    """Whether the flags and this machine mean training on a GPU."""
+    return options.backend != "emulated" and torch.cuda.is_available()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that every example has."""
+    flag = parser.add_argument
+    flag("--epochs", type=int, default=3, help="epochs (default: 3)")
+    flag("--max-steps", type=int, default=-1, help="end after so many steps (default: no limit)")
+    flag("--batch-size", type=int, default=32, help="examples in a batch (default: 32)")
+    flag("--precision", help="for the Trainer (default: bf16-mixed on a GPU, 32-true on a CPU)")
+    flag("--devices", default="1", help="for the Trainer (default: 1)")
+    flag("--strategy", default="auto", help="for the Trainer (default: auto)")
+    flag(
+        "--backend",
+        choices=("auto", "cuda", "emulated"),
+        default="auto",
+        help="auto (default): cuda where torch sees a GPU, otherwise emulated, on the CPU",
+    )
+    flag("--seed", type=int, default=0, help="of both fits (default: 0)")
+
+
+def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with a sentence where flags cannot be met."""
+    if options.backend == "cuda" and not torch.cuda.is_available():
+        parser.error("--backend cuda: torch sees no GPU on this machine; use auto or emulated")
+    for name in ("epochs", "batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if options.max_steps == 0 or options.max_steps < -1:
+        parser.error("--max-steps must be at least 1, or -1 for no limit")
+
+
+def compare(
+    make_module: Callable[[], LightningModule],
+    make_data: Callable[[], LightningDataModule],
+    options: argparse.Namespace,
+) -> Comparison:
+    """Trains twice from the same seed, without and with :class:`GraphCapture`.
+
+    Args:
+        make_module: Makes the module; it logs ``val_accuracy`` in ``validation_step``.
+        make_data: Makes the data; it shuffles by a generator of its own.
+        options: The flags of :func:`add_flags`.
+    """
+    quieten()
+    torch.set_float32_matmul_precision("high")
+    backend = "cuda" if on_gpu(options) else "emulated"
+    runs = []
+    for graphs in (None, GraphCapture(backend=backend)):
+        print("\nEager:" if graphs is None else "\nWith GraphCapture:", flush=True)
+        seed_all(options.seed, verbose=False)
+        runs.append(_fit(make_module(), make_data(), graphs, options))
+    return Comparison(*runs)
+
+
+def _fit(
+    module: LightningModule,
+    data: LightningDataModule,
+    graphs: GraphCapture | None,
+    options: argparse.Namespace,
+) -> Run:
+    probe = Probe()
+    trainer = Trainer(
+        accelerator="gpu" if on_gpu(options) else "cpu",
+        devices=options.devices,
+        strategy=options.strategy,
+        precision=options.precision or ("bf16-mixed" if on_gpu(options) else "32-true"),
+        max_epochs=options.epochs,
+        max_steps=options.max_steps,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[probe] if graphs is None else [probe, graphs],
+    )
+    trainer.fit(module, datamodule=data)
+    # A step limit may end the fit before the last epoch's validation.
+    [result] = trainer.validate(module, datamodule=data, verbose=False)
+    return Run(
+        torch.stack(probe.losses).tolist(),
+        result["val_accuracy"],
+        median(probe.epochs) if probe.epochs else None,
+        graphs,
+    )
+
+
+def quieten() -> None:
+    """Silences advice that does not concern an example."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*`isinstance.treespec, LeafSpec.` is deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def report(comparison: Comparison, gpu: bool) -> None:
+    """Prints both fits side by side, and what the graphs did."""
+    eager, captured = comparison.eager, comparison.captured
+    assert captured.graphs is not None
+    done = captured.graphs.statistics
+    rows = [
+        ("steps", str(len(eager.losses)), str(len(captured.losses))),
+        ("loss of the first steps", *(f"{mean(r.losses[:5]):.4f}" for r in (eager, captured))),
+        ("loss of the last steps", *(f"{mean(r.losses[-5:]):.4f}" for r in (eager, captured))),
+        ("validation accuracy", *(f"{r.accuracy:.1%}" for r in (eager, captured))),
+    ]
+    if eager.ms_per_step is not None and captured.ms_per_step is not None:
+        rows.append(("ms per step", f"{eager.ms_per_step:.2f}", f"{captured.ms_per_step:.2f}"))
+    rows += [
+        ("captured graphs", "", str(done.captures)),
+        ("replayed steps", "", str(done.replayed)),
+        ("eager steps", str(len(eager.losses)), str(done.eager)),
+    ]
+    print_table(("", "eager", "GraphCapture"), rows)
+    equal = sum(a == b for a, b in comparison.pairs)
+    print(
+        f"Losses: {equal} of {len(comparison.pairs)} equal, "
+        f"largest difference {comparison.largest_difference:.1e}."
+    )
+    print("Fallbacks: " + ("; ".join(done.fallbacks) or "none") + ".")
+    if not gpu:
+        print(
+            "Rehearsed on the CPU: the emulated backend shows that a replay computes what the eager"
+            "\nstep computes. Times would mean nothing here, so none are shown."
+        )
+    elif eager.ms_per_step is not None and captured.ms_per_step is not None:
+        print(f"Speed-up on {_gpu()}: {eager.ms_per_step / captured.ms_per_step:.2f}x.")
+
+
+def _gpu() -> str:
+    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+
+
+def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """Prints with rich where it is installed, otherwise as aligned text."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for first, *others in [columns, *rows]:
+            print(f"{first:<26}" + "".join(f"{cell:>16}" for cell in others))
+        return
+    table = Table()
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,56 @@
+"""Everything besides the batch that a captured step depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Which part of an accumulation window a micro-batch is.
+
+    Attributes:
+        zeroing: Gradients are zeroed before its backward.
+        stepping: The optimizer steps after its backward.
+        window: ``accumulate_grad_batches``: the loss is divided by it.
+    """
+
+    zeroing: bool
+    stepping: bool
+    window: int
+
+    def __str__(self) -> str:
+        parts = ["zeroing"] * self.zeroing + ["stepping"] * self.stepping
+        return f"{' and '.join(parts) or 'neither zeroing nor stepping'}, window of {self.window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """The state of the fit that a capture freezes.
+
+    Attributes:
+        phase: Part of the accumulation window.
+        hyper_parameters: Name and value of what the optimizer's groups hold, but for the live
+            learning rates.
+        training: The train/eval flag of every module.
+    """
+
+    phase: Phase
+    hyper_parameters: tuple[tuple[str, Any], ...]
+    training: tuple[bool, ...]
+
+    def diff(self, other: Conditions) -> list[str]:
+        """What changed, a line each; empty only when equal."""
+        lines = []
+        if self.phase != other.phase:
+            lines.append(f"accumulation: {self.phase} -> {other.phase}")
+        if len(self.hyper_parameters) != len(other.hyper_parameters):
+            lines.append("the optimizer's parameter groups changed")
+        else:
+            pairs = zip(self.hyper_parameters, other.hyper_parameters, strict=True)
+            lines += [f"{name}: {a!r} -> {b!r}" for (name, a), (_, b) in pairs if a != b]
+        if self.training != other.training:
+            flips = sum(a != b for a, b in zip(self.training, other.training, strict=False))
+            lines.append(f"train/eval mode of {flips} module(s)")
+        return lines
