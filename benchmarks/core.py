@@ -10,7 +10,6 @@ rounds, every second round in reverse order (A, B, B, A). The limits are those o
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.util
 import json
 import platform
@@ -18,18 +17,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Lab, Row
 from torch import Tensor, nn
+from workloads import Eager, Graphed, GraphedTwice, WholeStep, Workload, gpt2, mlp
 
-from lightning_graphs import core
-
-WARMUP, CHECKED = 3, 8
 REPLAY_LIMIT_US = 5.0
 DIRECT_LIMIT = 0.2
 INDEPENDENT_LIMIT = 1.1
@@ -37,145 +34,6 @@ FLOOR_LIMIT = 1.10
 CAPTURE_LIMIT = 1.05
 NEVER_SLOWER = 1.02  # 1.00, and what two medians of the same code differ by
 LOSS_TOLERANCE = 2e-3  # relative; bf16 kernels of the same shapes are normally equal to the bit
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the result: a figure, what it may be at most, and whether results were right."""
-
-    name: str
-    figure: float
-    unit: str
-    limit: float | None
-    correct: bool
-    detail: str = ""
-
-    @property
-    def verdict(self) -> str:
-        if not self.correct:
-            return "WRONG RESULT"
-        if self.limit is None or self.figure != self.figure:
-            return ""
-        return "PASS" if self.figure <= self.limit else "FAIL"
-
-
-class Ours:
-    """This package's graphs."""
-
-    def __init__(self, backend: core.BackendName) -> None:
-        self.backend = backend
-
-    def new_graph(self) -> Any:
-        return core.CUDAGraph(backend=self.backend)
-
-    def capture(self, graph: Any, pool: Any = None) -> AbstractContextManager[None]:
-        return core.graph(graph, pool)
-
-    def new_pool(self) -> Any:
-        return core.graph_pool_handle(backend=self.backend)
-
-    def callables(self, module: nn.Module, sample: tuple[Tensor, ...], pool: Any, **how: Any) -> Any:
-        return core.make_graphed_callables(module, sample, pool=pool, backend=self.backend, **how)
-
-
-class Torchs:
-    """torch's own graphs."""
-
-    def new_graph(self) -> Any:
-        return torch.cuda.CUDAGraph()
-
-    def capture(self, graph: Any, pool: Any = None) -> AbstractContextManager[None]:
-        return torch.cuda.graph(graph, pool)
-
-    def new_pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()
-
-    def callables(self, module: nn.Module, sample: tuple[Tensor, ...], pool: Any, **how: Any) -> Any:
-        return torch.cuda.make_graphed_callables(module, sample, pool=pool, **how)
-
-
-class Lab:
-    """Where the benchmark runs: both APIs, a clock and the sizes.
-
-    In a dry run everything is small, runs on the CPU with the emulated backend in both places, and
-    every time and every amount of memory is NaN.
-    """
-
-    def __init__(self, dry: bool) -> None:
-        self.dry = dry
-        self.device = torch.device("cpu" if dry else "cuda")
-        self.ours = Ours("emulated" if dry else "cuda")
-        self.theirs: Any = Ours("emulated") if dry else Torchs()
-        self.rounds = 1 if dry else 4
-
-    def calls(self, count: int) -> int:
-        return 2 if self.dry else count
-
-    def synchronize(self) -> None:
-        if not self.dry:
-            torch.cuda.synchronize()
-
-    def wall(self, body: Callable[[], object], calls: int, *, drain: bool) -> float:
-        """Microseconds per call; with ``drain`` until the GPU has finished, else CPU time only."""
-        calls = self.calls(calls)
-        self.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            body()
-        if drain:
-            self.synchronize()
-        elapsed = time.perf_counter() - start
-        self.synchronize()
-        return float("nan") if self.dry else elapsed / calls * 1e6
-
-    def on_gpu(self, body: Callable[[], object], calls: int) -> float:
-        """Microseconds per call between two CUDA events."""
-        if self.dry:
-            return self.wall(body, calls, drain=True)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(calls):
-            body()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / calls * 1e3
-
-    def medians(self, *measurements: Callable[[], float]) -> list[float]:
-        """The median of each measurement; every second round runs them in reverse order."""
-        found: list[list[float]] = [[] for _ in measurements]
-        for i in range(2 * self.rounds):
-            order = range(len(measurements))
-            for j in reversed(order) if i % 2 else order:
-                found[j].append(measurements[j]())
-        return [statistics.median(values) for values in found]
-
-    def clean(self) -> None:
-        """Return what is free, and the cuBLAS workspaces: the next capture starts as any other."""
-        gc.collect()
-        if not self.dry:
-            torch.cuda.synchronize()
-            torch._C._cuda_clearCublasWorkspaces()
-            torch.cuda.empty_cache()
-
-    def reserved(self, pool: Any) -> float:
-        """MiB that the allocator reserves for a private pool."""
-        if self.dry:
-            return float("nan")
-        segments = torch.cuda.memory_snapshot()
-        mine = (s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
-        return sum(mine) / 2**20
-
-    @contextmanager
-    def side_stream(self) -> Iterator[None]:
-        if self.dry:
-            yield
-            return
-        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            yield
-        before.wait_stream(stream)
 
 
 def replay_cost(lab: Lab) -> list[Row]:
@@ -250,10 +108,11 @@ class Calls:
 
 def call_cost(lab: Lab) -> list[Row]:
     """CPU time of make_graphed_callables' calls by number of parameters."""
+    few, many = lab.parameters
     rows, direct_us = [], {}
     for kept in (False, True):
         gradients = "kept gradients" if kept else "gradients None"
-        for count in (100, 600):
+        for count in lab.parameters:
             calls = [
                 Calls(lab, lab.theirs, count, kept=kept),
                 Calls(lab, lab.ours, count, kept=kept, param_grads="autograd"),
@@ -265,165 +124,15 @@ def call_cost(lab: Lab) -> list[Row]:
             name = f"{count} parameters, {gradients}: "
             detail = f"torch's {theirs:.0f} us, autograd {autograd:.0f}, direct {direct:.0f}"
             never = NEVER_SLOWER
-            limit = DIRECT_LIMIT if count == 600 else None
+            limit = DIRECT_LIMIT if count == many else None
             rows += [
                 Row(name + "autograd / torch's", autograd / theirs, "x", never, correct, detail),
                 Row(name + "direct / torch's", direct / theirs, "x", limit, correct, detail),
             ]
-        name = f"direct, {gradients}: 600 / 100 parameters"
-        ratio = direct_us[kept, 600] / direct_us[kept, 100]
+        name = f"direct, {gradients}: {many} / {few} parameters"
+        ratio = direct_us[kept, many] / direct_us[kept, few]
         rows.append(Row(name, ratio, "x", INDEPENDENT_LIMIT, correct))
     return rows
-
-
-class Mlp(nn.Module):
-    def __init__(self, depth: int, width: int) -> None:
-        super().__init__()
-        blocks = [
-            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1))
-            for _ in range(depth)
-        ]
-        self.net = nn.Sequential(*blocks, nn.Linear(width, 10))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.net(x), y)
-
-
-class Gpt2(nn.Module):
-    def __init__(self, layers: int, width: int, vocabulary: int, attention: str) -> None:
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(
-            n_layer=layers,
-            n_embd=width,
-            n_head=width // 64,
-            vocab_size=vocabulary,
-            use_cache=False,
-            attn_implementation=attention,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        self.net = GPT2LMHeadModel(config)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        loss: Tensor = self.net(input_ids=tokens, attention_mask=mask, labels=tokens).loss
-        return loss
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model that returns its loss, and how to draw a batch for it on the CPU."""
-
-    name: str
-    model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, ...]]
-
-
-def mlp(lab: Lab) -> Workload:
-    depth, width, batch = (2, 16, 8) if lab.dry else (12, 512, 256)
-    return Workload(
-        f"MLP {depth}x{width}, batch {batch}",
-        lambda: Mlp(depth, width),
-        lambda: (torch.randn(batch, width), torch.randint(0, 10, (batch,))),
-    )
-
-
-def gpt2(lab: Lab) -> Workload:
-    layers, width, vocabulary, shape = (2, 64, 64, (2, 8)) if lab.dry else (12, 384, 8192, (4, 256))
-    attention = "eager" if lab.dry else "sdpa"
-
-    def batch() -> tuple[Tensor, ...]:
-        # A padded position: without one, transformers drops the mask in eager code, not in a
-        # capture, and both would run other attention kernels with other random numbers.
-        mask = torch.ones(shape, dtype=torch.long)
-        mask[0, -1] = 0
-        return torch.randint(0, vocabulary, shape), mask
-
-    name = f"GPT-2 {layers}x{width}, {shape[0]}x{shape[1]} tokens"
-    return Workload(name, lambda: Gpt2(layers, width, vocabulary, attention), batch)
-
-
-class Eager:
-    """The training step that the others must equal: bf16 autocast, fused capturable AdamW."""
-
-    def __init__(self, lab: Lab, workload: Workload) -> None:
-        torch.manual_seed(0)
-        self.lab = lab
-        self.model = workload.model().to(lab.device).train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-4, fused=True, capturable=True
-        )
-        batches = [workload.batch() for _ in range(4)]
-        self.batches = [tuple(t if lab.dry else t.pin_memory() for t in b) for b in batches]
-        self.steps = 0
-
-    def batch(self) -> tuple[Tensor, ...]:
-        pinned = self.batches[self.steps % len(self.batches)]
-        self.steps += 1
-        return tuple(t.to(self.lab.device, non_blocking=True) for t in pinned)
-
-    def backward(self, batch: Sequence[Tensor]) -> Tensor:
-        with torch.autocast(self.lab.device.type, torch.bfloat16, cache_enabled=False):
-            loss: Tensor = self.model(*batch)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        return loss.detach()
-
-    def __call__(self) -> Tensor:
-        loss = self.backward(self.batch())
-        self.optimizer.step()
-        return loss
-
-    def first_losses(self) -> list[float]:
-        torch.manual_seed(1)
-        return [self().item() for _ in range(CHECKED)]
-
-
-class Graphed(Eager):
-    """The model through make_graphed_callables, the optimizer eager."""
-
-    def __init__(self, lab: Lab, workload: Workload, api: Any, **how: Any) -> None:
-        super().__init__(lab, workload)
-        self.api, self.pool = api, api.new_pool()
-        sample = tuple(t.to(lab.device) for t in self.batches[0])
-        with torch.autocast(lab.device.type, torch.bfloat16, cache_enabled=False):
-            self.model = api.callables(self.model, sample, self.pool, **how)
-
-
-class GraphedTwice(Graphed):
-    """Direct gradients, and the optimizer step as a graph of its own in the same pool."""
-
-    def __call__(self) -> Tensor:
-        if self.steps < WARMUP:
-            return super().__call__()
-        if self.steps == WARMUP:  # its state exists and the gradients are the graph's buffers
-            self.update = self.api.new_graph()
-            with self.api.capture(self.update, self.pool):
-                self.optimizer.step()
-        loss = self.backward(self.batch())
-        self.update.replay()
-        return loss
-
-
-class WholeStep(Eager):
-    """Forward, backward and optimizer step as one graph; its bare replay is the floor."""
-
-    def __call__(self) -> Tensor:
-        if self.steps < WARMUP:
-            with self.lab.side_stream():
-                return super().__call__()
-        batch = self.batch()
-        if self.steps == WARMUP + 1:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.static = [t.clone() for t in batch]
-            self.graph = self.lab.ours.new_graph()
-            with self.lab.ours.capture(self.graph):
-                self.loss = self.backward(self.static)
-                self.optimizer.step()
-        torch._foreach_copy_(self.static, list(batch))
-        self.graph.replay()
-        return self.loss
 
 
 def training(lab: Lab, workload: Workload, floor_limit: float | None) -> list[Row]:
@@ -488,7 +197,7 @@ class Capture:
                 api.callables(run.model, tuple(t.clone() for t in batch), pool)
 
         run.optimizer.zero_grad(set_to_none=True)
-        taken = _once(lab, capture_graph if self.plain else capture_callable)
+        taken = lab.wall(capture_graph if self.plain else capture_callable, 1, drain=True)
         self.mib.append(lab.reserved(pool))
         torch.manual_seed(2)
         if self.plain:
@@ -499,14 +208,6 @@ class Capture:
         lab.synchronize()
         del self.loss
         return taken
-
-
-def _once(lab: Lab, body: Callable[[], object]) -> float:
-    lab.synchronize()
-    start = time.perf_counter()
-    body()
-    lab.synchronize()
-    return float("nan") if lab.dry else (time.perf_counter() - start) * 1e6
 
 
 def capture(lab: Lab, workload: Workload) -> list[Row]:

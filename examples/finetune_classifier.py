@@ -84,6 +84,9 @@ class Encoded(Dataset[dict[str, Tensor]]):
             return_tensors="pt",
         )
         self.tensors = {**encoded, "labels": torch.tensor(examples.labels)}
+        # Transformers takes a mask of four dimensions as it is. A flat one it reads on the host in
+        # every step, to leave it out of batches without padding; a captured step cannot do that.
+        self.tensors["attention_mask"] = encoded["attention_mask"][:, None, None, :].bool()
 
     def __len__(self) -> int:
         return len(self.tensors["labels"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import warnings
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
@@ -26,6 +27,13 @@ def no_template() -> UnsupportedError:
         "keep_graph=False destroys the template at capture_end",
         "create the graph with CUDAGraph(keep_graph=True), or capture it with "
         "graph(..., enable_annotations=True)",
+    )
+
+
+def warn_of_missing_debug_mode() -> None:
+    """Say, as torch does, that there is nothing to dump."""
+    warnings.warn(
+        "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()", stacklevel=4
     )
 
 

@@ -6,20 +6,21 @@ capture; what runs with every replay is one fused copy or one comparison of list
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter, getitem, is_
+from itertools import chain, groupby
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.torch_private import clone_all
+from lightning_graphs.core.torch_private import clone_all, same_pointers
 from lightning_graphs.core.tree import TensorSpec, alias_groups
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_VALUES = methodcaller("values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,40 +119,28 @@ class AddressGuard:
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        pairs = list(named)
-        self._watch(
-            [name for name, _ in pairs],
-            [dict(enumerate(t for _, t in pairs))] * len(pairs),
-            list(range(len(pairs))),
-        )
+        self._watch([("", dict(named))])
 
     @classmethod
     def of_module(cls, module: nn.Module, prefix: str = "") -> AddressGuard:
         """Watches every parameter, buffer and submodule where the module keeps it.
 
         So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
-        one that appears where None was, and a replaced submodule are seen too.
+        one that appears where None was or where nothing was, and a replaced or added submodule are
+        seen too.
 
         Args:
             module: The module; submodules shared between parents are watched in every parent.
             prefix: Put before every name, such as ``"model."``.
         """
-        names: list[str] = []
-        tables: list[Mapping[Any, Any]] = []
-        keys: list[Hashable] = []
+        tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
-            slots = (
-                ("parameter", owner._parameters),
-                ("buffer", owner._buffers),
-                ("submodule", owner._modules),
-            )
-            for kind, table in slots:
-                for key in table:
-                    names.append(f"{kind} `{path}.{key}`" if path else f"{kind} `{key}`")
-                    tables.append(table)
-                    keys.append(key)
+            inside = f"{path}." if path else ""
+            tables.append((f"parameter `{inside}", owner._parameters))
+            tables.append((f"buffer `{inside}", owner._buffers))
+            tables.append((f"submodule `{inside}", owner._modules))
         guard = cls(())
-        guard._watch(names, tables, keys)
+        guard._watch(tables)
         return guard
 
     def check(self, *, geometry: bool = True) -> None:
@@ -165,27 +154,26 @@ class AddressGuard:
         Raises:
             ReplayError: The first tensor that is not what it was, and how it differs.
         """
-        try:
-            same = all(map(is_, map(getitem, self._tables, self._keys), self._objects))
-        except KeyError:
-            same = False
-        tensors = self._tensors
+        found = list(chain.from_iterable(map(_VALUES, self._tables)))
         if (
-            not same
-            or list(map(Tensor.data_ptr, tensors)) != self._pointers
-            or list(map(_REQUIRES_GRAD, tensors)) != self._requires_grad
-            or (geometry and list(map(_geometry, tensors)) != self._geometries)
+            len(found) != len(self._objects)
+            or not all(map(is_, found, self._objects))
+            or not same_pointers(self._tensors, self._pointers, self._indices)
+            or list(map(_REQUIRES_GRAD, self._tensors)) != self._requires_grad
+            or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
 
-    def _watch(
-        self, names: list[str], tables: list[Mapping[Any, Any]], keys: list[Hashable]
-    ) -> None:
-        self._names, self._tables, self._keys = names, tables, keys
-        self._objects = list(map(getitem, tables, keys))
+    def _watch(self, tables: list[tuple[str, Mapping[str, Any]]]) -> None:
+        """Watch every value of every table; messages open with the name of the table."""
+        self._tables = [table for _, table in tables]
+        self._known = [(name, table, dict(table)) for name, table in tables]
+        self._objects = list(chain.from_iterable(map(_VALUES, self._tables)))
+        names = [_named(name, key) for name, table in tables for key in table]
         watched = [i for i, value in enumerate(self._objects) if isinstance(value, Tensor)]
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._tensor_names = [names[i] for i in watched]
+        self._indices = list(range(len(watched)))
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
@@ -198,12 +186,16 @@ class AddressGuard:
         )
 
     def _differences(self) -> Iterator[str]:
-        slots = zip(self._names, self._tables, self._keys, self._objects, strict=True)
-        for name, table, key, known in slots:
-            if key not in table:
-                yield f"{name} was removed since capture"
-            elif table[key] is not known:
-                yield f"{name} was replaced since capture"
+        for name, table, known in self._known:
+            for key in {**known, **table}:
+                if key not in table:
+                    yield f"{_named(name, key)} was removed since capture"
+                elif key not in known:
+                    yield f"{_named(name, key)} was added since capture"
+                elif table[key] is not known[key]:
+                    yield f"{_named(name, key)} was replaced since capture"
+            if list(table) != list(known):
+                yield f"{_named(name, next(iter(table), ''))} changed its place since capture"
         for i, (name, tensor) in enumerate(zip(self._tensor_names, self._tensors, strict=True)):
             if tensor.data_ptr() != self._pointers[i]:
                 yield f"{name} moved since capture"
@@ -211,6 +203,10 @@ class AddressGuard:
                 yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
             if (now := _geometry(tensor)) != (was := self._geometries[i]):
                 yield f"{name} changed since capture: {_described(was)} -> {_described(now)}"
+
+
+def _named(table: str, key: str) -> str:
+    return f"{table}{key}`" if table else key
 
 
 class StateSnapshot:

@@ -25,7 +25,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
-from lightning_graphs.core.torch_private import clone_all
+from lightning_graphs.core.torch_private import clone_all, stale_gradient_nodes_tolerated
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 
@@ -83,16 +83,18 @@ class CallableCapture:
         state = StateSnapshot(self._held.state())
         with _same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
-                for _ in range(iterations):
-                    self._pass()
+                self._pass(self._checked_call())
+                for _ in range(iterations - 1):
+                    self._pass(self._call())
             finally:
                 state.restore()
         backend.synchronize()
 
-    def _pass(self) -> None:
+    def _checked_call(self) -> Any:
+        """Call it, and refuse it if it writes its arguments."""
         versions = [t._version for t in self._inputs.tensors]
         values = clone_all([t.detach() for t in self._inputs.tensors])
-        outputs = OutputPlan(self._call(), static=True).requiring_grad
+        returned = self._call()
         names = self._plan.signature.tensor_names
         for name, tensor, version, value in zip(
             names, self._inputs.tensors, versions, values, strict=True
@@ -105,6 +107,10 @@ class CallableCapture:
                     f"{name} is written in place",
                     "work on a copy (x = x + 1 instead of x += 1), or return the new value",
                 )
+        return returned
+
+    def _pass(self, returned: Any) -> None:
+        outputs = OutputPlan(returned, static=True).requiring_grad
         if not outputs:
             return
         self._parameters = _with_leaves_behind(outputs, self._parameters, self._inputs.tensors)
@@ -144,7 +150,7 @@ class CallableCapture:
     ) -> tuple[Tensor | None, ...]:
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
         autocast = torch.autocast(self._pool.backend.device_type, enabled=False)
-        with autocast, without_hooks(self._parameters):
+        with autocast, without_hooks(self._parameters), stale_gradient_nodes_tolerated():
             return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
 
     def capture_forward(self) -> None:

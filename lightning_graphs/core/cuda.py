@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle, no_template
+from lightning_graphs.core.backend import (
+    Backend,
+    CapturedGraph,
+    PoolHandle,
+    no_template,
+    warn_of_missing_debug_mode,
+)
 from lightning_graphs.core.liveness import InputLiveness
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
@@ -43,6 +49,8 @@ _REFUSALS = (
     "Attempting CUDA graph capture of step()",
     "Offset increment outside graph capture",
     "unexpected CUDA generator used during capture",
+    "CUDA generator not in capture mode",
+    "legacy stream depend on a capturing",
 )
 """Fragments of the messages with which CUDA and torch refuse an operation inside a capture."""
 
@@ -55,9 +63,30 @@ class CudaBackend(Backend):
 
     def __init__(self) -> None:
         self._capture_streams: dict[int, torch.cuda.Stream] = {}
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        self._replacements: dict[PoolHandle, PoolHandle] = {}
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
-        return CudaGraph(keep_graph)
+        return CudaGraph(self, keep_graph)
+
+    def usable_pool(self, pool: PoolHandle | None) -> PoolHandle:
+        """The pool itself, a new one for None, or the one that replaced it after a failure."""
+        if pool is None:
+            return torch.cuda.graph_pool_handle()
+        while pool in self._replacements:
+            pool = self._replacements[pool]
+        return pool
+
+    def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
+        """Leave behind a capture that was invalidated.
+
+        From 2.11 to 2.13 the pinned-memory allocator goes on recording for the pool of such a
+        capture, through a filter that reads the graph object, and nothing can end it. So the object
+        lives on, and whoever names the pool again is given another.
+        """
+        abandon_capture_pool(device, pool)
+        self._failed.append(native)
+        self._replacements[pool] = torch.cuda.graph_pool_handle()
 
     def new_pool(self) -> PoolHandle:
         return torch.cuda.graph_pool_handle()
@@ -101,7 +130,8 @@ class CudaBackend(Backend):
 class CudaGraph(CapturedGraph):
     """One ``torch.cuda.CUDAGraph``, and what our own bookkeeping knows about it."""
 
-    def __init__(self, keep_graph: bool) -> None:
+    def __init__(self, backend: CudaBackend, keep_graph: bool) -> None:
+        self._backend = backend
         self._keep_graph = keep_graph
         self._generators: list[torch.Generator] = []
         self._debug = False
@@ -124,7 +154,7 @@ class CudaGraph(CapturedGraph):
         check_input_liveness: bool,
     ) -> None:
         # The handle must be known beforehand: a capture that fails does not tell its pool.
-        self._pool = pool if pool is not None else torch.cuda.graph_pool_handle()
+        self._pool = self._backend.usable_pool(pool)
         self._stream = torch.cuda.current_stream()
         self._device = torch.cuda.current_device()
         # What can fail without the GPU comes before the capture, which it would leave open.
@@ -171,7 +201,7 @@ class CudaGraph(CapturedGraph):
                 self._native.capture_end()
             except RuntimeError:  # the capture was invalidated
                 if self._pool is not None and not self._released_by_torch():
-                    abandon_capture_pool(self._device, self._pool)
+                    self._backend.bury(self._native, self._device, self._pool)
             else:
                 self._native.reset()
         for generator in (torch.cuda.default_generators[self._device], *self._generators):
@@ -213,7 +243,12 @@ class CudaGraph(CapturedGraph):
         self._native.enable_debug_mode()
 
     def debug_dump(self, debug_path: str) -> None:
-        self._native.debug_dump(debug_path)
+        if not (self._debug or self._keep_graph):
+            warn_of_missing_debug_mode()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="DEBUG: calling")  # a trace of torch's own
+            self._native.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
         return self._native.raw_cuda_graph()
@@ -249,6 +284,15 @@ def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> No
 def explain_refusal(error: BaseException, observed: str) -> CaptureError:
     """CUDA's refusal as one of ours."""
     reason = str(error).splitlines()[0]
+    if "legacy stream depend on a capturing" in reason:
+        return CaptureError(
+            "A backward pass can be captured only where the parameters' gradient nodes belong to "
+            "the capture stream.",
+            f"{observed} ({reason})",
+            "an autograd graph from before the capture is still alive and holds those nodes: "
+            "delete or detach its tensors (del loss, output) before the capture; torch 2.13 and "
+            "newer need no such care",
+        )
     return CaptureError(
         "CUDA refused an operation inside the capture.",
         f"{observed} ({reason})",

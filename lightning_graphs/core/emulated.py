@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle, no_template
+from lightning_graphs.core.backend import (
+    Backend,
+    CapturedGraph,
+    PoolHandle,
+    no_template,
+    warn_of_missing_debug_mode,
+)
 from lightning_graphs.core.recording import GraphMemory, Recording, RecordingCapture
-from lightning_graphs.core.torch_private import dispatch_modes
+from lightning_graphs.core.torch_private import announced_as_cuda_capture, dispatch_modes
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -133,6 +139,7 @@ class EmulatedGraph(CapturedGraph):
         self._rng = [(generator, generator.get_state()) for generator in generators]
         self._revealed = contextlib.ExitStack()
         self._revealed.enter_context(self._backend.revealed())
+        self._revealed.enter_context(announced_as_cuda_capture())
         self._capture = RecordingCapture(generators)
         self._capture.__enter__()
 
@@ -198,10 +205,7 @@ class EmulatedGraph(CapturedGraph):
 
     def debug_dump(self, debug_path: str) -> None:
         if not (self._debug or self._keep_graph):
-            warnings.warn(
-                "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()",
-                stacklevel=3,
-            )
+            warn_of_missing_debug_mode()
             return
         with open(debug_path, "w", encoding="utf-8") as file:
             file.write(self.inspection().to_dot(fold=False))

@@ -18,7 +18,7 @@ from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes
-from lightning_graphs.core.torch_private import clone_all
+from lightning_graphs.core.torch_private import clone_all, will_execute
 from lightning_graphs.errors import ReplayError, SignatureError
 
 
@@ -209,7 +209,7 @@ class GraphedCallable:
             )
 
     def _refuse_partial_backward(self) -> None:
-        if not torch._C._will_engine_execute_node(self._anchor_node):
+        if not will_execute(self._anchor_node):
             raise ReplayError(
                 'With param_grads="direct", a backward pass writes all parameter gradients.',
                 "torch.autograd.grad, or backward(inputs=...), which asks for some gradients only",

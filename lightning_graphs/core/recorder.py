@@ -68,6 +68,11 @@ def _same_bytes(a: UntypedStorage, b: UntypedStorage) -> bool:
     return torch.equal(first, second)
 
 
+def _dispatches(kind: type) -> bool:
+    """Whether a tensor class has operators of its own; torch 2.11 names plain tensors, too."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
 def written_tensors(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
@@ -267,7 +272,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return self._scopes.profiler_range(func, args, kwargs)
-        if types and not self._strict:
+        if not self._strict and any(map(_dispatches, types)):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
         if self._strict:

@@ -5,6 +5,8 @@ Every function says why no public API serves, and what happens where torch lacks
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,6 +62,72 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
     except RuntimeError:  # the failure came after torch had ended the routing: nothing is held
         return
     release(device, pool)
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the backward pass that is running on this thread goes through ``node``.
+
+    No public API tells a ``backward()`` from a ``torch.autograd.grad()``. Where torch lacks the
+    private one the answer is yes.
+    """
+    function = getattr(torch._C, "_will_engine_execute_node", None)
+    return True if function is None else bool(function(node))
+
+
+@contextlib.contextmanager
+def stale_gradient_nodes_tolerated() -> Iterator[None]:
+    """Let a backward pass run on our stream though the user's autograd graph lives on another.
+
+    A parameter has one AccumulateGrad node, made on the stream of the first graph that is still
+    alive. From 2.13 on torch can be told to use the capture stream all the same; the warning about
+    the mismatch (2.9) is about streams that we chose.
+    """
+    graph = torch.autograd.graph
+    override = getattr(graph, "set_override_stale_capture_stream", None)
+    warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if override is not None:
+        override(True)
+    if warn is not None:
+        warn(False)
+    try:
+        yield
+    finally:
+        if override is not None:
+            override(False)
+        if warn is not None:
+            warn(True)
+
+
+@contextlib.contextmanager
+def announced_as_cuda_capture() -> Iterator[None]:
+    """Let ``torch.cuda.is_current_stream_capturing()`` say yes while a rehearsal captures.
+
+    Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
+    the host otherwise), so that a rehearsal without it would take another path than the real thing.
+    With a GPU torch's own optimizers believe the answer and demand ``capturable=True``, which they
+    refuse on the CPU; there the answer stays as it is.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    original = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = original
+
+
+def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
+    """Whether every tensor is still at its address.
+
+    CUDA builds of torch compare all of them in one call, at a fifth of the cost; others have no
+    such function.
+    """
+    function = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if function is not None:
+        return bool(function(tensors, pointers, indices))
+    return list(map(Tensor.data_ptr, tensors)) == pointers
 
 
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:

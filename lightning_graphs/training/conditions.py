@@ -34,11 +34,14 @@ class Conditions:
         hyper_parameters: Name and value of what the optimizer's groups hold, but for the live
             learning rates.
         training: The train/eval flag of every module.
+        attributes: Name and value of the plain attributes that captured steps have read, and of
+            the trainer's clipping.
     """
 
     phase: Phase
     hyper_parameters: tuple[tuple[str, Any], ...]
     training: tuple[bool, ...]
+    attributes: tuple[tuple[str, Any], ...]
 
     def diff(self, other: Conditions) -> list[str]:
         """What changed, a line each; empty only when equal."""
@@ -53,4 +56,10 @@ class Conditions:
         if self.training != other.training:
             flips = sum(a != b for a, b in zip(self.training, other.training, strict=False))
             lines.append(f"train/eval mode of {flips} module(s)")
+        known = dict(self.attributes)
+        lines += [
+            f"{name}: {known[name]!r} -> {now!r}"
+            for name, now in other.attributes
+            if name in known and known[name] != now
+        ]
         return lines

@@ -3,69 +3,94 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import inspect
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
 
 from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.tree import flatten
 from lightning_graphs.errors import CaptureError
 
 _COUNTERS = ("global_step", "current_epoch")
 
 
-def refuse_frozen(name: str, site: str = "") -> NoReturn:
+def refuse_frozen(name: str) -> NoReturn:
     """Raise for a Python value that changes from step to step and is read in a captured one."""
     raise CaptureError(
         "A captured step runs no Python code: a counter that it reads would stand still.",
-        f"{name} is read at {site or CallSiteFinder().here().describe()}",
+        f"{name} is read at {CallSiteFinder().here().describe()}",
         "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
         "a hook fills",
     )
 
 
-class FrozenIndex(int):
-    """``batch_idx`` in a captured step: it may be passed on, and not be used."""
+class FrozenNumber:
+    """Stands for a Python number in a captured step: it may be passed on, and not be used.
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        refuse_frozen("batch_idx")
+    It is no ``int``: C++ would read the value of one without asking.
+
+    Args:
+        name: What a refusal calls it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        refuse_frozen(self.name)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __mod__ = __rmod__ = __floordiv__ = __truediv__ = __pow__ = __and__ = __or__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = _refuse
-    __format__ = _refuse
-    __hash__ = int.__hash__
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __and__ = __or__ = __neg__ = __abs__ = __round__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of torch ask for it, and so none reads the number."""
+        refuse_numbers_in((args, kwargs))
+        return NotImplemented
 
 
-def uses_argument(function: Callable[..., Any], position: int) -> str | None:
-    """The line of ``function`` that computes with its argument; None if it is only passed on.
+def refuse_numbers_in(value: Any) -> None:
+    """Refuse a value with a number in it that stands still.
 
-    It reads the bytecode, for uses that Python does not announce, such as ``range(batch_idx)``.
+    Raises:
+        CaptureError: names the number.
     """
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    code = getattr(function, "__code__", None)
-    if code is None or position >= code.co_argcount:
-        return None
-    name = code.co_varnames[position]
-    computing = ("BINARY_", "COMPARE_", "FORMAT_", "UNARY_", "CONTAINS_", "POP_JUMP", "TO_BOOL")
-    instructions = list(dis.get_instructions(code))
-    for here, following in itertools.pairwise(instructions):
-        loads = here.opname.startswith("LOAD_FAST") and name in str(here.argval)
-        if loads and following.opname.startswith(computing):
-            line = next(
-                (
-                    i.starts_line
-                    for i in reversed(instructions[: instructions.index(here) + 1])
-                    if i.starts_line
-                ),
-                0,
-            )
-            return f"{code.co_filename}:{line}"
-    return None
+    leaves: list[tuple[str, Any]] = []
+    flatten(value, "", leaves)
+    for _, leaf in leaves:
+        if type(leaf) is FrozenNumber:
+            refuse_frozen(leaf.name)
+
+
+@contextlib.contextmanager
+def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]) -> Iterator[None]:
+    """While capturing, schedulers and parameter groups give these learning rates, a group each."""
+    schedulers = [
+        config.scheduler
+        for config in trainer.lr_scheduler_configs
+        if getattr(config.scheduler, "optimizer", None) is optimizer
+        and hasattr(config.scheduler, "_last_lr")
+    ]
+    last = [scheduler._last_lr for scheduler in schedulers]
+    before = [group["lr"] for group in optimizer.param_groups]
+    for scheduler in schedulers:
+        scheduler._last_lr = list(rates)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for scheduler, known in zip(schedulers, last, strict=True):
+            scheduler._last_lr = known
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate
 
 
 @contextlib.contextmanager

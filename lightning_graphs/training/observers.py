@@ -35,7 +35,8 @@ class Observers:
         after = _observers(trainer, module, BEFORE_STEP)
         if _overrides(module, "configure_gradient_clipping", LightningModule):
             after.append(f"{type(module).__name__}.configure_gradient_clipping")
-        return cls(tuple(before), tuple(after), own_zero_grad)
+        # Who looks before the backward pass may also move what the optimizer step reads.
+        return cls(tuple(before), tuple(after or before), own_zero_grad)
 
 
 def _overrides(instance: object, method: str, parent: type) -> bool:

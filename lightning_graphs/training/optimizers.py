@@ -114,18 +114,10 @@ class CapturableOptimizer:
                 self._rates[i].fill_(rate)
                 self._filled[i] = rate
 
-    @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """While capturing, the learning rates are device tensors."""
-        rates = [group["lr"] for group in self._groups]
+    def live_rates(self) -> list[Tensor]:
+        """The learning rates on the device, a group each: for a capture to read."""
         self.refresh()
-        for group, rate in zip(self._groups, self._rates, strict=True):
-            group["lr"] = rate
-        try:
-            yield
-        finally:
-            for group, value in zip(self._groups, rates, strict=True):
-                group["lr"] = value
+        return self._rates
 
     def _move_steps(self, device: torch.device) -> bool:
         moved = False

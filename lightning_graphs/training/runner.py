@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.buffers import AddressGuard
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.signature import CallPlan, Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.frozen import LoggedNumbers
@@ -26,10 +26,14 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.step import StepCapture, StepPlan
 
 _MOVES_TOLERATED = 3
 """How often hyper-parameters may change before the optimizer step leaves the graph."""
+
+_REBINDS_TOLERATED = 3
+"""How often graphs may be dropped before one of them was replayed, without a warning."""
 
 
 @dataclass(slots=True)
@@ -86,10 +90,12 @@ class StepRunner:
         )
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
+        self._reads = AttributeReads()
         self._active: StepPlan | None = None
         self._last: StepPlan | None = None
         self._stepping = False
         self._moves = 0
+        self._rebinds = 0
         self._last_hyper_parameters: tuple[tuple[str, Any], ...] | None = None
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._observers = Observers.of(trainer, module)
@@ -114,6 +120,7 @@ class StepRunner:
             self._optimizer,
             self.capturable,
             self._observers,
+            self._reads,
             self._progress,
         )
         self._watch()
@@ -164,10 +171,14 @@ class StepRunner:
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
         """Replay the optimizer step on the gradients that the hooks left."""
-        if not plan.gradients.complete():
-            self._optimizer.step()
+        assert self.capturable is not None
+        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
+        moved = self.capturable.hyper_parameters() != captured.hyper_parameters
+        if moved or not plan.gradients.complete():
+            self._capture.update()
             return
         plan.gradients.adopt()
+        self.capturable.refresh()
         assert plan.step is not None
         plan.step.replay()
 
@@ -234,6 +245,7 @@ class StepRunner:
         """Capture this batch's step if its signature is due; None means: run it eagerly."""
         modes = Modes.current(self._pool.backend.device_type)
         try:
+            _refuse_iterator(args[0])
             signature, tensors = Signature.of(
                 (args[0],), {}, names=("batch",), modes=modes, extra=(conditions,)
             )
@@ -242,12 +254,18 @@ class StepRunner:
             return None
         if not self._cache.is_due(signature):
             return None
+        known = len(self._reads)
         try:
             self._numbers.refuse_changing()
             plan = self._capture.capture(args[0], args[1:], signature, conditions.phase)
         except GraphError as error:
             self._refused(signature, error)
             return None
+        if len(self._reads) != known:
+            # What the step has read is a condition from now on.
+            conditions = replace(conditions, attributes=self._attributes())
+            signature = replace(signature, extra=(conditions,))
+            plan.call = CallPlan(signature, check_modes=True)
         self._announce(signature)
         self._cache.add(signature, plan)
         self._last = plan
@@ -266,6 +284,7 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan) -> Any:
         self.statistics.replayed += 1
+        self._rebinds = 0
         if self.capturable is not None:
             self.capturable.refresh()
         if plan.backward is None and self._accumulates(plan):
@@ -287,7 +306,12 @@ class StepRunner:
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         phase = Phase(zeroing, self._stepping, window)
         training = tuple([m.training for m in self._modules])
-        return Conditions(phase, self._hyper_parameters(), training)
+        return Conditions(phase, self._hyper_parameters(), training, self._attributes())
+
+    def _attributes(self) -> tuple[tuple[str, Any], ...]:
+        trainer = self._trainer
+        clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return (*self._reads.values(), ("gradient clipping", clipping))
 
     def _hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """What the optimizer's groups hold; where it keeps moving, the step leaves the graph."""
@@ -317,8 +341,12 @@ class StepRunner:
             self._rebind("the optimizer's state or parameter groups were replaced")
 
     def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
-        self.statistics.recaptures.append(reason)
-        rank_zero_info(f"GraphCapture: recapturing, because {reason}")
+        self._rebinds += 1
+        if self._rebinds <= _REBINDS_TOLERATED:
+            self.statistics.recaptures.append(reason)
+            rank_zero_info(f"GraphCapture: recapturing, because {reason}")
+        else:
+            self._note(f"a step runs eagerly: {reason}, and that again in every few steps")
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
@@ -351,6 +379,15 @@ def _change(before: Signature, after: Signature) -> str:
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
     conditions: Conditions = before.extra[0]  # type: ignore[assignment]
     return "; ".join(lines + conditions.diff(after.extra[0]))  # type: ignore[arg-type]
+
+
+def _refuse_iterator(batch: Any) -> None:
+    if isinstance(batch, Iterator):
+        raise CaptureError(
+            "A captured step gets its batch: a replay takes none from an iterator.",
+            f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
+            "write training_step(self, batch, batch_idx)",
+        )
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -22,10 +22,10 @@ from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
-    FrozenIndex,
+    FrozenNumber,
     counters_refused,
-    refuse_frozen,
-    uses_argument,
+    rates_exchanged,
+    refuse_numbers_in,
 )
 from lightning_graphs.training.gradients import (
     AttachedGradients,
@@ -38,6 +38,7 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class StepCapture:
         optimizer: The trainer's optimizer.
         capturable: Makes its step capturable; None if it cannot be captured.
         observers: Who looks in between.
+        reads: Learns which attributes the captured steps read.
         progress: Mirror of the values for the progress bar; None without a GPU.
     """
 
@@ -92,8 +94,10 @@ class StepCapture:
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
         observers: Observers,
+        reads: AttributeReads,
         progress: ProgressValues | None,
     ) -> None:
+        self._reads = reads
         self._progress = progress
         self._trainer = trainer
         self._module = module
@@ -119,28 +123,26 @@ class StepCapture:
         Raises:
             CaptureError: the step cannot be captured; everything is as before.
         """
-        _refuse_used_arguments(self._module, rest)
         _, tensors = Signature.of((batch,), {}, names=("batch",), modes=signature.modes)
         inputs = StaticInputs(tensors)
         arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
         parameters = _trainable(self._module)
         persistent = self._keeps_gradients(phase)
         buffers = self._persistent.of(parameters) if persistent else []
-        known_state = set(self._optimizer.state)
         recorder = LogRecorder(self._module, self._progress)
         segments = _Segments(self._pool)
         try:
-            with gradients_set_aside(parameters), self._environment(recorder):
+            with (
+                gradients_set_aside(parameters),
+                _state_as_known(self._optimizer),
+                self._environment(recorder),
+            ):
                 output, gradients = self._run(
                     arguments, phase, segments, parameters, buffers, recorder
                 )
         except BaseException:
             segments.abandon()
             raise
-        finally:
-            _forget_new_state(self._optimizer, known_state)
-        if set(self._optimizer.state) != known_state:  # pragma: no cover - guarded above
-            raise AssertionError
         output.finish_capture()
         used = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
         attached = AttachedGradients(used, [g for g in gradients if g is not None])
@@ -166,12 +168,18 @@ class StepCapture:
     @contextlib.contextmanager
     def _environment(self, recorder: LogRecorder) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(nothing_left_behind(self._module))
+            stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
             stack.enter_context(counters_refused(self._trainer))
+            rates: list[Any] = [FrozenNumber("the learning rate")] * len(
+                self._optimizer.param_groups
+            )
             if self._capturable is not None:
-                stack.enter_context(self._capturable.capturing())
+                rates = self._capturable.live_rates()
+            stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             yield
 
     def _run(
@@ -186,6 +194,7 @@ class StepCapture:
         """The step as Lightning does it, without the hooks, cut where somebody looks."""
         with segments.capturing("forward"):
             returned = self._calls.training_step(*arguments)
+            refuse_numbers_in(returned)
             output = OutputPlan(returned, static=False)
             loss = _loss_of(returned) / phase.window
             recorder.mirror()
@@ -200,7 +209,7 @@ class StepCapture:
                     segments.cut("step")
                 else:
                     self._clip()
-                self._step()
+                self.update()
         return output, gradients
 
     def _backward(self, loss: Tensor) -> None:
@@ -236,7 +245,8 @@ class StepCapture:
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
-    def _step(self) -> None:
+    def update(self) -> None:
+        """Take the optimizer step, through the gradient scaler where there is one."""
         scaler = scaler_of(self._plugin)
         if scaler is None:
             self._optimizer.step()
@@ -290,16 +300,8 @@ class _Segments:
             self._pool.release(self.graphs.pop())
 
 
-def _refuse_used_arguments(module: LightningModule, rest: Sequence[Any]) -> None:
-    """``batch_idx`` may be an argument of ``training_step``, and not be computed with."""
-    for position, _ in enumerate(rest, start=2):  # after self and batch
-        site = uses_argument(module.training_step, position)
-        if site is not None:
-            refuse_frozen("batch_idx", site)
-
-
 def _frozen(value: Any) -> Any:
-    return FrozenIndex(value) if type(value) is int else value
+    return FrozenNumber("batch_idx") if type(value) is int else value
 
 
 def _trainable(module: LightningModule) -> list[Parameter]:
@@ -318,14 +320,25 @@ def _loss_of(returned: Any) -> Tensor:
     return loss
 
 
-def _forget_new_state(optimizer: Optimizer, known: set[Any]) -> None:
-    """State that the optimizer made inside of a capture would be made anew by every replay."""
-    new = [p for p in optimizer.state if p not in known]
-    for parameter in new:
-        del optimizer.state[parameter]
-    if new:
+@contextlib.contextmanager
+def _state_as_known(optimizer: Optimizer) -> Iterator[None]:
+    """State that the optimizer makes inside of a capture would be made anew by every replay."""
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    made = 0
+    try:
+        yield
+    finally:
+        for parameter in list(optimizer.state):
+            state, known = optimizer.state[parameter], before.get(parameter)
+            if known is None:
+                del optimizer.state[parameter]
+                made += 1
+            elif any(state[k] is not known.get(k) for k in state if torch.is_tensor(state[k])):
+                optimizer.state[parameter] = known
+                made += 1
+    if made:
         raise CaptureError(
             "The optimizer must have its state before its step is captured.",
-            f"{type(optimizer).__name__} made state for {len(new)} parameter(s) inside the capture",
+            f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
             "let it take one more eager step; parameters that were unfrozen need one",
         )

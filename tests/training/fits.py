@@ -24,8 +24,9 @@ _LIGHTNING_SAYS = (
     r".*GPU available but not used.*",
     r".*The number of training batches .* is smaller than the logging interval.*",
     r".*Checkpoint directory .* exists and is not empty.*",
+    r"You defined a `validation_step` but have no `val_dataloader`.*",
+    r"`training_step` returned `None`.*",
     r".*Trying to infer the `batch_size` from an ambiguous collection.*",
-    r".*in an epoch.* but .* combined.*",
     r".*You are using a CUDA device .* that has Tensor Cores.*",
 )
 
@@ -91,7 +92,9 @@ class Trace(Callback):
         found = map(_plain, (weights, *values))
         self.events.append((name, trainer.global_step, trainer.current_epoch, *found))
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.note("on_train_batch_start", trainer, pl_module, batch_idx)
 
     def on_train_batch_end(
@@ -314,7 +317,12 @@ def close(mine: Any, theirs: Any, tolerance: float, where: str) -> None:
             close(a, b, tolerance, f"{where}[{i}]")
     elif isinstance(theirs, Tensor):
         torch.testing.assert_close(
-            mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{where}: {m}"
+            mine,
+            theirs,
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m: f"{where}: {m}",
         )
     else:
         assert mine == theirs, where

@@ -53,7 +53,11 @@ def test_kept_outputs_are_not_overwritten_by_later_steps(backend: str, tmp_path:
 def test_several_epochs_and_limited_batches(backend: str, tmp_path: Path) -> None:
     compare(
         *fit_twice(
-            backend, tmp_path, max_epochs=4, limit_train_batches=5, limit_val_batches=1,
+            backend,
+            tmp_path,
+            max_epochs=4,
+            limit_train_batches=5,
+            limit_val_batches=1,
             num_sanity_val_steps=1,
         )  # fmt: skip
     )

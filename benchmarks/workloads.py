@@ -1,0 +1,164 @@
+"""The models of the benchmarks and the ways to run their training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import Lab
+from torch import Tensor, nn
+
+WARMUP, CHECKED = 3, 8
+
+
+class Mlp(nn.Module):
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1))
+            for _ in range(depth)
+        ]
+        self.net = nn.Sequential(*blocks, nn.Linear(width, 10))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
+class Gpt2(nn.Module):
+    def __init__(self, layers: int, width: int, vocabulary: int, attention: str) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            n_layer=layers,
+            n_embd=width,
+            n_head=width // 64,
+            vocab_size=vocabulary,
+            use_cache=False,
+            attn_implementation=attention,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        self.net = GPT2LMHeadModel(config)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        loss: Tensor = self.net(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        return loss
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model that returns its loss, and how to draw a batch for it on the CPU."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, ...]]
+
+
+def mlp(lab: Lab) -> Workload:
+    depth, width, batch = (2, 16, 8) if lab.dry else (12, 512, 256)
+    return Workload(
+        f"MLP {depth}x{width}, batch {batch}",
+        lambda: Mlp(depth, width),
+        lambda: (torch.randn(batch, width), torch.randint(0, 10, (batch,))),
+    )
+
+
+def gpt2(lab: Lab) -> Workload:
+    layers, width, vocabulary, shape = (2, 64, 64, (2, 8)) if lab.dry else (12, 384, 8192, (4, 256))
+    attention = "eager" if lab.dry else "sdpa"
+
+    def batch() -> tuple[Tensor, ...]:
+        # A padded position: without one, transformers drops the mask in eager code, not in a
+        # capture, and both would run other attention kernels with other random numbers.
+        mask = torch.ones(shape, dtype=torch.long)
+        mask[0, -1] = 0
+        return torch.randint(0, vocabulary, shape), mask
+
+    name = f"GPT-2 {layers}x{width}, {shape[0]}x{shape[1]} tokens"
+    return Workload(name, lambda: Gpt2(layers, width, vocabulary, attention), batch)
+
+
+class Eager:
+    """The training step that the others must equal: bf16 autocast, fused capturable AdamW."""
+
+    def __init__(self, lab: Lab, workload: Workload) -> None:
+        torch.manual_seed(0)
+        self.lab = lab
+        with lab.device:
+            self.model = workload.model().train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=True, capturable=True
+        )
+        batches = [workload.batch() for _ in range(4)]
+        self.batches = [tuple(t if lab.dry else t.pin_memory() for t in b) for b in batches]
+        self.steps = 0
+
+    def batch(self) -> tuple[Tensor, ...]:
+        pinned = self.batches[self.steps % len(self.batches)]
+        self.steps += 1
+        return tuple(t.to(self.lab.device, non_blocking=True) for t in pinned)
+
+    def backward(self, batch: Sequence[Tensor]) -> Tensor:
+        with torch.autocast(self.lab.device.type, torch.bfloat16, cache_enabled=False):
+            loss: Tensor = self.model(*batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        return loss.detach()
+
+    def __call__(self) -> Tensor:
+        loss = self.backward(self.batch())
+        self.optimizer.step()
+        return loss
+
+    def first_losses(self) -> list[float]:
+        torch.manual_seed(1)
+        return [self().item() for _ in range(CHECKED)]
+
+
+class Graphed(Eager):
+    """The model through make_graphed_callables, the optimizer eager."""
+
+    def __init__(self, lab: Lab, workload: Workload, api: Any, **how: Any) -> None:
+        super().__init__(lab, workload)
+        self.api, self.pool = api, api.new_pool()
+        sample = tuple(t.to(lab.device) for t in self.batches[0])
+        with torch.autocast(lab.device.type, torch.bfloat16, cache_enabled=False):
+            self.model = api.callables(self.model, sample, self.pool, **how)
+
+
+class GraphedTwice(Graphed):
+    """Direct gradients, and the optimizer step as a graph of its own in the same pool."""
+
+    def __call__(self) -> Tensor:
+        if self.steps < WARMUP:
+            return super().__call__()
+        if self.steps == WARMUP:  # its state exists and the gradients are the graph's buffers
+            self.update = self.api.new_graph()
+            with self.api.capture(self.update, self.pool):
+                self.optimizer.step()
+        loss = self.backward(self.batch())
+        self.update.replay()
+        return loss
+
+
+class WholeStep(Eager):
+    """Forward, backward and optimizer step as one graph; its bare replay is the floor."""
+
+    def __call__(self) -> Tensor:
+        if self.steps < WARMUP:
+            with self.lab.side_stream():
+                return super().__call__()
+        batch = self.batch()
+        if self.steps == WARMUP + 1:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.static = [t.clone() for t in batch]
+            self.graph = self.lab.ours.new_graph()
+            with self.lab.ours.capture(self.graph):
+                self.loss = self.backward(self.static)
+                self.optimizer.step()
+        torch._foreach_copy_(self.static, list(batch))
+        self.graph.replay()
+        return self.loss

@@ -1,0 +1,194 @@
+"""Python that a step reads or leaves behind: a replay runs none, so it is watched or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_graphs.errors import CaptureError
+
+_PLAIN = (bool, int, float, str)
+_CONTAINERS = (list, dict, set, deque)
+_LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
+_LIVE_IN_LIBRARIES = ("p", "momentum")
+
+
+class AttributeReads:
+    """Plain attributes of modules that captured steps have read: numbers, flags and texts.
+
+    A capture bakes them in. Their values are part of what a captured step depends on, so that a
+    hook which anneals a weight or changes a dropout rate gets a graph for the new value.
+    """
+
+    def __init__(self) -> None:
+        self._reads: dict[str, tuple[Any, str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def values(self) -> tuple[tuple[str, Any], ...]:
+        """Name and present value of every attribute that was read."""
+        return tuple(
+            [(name, getattr(owner, key, None)) for name, (owner, key) in self._reads.items()]
+        )
+
+    @contextlib.contextmanager
+    def watching(self, module: LightningModule) -> Iterator[None]:
+        """Note what the body reads from the module and from submodules of its author's own.
+
+        Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
+        checks their class; of theirs, the rates that training is known to move are noted.
+        """
+        compiled = any(isinstance(m, torch._dynamo.OptimizedModule) for m in module.modules())
+        exchanged = []
+        for path, owner in module.named_modules():
+            name = f"self.{path}" if path else "self"
+            if type(owner).__module__.startswith(_LIBRARIES):
+                for key in _LIVE_IN_LIBRARIES:
+                    if isinstance(vars(owner).get(key), _PLAIN):
+                        self._note(owner, name, key)
+            elif not (compiled and path):
+                exchanged.append((owner, type(owner), name))
+        try:
+            for owner, kind, name in exchanged:
+                object.__setattr__(owner, "__class__", self._watched(kind, name))
+            yield
+        finally:
+            for owner, kind, _ in exchanged:
+                object.__setattr__(owner, "__class__", kind)
+
+    def _watched(self, kind: type, path: str) -> type:
+        def read(owner: Any, key: str) -> Any:
+            value = kind.__getattribute__(owner, key)
+            if key == "_hparams" and isinstance(value, dict):
+                for item, held in value.items():
+                    if isinstance(held, _PLAIN):
+                        self._note(value, f"{path}.hparams", item)
+            elif isinstance(value, _PLAIN) and _is_attribute(kind, key):
+                self._note(owner, path, key)
+            return value
+
+        return type(kind)(kind.__name__, (kind,), {"__getattribute__": read})
+
+    def _note(self, owner: Any, path: str, key: str) -> None:
+        self._reads.setdefault(f"{path}.{key}", (owner, key))
+
+
+def _is_attribute(kind: type, key: str) -> bool:
+    hidden = key.startswith("_") or key == "training"
+    return not hidden and not isinstance(getattr(kind, key, None), property)
+
+
+@contextlib.contextmanager
+def nothing_left_behind(module: LightningModule) -> Iterator[None]:
+    """Undo what the body leaves in attributes of modules and in Python's random generators.
+
+    Raises:
+        CaptureError: the body has left something: a replay would not leave it again.
+    """
+    attributes = _Attributes(module)
+    generators = _Generators(module)
+    try:
+        yield
+    finally:
+        changed = attributes.restore()
+        drawn = generators.restore()
+    if changed:
+        raise CaptureError(
+            "A captured step runs no Python code: what it stores in attributes would stand still.",
+            f"training_step changes {', '.join(sorted(set(changed))[:3])}",
+            "store it from on_train_batch_end, from the values that training_step returns; change "
+            "buffers in place",
+        )
+    if drawn:
+        raise CaptureError(
+            "A captured step runs no Python code: a number that it draws would stand still.",
+            f"training_step draws from {', '.join(drawn)}",
+            "draw on the device (torch.rand(..., device=...)), or in the data loader",
+        )
+
+
+class _Attributes:
+    """What the attributes of a module tree hold, and what the containers among them hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables: list[tuple[str, dict[str, Any]]] = []
+        self._containers: list[tuple[str, Any, Any]] = []
+        for path, owner in module.named_modules():
+            name = f"self.{path}" if path else "self"
+            table = vars(owner)
+            self._tables.append((name, table))
+            self._containers.append((name, table, table.copy()))
+            for key, value in table.items():
+                if type(value) in _CONTAINERS:
+                    own = name if key in ("_parameters", "_buffers", "_modules") else ""
+                    self._containers.append((own or f"{name}.{key}", value, value.copy()))
+
+    def restore(self) -> list[str]:
+        """Put everything back; returns the names of what was changed."""
+        changed = []
+        for name, container, before in self._containers:
+            if isinstance(container, dict):
+                keys = [k for k in {**before, **container} if _differs(container, before, k)]
+                changed += [f"{name}.{key}" for key in keys]
+                if keys:
+                    container.clear()
+                    container.update(before)
+            elif not _same(container, before):
+                changed.append(name)
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(before)
+        return changed
+
+
+def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
+    if key not in now or key not in before:
+        return True
+    a, b = now[key], before[key]
+    return a is not b and not (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, set):
+        return bool(now == before)
+    return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+class _Generators:
+    """The states of the random generators that Python code on the host draws from."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._random = random.getstate()
+        self._numpy: Any = sys.modules.get("numpy")
+        self._legacy = self._numpy.random.get_state() if self._numpy else None
+        # On a CPU, torch's generator is that of the captured operators themselves.
+        self._torch = torch.get_rng_state() if module.device.type != "cpu" else None
+
+    def restore(self) -> list[str]:
+        """Put the states back; returns the names of the generators that were drawn from."""
+        drawn = []
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+            drawn.append("Python's random")
+        if self._legacy is not None and not _equal(self._numpy.random.get_state(), self._legacy):
+            self._numpy.random.set_state(self._legacy)
+            drawn.append("numpy.random")
+        if self._torch is not None and not torch.equal(torch.get_rng_state(), self._torch):
+            torch.set_rng_state(self._torch)
+            drawn.append("torch's generator of the CPU")
+        return drawn
+
+
+def _equal(now: Any, before: Any) -> bool:
+    return all(
+        bool((a == b).all()) if hasattr(a, "all") else a == b
+        for a, b in zip(now, before, strict=True)
+    )

@@ -1,0 +1,224 @@
+"""Kinds of batches, and shapes that change."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from tests.training.fits import GradientTrace, Net, Trace, batches, compare, fit_twice, loader_of
+from tests.training.fits import prepare
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    name: str = "sample"
+
+
+KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tensor": (
+        lambda b: torch.cat([b["x"], b["y"][:, None].float()], 1),
+        lambda b: (b[:, :8], b[:, 8].long()),
+    ),
+    "tuple": (lambda b: (b["x"], b["y"]), lambda b: (b[0], b[1])),
+    "list": (lambda b: [b["x"], b["y"]], lambda b: (b[0], b[1])),
+    "dict": (lambda b: b, lambda b: (b["x"], b["y"])),
+    "namedtuple": (lambda b: Pair(b["x"], b["y"]), lambda b: (b.x, b.y)),
+    "dataclass": (lambda b: Sample(b["x"], b["y"]), lambda b: (b.x, b.y)),
+    "nested": (
+        lambda b: {"in": [(b["x"], "text", 3), None], "out": {"y": b["y"], "n": 2.5, "ok": True}},
+        lambda b: (b["in"][0][0], b["out"]["y"]),
+    ),
+    "same tensor twice": (
+        lambda b: (b["x"], b["x"], b["y"]), lambda b: (0.5 * b[0] + 0.5 * b[1], b[2]),
+    ),
+    "transposed": (
+        lambda b: {"x": b["x"].t().contiguous().t(), "y": b["y"]}, lambda b: (b["x"], b["y"]),
+    ),
+    "expanded": (
+        lambda b: {"x": b["x"][:, :1].expand(-1, 8), "y": b["y"]}, lambda b: (b["x"], b["y"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch(backend: str, tmp_path: Path, kind: str) -> None:
+    pack, unpack = KINDS[kind]
+
+    class Packed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = unpack(batch)
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            # Lightning cannot tell the batch size of every kind.
+            self.log("loss", loss, batch_size=8)
+            return loss
+
+    compare(*fit_twice(backend, tmp_path, module=Packed, data=lambda: [pack(b) for b in batches()]))
+
+
+def test_training_step_without_batch_idx(backend: str, tmp_path: Path) -> None:
+    class Short(Net):
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(batch)
+
+    compare(*fit_twice(backend, tmp_path, module=Short))
+
+
+def test_training_step_that_changes_its_batch(backend: str, tmp_path: Path) -> None:
+    class Changing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["extra"] = batch.pop("x") * 2
+            return nn.functional.cross_entropy(self.net(batch["extra"]), batch["y"])
+
+    def data() -> Any:
+        return DataLoader(batches(), batch_size=None, collate_fn=dict)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Changing, data=data)
+    compare(eager, captured)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+def test_combined_loader(backend: str, tmp_path: Path, mode: str) -> None:
+    class Combined(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            parts = [p for p in (batch.values() if "a" in batch else [batch]) if p is not None]
+            return torch.stack([self.loss(part) for part in parts]).mean()
+
+    def data() -> Any:
+        loaders = {"a": loader_of(batches(5)), "b": loader_of(batches(7, size=4))}
+        return CombinedLoader(loaders, mode)
+
+    compare(*fit_twice(backend, tmp_path, module=Combined, data=data, max_epochs=4))
+
+
+def test_shuffling_loader(backend: str, tmp_path: Path) -> None:
+    class Pairs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss({"x": batch[0], "y": batch[1]})
+
+    def data() -> Any:
+        first, *rest = batches()
+        x = torch.cat([first["x"], *(b["x"] for b in rest)])
+        y = torch.cat([first["y"], *(b["y"] for b in rest)])
+        return DataLoader(TensorDataset(x, y), batch_size=9, shuffle=True)
+
+    compare(*fit_twice(backend, tmp_path, module=Pairs, data=data, max_epochs=4))
+
+
+def lengths(*sizes: int) -> Callable[[], list[dict[str, Any]]]:
+    """Batches of these numbers of samples."""
+
+    def data() -> list[dict[str, Any]]:
+        return [
+            {key: value[:size] for key, value in batch.items()}
+            for batch, size in zip(batches(len(sizes), size=32), sizes, strict=True)
+        ]
+
+    return data
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_last_batch_smaller(
+    backend: str, tmp_path: Path, accumulate: int, trace: type[Trace]
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lambda: batches(8, last=5), max_epochs=6, trace=trace,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    compare(eager, captured)
+    assert any('batch["x"]' in change for change in captured.statistics.recaptures)
+
+
+def test_several_lengths_get_a_graph_each(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(8, 16, 24, 8, 16, 24, 16, 8, 24, 8), max_epochs=4
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures == 3
+    assert 'batch["x"]: f32[' in captured.statistics.recaptures[0]
+
+
+@pytest.mark.parametrize(("capture_after", "captures"), [(0, 2), (1, 2), (5, 1)])
+def test_capture_after(backend: str, tmp_path: Path, capture_after: int, captures: int) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(8, 8, 8, 8, 4), max_epochs=5,
+        capture={"capture_after": capture_after},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures == captures
+
+
+def test_warmup_steps(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, capture={"warmup_steps": 7, "capture_after": 0}, max_epochs=2
+    )
+    compare(eager, captured)
+    assert (captured.statistics.eager, captured.statistics.replayed) == (7, 13)
+
+
+def test_max_graphs_releases_the_least_recently_used(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(4, 8, 4, 8, 12, 12, 4, 8, 12), max_epochs=4,
+        capture={"max_graphs": 2, "capture_after": 0},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures > 3
+
+
+def test_a_batch_that_never_looks_the_same_is_named(backend: str, tmp_path: Path) -> None:
+    def data() -> list[dict[str, Any]]:
+        return [{**batch, "path": f"{i}.png"} for i, batch in enumerate(batches(40))]
+
+    options: dict[str, Any] = {"data": data, "max_epochs": 1, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=r'no two batches.*(?s:.*)batch\["path"\]'):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+class Flipping(Net):
+    def on_train_epoch_start(self) -> None:
+        self.net[1].train(self.current_epoch % 2 == 0)
+
+
+def test_train_and_eval_flips_during_training(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Flipping, max_epochs=5)
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+    assert "train/eval mode of 1 module" in captured.statistics.recaptures[0]
+
+
+class Noise(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("noise", self.net[3](torch.ones(16, device=loss.device)).sum())
+        return loss
+
+
+def test_dropout_differs_at_every_replay_and_a_seed_reproduces_it(
+    backend: str, tmp_path: Path
+) -> None:
+    runs = [
+        prepare(backend, tmp_path / str(i), True, module=Noise, seed=seed).run()
+        for i, seed in enumerate((1, 1, 2))
+    ]
+    assert runs[0].csv == runs[1].csv
+    assert runs[0].csv != runs[2].csv
+    eager = prepare(backend, tmp_path, False, module=Noise).run()
+    compare(eager, runs[0])
+    column = eager.csv.splitlines()[0].split(",").index("noise")
+    noise = [line.split(",")[column] for line in eager.csv.splitlines()[1:]]
+    assert len(set(noise)) > 4

@@ -1,0 +1,266 @@
+"""Python that a capture would freeze: refused with its reason, and then equal to eager."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tests.training.fits import Net, compare, fit_twice, prepare
+from torch import nn
+
+
+class Indexed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (batch_idx + 1)
+
+
+class IndexedByTensor(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * batch_idx
+
+
+class IndexedByFunction(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.mul(self.loss(batch), batch_idx)
+
+
+class IndexedByRange(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        for _ in range(batch_idx):
+            loss = loss * 1.5
+        return loss
+
+
+class IndexedInAHelper(Net):
+    def scale(self, loss: Any, i: int) -> Any:
+        return loss * i
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scale(self.loss(batch), batch_idx)
+
+
+class IndexReturned(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "index": batch_idx}
+
+
+class IndexLogged(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("index", float(batch_idx))
+        return self.loss(batch)
+
+
+class Stepped(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) / (1 + self.global_step)
+
+
+class ByEpoch(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (2.0 if self.trainer.current_epoch else 1.0)
+
+
+class Appending(Net):
+    """What Lightning recommends in place of ``training_epoch_end``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+        self.log("count", float(len(self.losses)))
+        self.losses.clear()
+
+
+class Assigning(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.last = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("last", self.last)
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.calls))
+
+
+class SubmoduleCounting(Net):
+    class Layer(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = self.Layer(16, 3)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.net[4].calls))
+
+
+class RebindingBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.average = 0.5 * self.average + 0.5 * loss.detach()
+        self.log("average", self.average)
+        return loss
+
+
+class Mixup(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = float(numpy.random.beta(1.0, 1.0))
+        return share * self.loss(batch)
+
+
+class TeacherForcing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (2.0 if random.random() < 0.5 else 1.0)
+
+
+REFUSED = [
+    (Indexed, "batch_idx"),
+    (IndexedByTensor, "batch_idx"),
+    (IndexedByFunction, "batch_idx"),
+    (IndexedByRange, "batch_idx"),
+    (IndexedInAHelper, "batch_idx"),
+    (IndexReturned, "batch_idx"),
+    (IndexLogged, "index"),
+    (Stepped, "trainer.global_step"),
+    (ByEpoch, "trainer.current_epoch"),
+    (Appending, "losses"),
+    (Assigning, "last"),
+    (Counting, "calls"),
+    (SubmoduleCounting, "calls"),
+    (RebindingBuffer, "average"),
+    (Mixup, "numpy"),
+    (TeacherForcing, "random"),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_refused_with_reason_and_equal(
+    backend: str, tmp_path: Path, module: Any, reason: str
+) -> None:
+    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=f"a step runs eagerly: (?s:.*){reason}"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed == 0
+
+
+class Annealed(Net):
+    """A Python attribute that another hook moves, as KL annealing does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = 0.25
+        self.save_hyperparameters({"scale": 1.0})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("weight", self.weight)
+        return loss * self.weight * self.hparams.scale
+
+    def on_train_epoch_start(self) -> None:
+        self.weight = 0.25 * (1 + self.current_epoch)
+        self.hparams.scale = 1.0 + (self.current_epoch == 3)
+
+
+def test_an_attribute_that_a_hook_moves_recaptures(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Annealed, max_epochs=4)
+    compare(eager, captured)
+    assert captured.statistics.captures == 4
+    assert "self.weight" in captured.statistics.recaptures[0]
+
+
+class ScheduledDropout(Net):
+    def on_train_epoch_start(self) -> None:
+        self.net[3].p = 0.25 * (self.current_epoch % 2)
+
+
+def test_an_attribute_of_a_submodule_that_a_hook_moves(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=ScheduledDropout, max_epochs=3))
+
+
+class RateLogged(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("group", self.optimizers().param_groups[0]["lr"])
+        self.log("scheduler", self.lr_schedulers().get_last_lr()[0])
+        return self.loss(batch)
+
+
+def test_a_learning_rate_logged_by_the_step_stays_live(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=RateLogged, max_epochs=3))
+
+
+class Consuming(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+def test_a_step_that_takes_the_iterator_runs_eagerly(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "module": Consuming, "capture": {"on_failure": "eager"}, "validation": 0,
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="dataloader_iter"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+class SometimesSkipping(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch["x"]) == 5 else self.loss(batch)
+
+
+def test_a_step_that_returns_none_for_some_signature(backend: str, tmp_path: Path) -> None:
+    from tests.training.fits import batches
+
+    options: dict[str, Any] = {
+        "module": SometimesSkipping, "capture": {"on_failure": "eager"}, "max_epochs": 5,
+        "data": lambda: batches(6, last=5),
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="it returned NoneType"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 15

@@ -1,0 +1,118 @@
+"""torchmetrics objects that ``training_step`` updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torchmetrics
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
+
+
+class Scored(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        self.mean = torchmetrics.MeanMetric()
+
+    def scores(self, batch: Any) -> Any:
+        logits = self.net(batch["x"])
+        return self.loss(batch), logits.argmax(-1)
+
+
+class LoggedObject(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, guess = self.scores(batch)
+        self.accuracy(guess, batch["y"])
+        self.mean.update(loss)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True, prog_bar=True)
+        return loss
+
+
+class LoggedForwardValue(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, guess = self.scores(batch)
+        self.log("accuracy", self.accuracy(guess, batch["y"]), on_step=True)
+        self.log(name="again", value=self.mean(loss), on_epoch=True)
+        return loss
+
+
+class ComputedAtEpochEnd(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, guess = self.scores(batch)
+        self.accuracy.update(guess, batch["y"])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("accuracy", self.accuracy.compute())
+        self.accuracy.reset()
+
+
+class Collected(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = torchmetrics.MetricCollection(
+            {
+                "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
+                "recall": torchmetrics.Recall(task="multiclass", num_classes=3, average="macro"),
+            },
+            prefix="train_",
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.metrics.update(self.net(batch["x"]), batch["y"])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+
+
+class CollectedAsObject(Collected):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.metrics.update(self.net(batch["x"]), batch["y"])
+        self.log_dict(self.metrics, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        return
+
+
+class CollectedForwardValue(CollectedAsObject):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log_dict(self.metrics(self.net(batch["x"]), batch["y"]))
+        return loss
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        LoggedObject, LoggedForwardValue, ComputedAtEpochEnd, Collected, CollectedAsObject,
+        CollectedForwardValue,
+    ],
+)  # fmt: skip
+def test_metric(backend: str, tmp_path: Path, module: Any) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=module, max_epochs=3, data=lambda: batches(6)
+    )
+    compare(eager, captured)
+
+
+class UsedInTheLoss(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, guess = self.scores(batch)
+        return loss * (1 + self.accuracy(guess, batch["y"]))
+
+
+def test_a_metric_value_in_the_loss_is_refused(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": UsedInTheLoss, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="the value of metric `accuracy` is used in training_step"):
+        captured.run()
+    compare(eager, captured, replayed=False)

@@ -1,0 +1,272 @@
+"""Optimizers: which are captured, what happens to the others, and what they hold afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from tests.training.fits import FullTrace, GradientTrace, Net, Trace, batches, compare, fit_twice
+from tests.training.fits import prepare
+from torch import nn, optim
+
+RATE = 2**-6
+
+FUSED: dict[str, Callable[[Any], Any]] = {
+    "Adam": lambda p: optim.Adam(p, lr=RATE, fused=True),
+    "Adam with amsgrad": lambda p: optim.Adam(p, lr=RATE, amsgrad=True, fused=True),
+    "Adam with weight decay": lambda p: optim.Adam(p, lr=RATE, weight_decay=0.5, fused=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=RATE, fused=True),
+    "AdamW maximizing": lambda p: optim.AdamW(p, lr=RATE, maximize=True, fused=True),
+    "SGD": lambda p: optim.SGD(p, lr=RATE, fused=True),
+    "SGD with momentum": lambda p: optim.SGD(p, lr=RATE, momentum=0.75, fused=True),
+    "SGD with dampening": lambda p: optim.SGD(
+        p, lr=RATE, momentum=0.75, dampening=0.25, weight_decay=0.125, fused=True
+    ),
+    "SGD with nesterov": lambda p: optim.SGD(
+        p, lr=RATE, momentum=0.75, nesterov=True, fused=True
+    ),
+}
+
+OTHERS = [
+    "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+]  # fmt: skip
+
+
+def made(optimizer: Callable[[Any], Any]) -> Callable[[], Net]:
+    return lambda: Net(lambda module: optimizer(module.parameters()))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizer_is_captured_bit_for_bit(backend: str, tmp_path: Path, name: str) -> None:
+    compare(*fit_twice(backend, tmp_path, module=made(FUSED[name])))
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW, optim.SGD])
+def test_optimizer_is_made_fused_and_given_back(backend: str, tmp_path: Path, kind: Any) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=made(lambda p: kind(p, lr=RATE, weight_decay=0.5))
+    )
+    compare(eager, captured, tolerance=1e-4)
+    group = captured.trainer.optimizers[0].param_groups[0]
+    assert group["fused"] is None
+    assert group["foreach"] is None
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace, FullTrace])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizer(backend: str, tmp_path: Path, name: str, trace: type[Trace]) -> None:
+    module = made(lambda p: getattr(optim, name)(p, lr=RATE))
+    eager = prepare(backend, tmp_path, False, module=module, trace=trace).run()
+    captured = prepare(backend, tmp_path, True, module=module, trace=trace)
+    if backend == "cuda" and "capturable" in captured.module.configure_optimizers().defaults:
+        compare(eager, captured.run(), tolerance=1e-4)
+        return
+    with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: .*{name}"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
+    assert len(captured.statistics.fallbacks) == 1
+
+
+def test_optimizer_of_somebody_else(backend: str, tmp_path: Path) -> None:
+    class Signs(optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": RATE})
+
+        def step(self, closure: Any = None) -> Any:
+            loss = closure() if closure is not None else None
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.data.sub_(parameter.grad.sign(), alpha=group["lr"])
+            return loss
+
+    eager = prepare(backend, tmp_path, False, module=made(Signs)).run()
+    captured = prepare(backend, tmp_path, True, module=made(Signs))
+    with pytest.warns(UserWarning, match=r"Signs is not one of torch\.optim"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
+
+
+def test_step_hooks_are_called(backend: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def hooked(parameters: Any) -> Any:
+        optimizer = FUSED["AdamW"](parameters)
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return optimizer
+
+    eager = prepare(backend, tmp_path, False, module=made(hooked)).run()
+    captured = prepare(backend, tmp_path, True, module=made(hooked))
+    with pytest.warns(UserWarning, match="AdamW has step hooks"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert len(calls) == 40
+
+
+@pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])
+def test_implementation_asked_for_by_the_user(
+    backend: str, tmp_path: Path, option: dict[str, bool]
+) -> None:
+    module = made(lambda p: optim.AdamW(p, lr=RATE, **option))
+    eager = prepare(backend, tmp_path, False, module=module).run()
+    captured = prepare(backend, tmp_path, True, module=module)
+    if backend == "cuda":
+        compare(eager, captured.run(), tolerance=1e-4)
+        return
+    with pytest.warns(UserWarning, match="the optimizer step runs eagerly"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+def test_learning_rate_given_as_a_tensor(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        rate = torch.tensor(RATE, device=module.device)
+        optimizer = optim.AdamW(module.parameters(), lr=rate, fused=True)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    compare(*fit_twice(backend, tmp_path, module=lambda: Net(optimizers), max_epochs=3))
+
+
+def test_several_parameter_groups(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        groups = [
+            {"params": module.net[0].parameters(), "lr": 2**-5, "weight_decay": 0.25},
+            {"params": module.net[1].parameters(), "lr": 2**-8, "betas": (0.5, 0.75)},
+            {"params": module.net[4].parameters(), "name": "head"},
+        ]
+        return optim.AdamW(groups, lr=2**-7, fused=True)
+
+    compare(*fit_twice(backend, tmp_path, module=lambda: Net(optimizers), gradient_clip_val=0.25))
+
+
+class Partial(Net):
+    """One layer frozen, another never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace, FullTrace])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_frozen_and_unused_parameters(
+    backend: str, tmp_path: Path, trace: type[Trace], accumulate: int
+) -> None:
+    compare(
+        *fit_twice(
+            backend, tmp_path, module=Partial, trace=trace, accumulate_grad_batches=accumulate
+        )
+    )
+
+
+class TwoHeads(Net):
+    """Each kind of batch uses a head of its own, so the other one gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.heads[batch["head"]](self.net(batch["x"]))
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+
+def with_heads(order: str) -> Callable[[], list[dict[str, Any]]]:
+    def data() -> list[dict[str, Any]]:
+        return [{**b, "head": h} for b, h in zip(batches(len(order)), order, strict=True)]
+
+    return data
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace, FullTrace])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_parameters_that_get_a_gradient_at_times(
+    backend: str, tmp_path: Path, trace: type[Trace], accumulate: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=TwoHeads, trace=trace, max_epochs=6, validation=0,
+        accumulate_grad_batches=accumulate, gradient_clip_val=2**-4,
+        data=with_heads("abbaabababba"),
+    )  # fmt: skip
+    compare(eager, captured)
+
+
+def test_parameters_outside_of_the_optimizer(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        return optim.AdamW(module.net[4].parameters(), lr=RATE, fused=True)
+
+    for trace in (Trace, GradientTrace):
+        root = tmp_path / trace.__name__
+        compare(*fit_twice(backend, root, module=lambda: Net(optimizers), trace=trace))
+
+
+def test_unfreezing_during_training_recaptures(backend: str, tmp_path: Path) -> None:
+    class Thawing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Thawing, max_epochs=3)
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+    assert "net.0.weight" in captured.statistics.recaptures[0]
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=2**-9)
+
+
+def test_parameter_group_added_by_a_finetuning_callback(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        used = [p for p in module.parameters() if p.requires_grad]
+        return optim.AdamW(used, lr=RATE, fused=True)
+
+    eager, captured = fit_twice(
+        backend, tmp_path, module=lambda: Net(optimizers), callbacks=lambda: [Thaw()], max_epochs=4
+    )
+    compare(eager, captured)
+    assert len(captured.trainer.optimizers[0].param_groups) == 2
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_a_hook_that_changes_or_removes_gradients(backend: str, tmp_path: Path, hook: str) -> None:
+    class Meddling(Net):
+        def meddle(self, *_: Any) -> None:
+            step = self.trainer.global_step
+            self.net[0].weight.grad.mul_(0.5)
+            self.net[4].weight.grad = self.net[4].weight.grad * 2
+            if step % 4 == 0:
+                self.net[4].bias.grad = None
+
+    setattr(Meddling, hook, Meddling.meddle)
+    compare(*fit_twice(backend, tmp_path, module=Meddling, max_epochs=3))
+
+
+def test_optimizer_state_loaded_during_training(backend: str, tmp_path: Path) -> None:
+    class Rewinding(Net):
+        def on_train_epoch_start(self) -> None:
+            optimizer = self.trainer.optimizers[0]
+            if self.current_epoch == 1:
+                self.state = optimizer.state_dict()
+            if self.current_epoch == 2:
+                optimizer.load_state_dict(self.state)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Rewinding, max_epochs=4)
+    compare(eager, captured)
