@@ -17,7 +17,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 .PHONY: demo test lint bench clean
 
 demo: $(INSTALLED)
-	$(PY) examples/capture_training_step.py
+	$(PY) examples/finetune_classifier.py
 
 test: $(INSTALLED)
 	$(PY) -m pytest tests

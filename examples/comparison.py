@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import mean, median
+from textwrap import indent
 from time import perf_counter
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch import seed_everything as seed_all
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_graphs import GraphCapture
 
@@ -60,22 +61,27 @@ class Probe(Callback):
 
     losses: list[torch.Tensor] = field(default_factory=list)
     epochs: list[float] = field(default_factory=list)
-    _started: float = 0.0
+    _started: float | None = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.losses.append(outputs["loss"].detach().clone())
-        # The last batch of an epoch may be a short one.
-        last = int(trainer.num_training_batches) - 2
-        if pl_module.device.type != "cuda" or last <= SETTLED_AFTER:
-            return
+        if pl_module.device.type == "cuda":
+            self._time(trainer, batch_idx)
+
+    def _time(self, trainer: Trainer, batch_idx: int) -> None:
         if batch_idx == SETTLED_AFTER:
             torch.cuda.synchronize()
             self._started = perf_counter()
-        elif batch_idx == last:
+            return
+        # The very last batch of an epoch may be a short one.
+        last = batch_idx == int(trainer.num_training_batches) - 2
+        if self._started is not None and (last or trainer.global_step == trainer.max_steps):
             torch.cuda.synchronize()
-            self.epochs.append((perf_counter() - self._started) / (last - SETTLED_AFTER) * 1e3)
+            seconds = perf_counter() - self._started
+            self.epochs.append(seconds / (batch_idx - SETTLED_AFTER) * 1e3)
+            self._started = None
 
 
 def on_gpu(options: argparse.Namespace) -> bool:
@@ -86,7 +92,7 @@ def on_gpu(options: argparse.Namespace) -> bool:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that every example has."""
     flag = parser.add_argument
-    flag("--epochs", type=int, default=3, help="epochs (default: 3)")
+    flag("--epochs", type=int, default=4, help="epochs (default: 4)")
     flag("--max-steps", type=int, default=-1, help="end after so many steps (default: no limit)")
     flag("--batch-size", type=int, default=32, help="examples in a batch (default: 32)")
     flag("--precision", help="for the Trainer (default: bf16-mixed on a GPU, 32-true on a CPU)")
@@ -124,13 +130,11 @@ def compare(
         make_data: Makes the data; it shuffles by a generator of its own.
         options: The flags of :func:`add_flags`.
     """
-    quieten()
-    torch.set_float32_matmul_precision("high")
     backend = "cuda" if on_gpu(options) else "emulated"
     runs = []
     for graphs in (None, GraphCapture(backend=backend)):
-        print("\nEager:" if graphs is None else "\nWith GraphCapture:", flush=True)
-        seed_all(options.seed, verbose=False)
+        say("\nEager:" if graphs is None else "\nWith GraphCapture:")
+        torch.manual_seed(options.seed)
         runs.append(_fit(make_module(), make_data(), graphs, options))
     return Comparison(*runs)
 
@@ -166,8 +170,15 @@ def _fit(
     )
 
 
-def quieten() -> None:
-    """Silences advice that does not concern an example."""
+@rank_zero_only
+def say(text: str) -> None:
+    """Prints once, however many processes train."""
+    print(text, flush=True)
+
+
+def prepare() -> None:
+    """Uses tensor cores for what stays in float32, and silences advice on larger programs."""
+    torch.set_float32_matmul_precision("high")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in (
@@ -177,6 +188,7 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message)
 
 
+@rank_zero_only
 def report(comparison: Comparison, gpu: bool) -> None:
     """Prints both fits side by side, and what the graphs did."""
     eager, captured = comparison.eager, comparison.captured
@@ -193,7 +205,7 @@ def report(comparison: Comparison, gpu: bool) -> None:
     rows += [
         ("captured graphs", "", str(done.captures)),
         ("replayed steps", "", str(done.replayed)),
-        ("eager steps", str(len(eager.losses)), str(done.eager)),
+        ("eager steps", str(len(eager.losses)), str(len(captured.losses) - done.replayed)),
     ]
     print_table(("", "eager", "GraphCapture"), rows)
     equal = sum(a == b for a, b in comparison.pairs)
@@ -201,18 +213,19 @@ def report(comparison: Comparison, gpu: bool) -> None:
         f"Losses: {equal} of {len(comparison.pairs)} equal, "
         f"largest difference {comparison.largest_difference:.1e}."
     )
-    print("Fallbacks: " + ("; ".join(done.fallbacks) or "none") + ".")
+    print("Fallbacks:" if done.fallbacks else "Fallbacks: none.")
+    for reason in done.fallbacks:
+        print(indent(reason, "  "))
     if not gpu:
         print(
-            "Rehearsed on the CPU: the emulated backend shows that a replay computes what the eager"
-            "\nstep computes. Times would mean nothing here, so none are shown."
+            "Rehearsed on the CPU: the emulated backend runs a replay's operators one by one, to "
+            "compare\ntheir results. Times would mean nothing here, so none are shown."
         )
     elif eager.ms_per_step is not None and captured.ms_per_step is not None:
-        print(f"Speed-up on {_gpu()}: {eager.ms_per_step / captured.ms_per_step:.2f}x.")
-
-
-def _gpu() -> str:
-    return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+        print(
+            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a captured step is "
+            f"{eager.ms_per_step / captured.ms_per_step:.2f} times as fast."
+        )
 
 
 def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Comparison, add_flags, check_flags, compare, on_gpu, report
+from comparison import Comparison, add_flags, check_flags, compare, on_gpu, prepare, report, say
 from lightning.pytorch import LightningDataModule, LightningModule
 from stdlib_corpus import Corpus, Examples, from_csv, standard_library
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
@@ -32,6 +32,7 @@ from transformers import (
     BertForSequenceClassification,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    get_linear_schedule_with_warmup,
 )
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
@@ -61,9 +62,8 @@ class Classifier(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
-        scheduler = torch.optim.lr_scheduler.LinearLR(
-            optimizer, 1.0, 0.1, total_iters=int(self.trainer.estimated_stepping_batches)
-        )
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
@@ -98,15 +98,15 @@ class Encoded(Dataset[dict[str, Tensor]]):
 class Texts(LightningDataModule):
     """Loaders over both parts; the order of the batches depends on the seed alone."""
 
-    def __init__(self, train: Encoded, validation: Encoded, batch_size: int, seed: int) -> None:
+    def __init__(self, train: Encoded, validation: Encoded, options: argparse.Namespace) -> None:
         super().__init__()
         self._train, self._validation = train, validation
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(options.seed)
         self._loader = partial(
             DataLoader,
-            batch_size=batch_size,
+            batch_size=options.batch_size,
             collate_fn=_as_it_is,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=on_gpu(options),
         )
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -164,7 +164,7 @@ def train(options: argparse.Namespace) -> Comparison:
     """Trains twice, as the flags say."""
     gpu = on_gpu(options)
     corpus: Corpus = (
-        from_csv(options.data) if options.data else standard_library(600 if gpu else 200)
+        from_csv(options.data) if options.data else standard_library(600 if gpu else 250)
     )
     config = small_or_base(gpu)
     if options.model is None:
@@ -173,16 +173,16 @@ def train(options: argparse.Namespace) -> Comparison:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     length = 128 if gpu else 64
     parts = [Encoded(part, tokenizer, length) for part in (corpus.train, corpus.validation)]
-    print(
+    say(
         f"{len(parts[0])} texts to train on, {len(parts[1])} to validate on, "
         f"{len(corpus.names)} labels: {', '.join(corpus.names[:10])}"
     )
-    # Small networks with random weights learn with larger steps than large or pretrained ones.
-    learning_rate = 1e-3 if options.model is None and not gpu else 5e-5
+    random_weights = 1e-4 if gpu else 1e-3
+    learning_rate = random_weights if options.model is None else 5e-5
     labels = len(corpus.names)
     return compare(
         lambda: Classifier(make_model(options.model, labels, config), labels, learning_rate),
-        lambda: Texts(*parts, options.batch_size, options.seed),
+        lambda: Texts(*parts, options),
         options,
     )
 
@@ -211,6 +211,7 @@ def main() -> int:
     parser = flags()
     options = parser.parse_args()
     check_flags(parser, options)
+    prepare()
     comparison = train(options)
     gpu = on_gpu(options)
     report(comparison, gpu)

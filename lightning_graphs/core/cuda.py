@@ -142,8 +142,7 @@ class CudaGraph(CapturedGraph):
         self._liveness: InputLiveness | None = None
         self._annotations: AnnotatingRecorder | None = None
         self._inspection: GraphInfo | None = None
-        self._native = torch.cuda.CUDAGraph(keep_graph=keep_graph)
-        self.replay = self._native.replay  # type: ignore[method-assign]
+        self._renew()
 
     def capture_begin(
         self,
@@ -185,6 +184,8 @@ class CudaGraph(CapturedGraph):
             self._inspection = self._annotations.inspection()
             self._annotations = None
         self._native.capture_end()
+        if self._debug and not self._keep_graph:
+            self._native.instantiate()
         if self._liveness is not None:
             # A method of ours would make a cycle, which holds the memory until the next gc.
             self.replay = functools.partial(  # type: ignore[method-assign]
@@ -216,7 +217,8 @@ class CudaGraph(CapturedGraph):
         return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
     def _renew(self) -> None:
-        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
+        # torch drops the template whatever the debug mode says, and then has nothing to dump.
+        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph or self._debug)
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
         if self._debug:
@@ -240,7 +242,7 @@ class CudaGraph(CapturedGraph):
 
     def enable_debug_mode(self) -> None:
         self._debug = True
-        self._native.enable_debug_mode()
+        self._renew()
 
     def debug_dump(self, debug_path: str) -> None:
         if not (self._debug or self._keep_graph):
@@ -251,6 +253,8 @@ class CudaGraph(CapturedGraph):
             self._native.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
+        if not self._keep_graph:
+            raise no_template()
         return self._native.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:

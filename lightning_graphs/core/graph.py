@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -259,6 +262,7 @@ class graph:
         _refuse_nested(backend)
         backend.prepare_capture()
         with ExitStack() as stack:
+            stack.enter_context(_without_garbage_collection())
             stack.enter_context(backend.capture_stream(self._stream))
             self._cuda_graph.capture_begin(
                 self._pool,

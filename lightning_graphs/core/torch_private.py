@@ -6,6 +6,7 @@ Every function says why no public API serves, and what happens where torch lacks
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,14 +105,16 @@ def announced_as_cuda_capture() -> Iterator[None]:
 
     Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
     the host otherwise), so that a rehearsal without it would take another path than the real thing.
-    With a GPU torch's own optimizers believe the answer and demand ``capturable=True``, which they
-    refuse on the CPU; there the answer stays as it is.
+    Only torch's own optimizers hear the truth: where there is a GPU they would demand
+    ``capturable=True``, which they refuse for parameters on the CPU.
     """
-    if torch.cuda.is_available():
-        yield
-        return
     original = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
+
+    def answer() -> bool:
+        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+        return original() if caller.startswith("torch.optim") else True
+
+    torch.cuda.is_current_stream_capturing = answer
     try:
         yield
     finally:

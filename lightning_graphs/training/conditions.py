@@ -36,12 +36,15 @@ class Conditions:
         training: The train/eval flag of every module.
         attributes: Name and value of the plain attributes that captured steps have read, and of
             the trainer's clipping.
+        gradients: Which of the optimizer's parameters have a gradient from earlier steps, where the
+            step reads it.
     """
 
     phase: Phase
     hyper_parameters: tuple[tuple[str, Any], ...]
     training: tuple[bool, ...]
     attributes: tuple[tuple[str, Any], ...]
+    gradients: tuple[bool, ...]
 
     def diff(self, other: Conditions) -> list[str]:
         """What changed, a line each; empty only when equal."""
@@ -62,4 +65,6 @@ class Conditions:
             for name, now in other.attributes
             if name in known and known[name] != now
         ]
+        if self.gradients != other.gradients:
+            lines.append("which parameters have gradients from earlier steps")
         return lines

@@ -9,6 +9,7 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
@@ -30,19 +31,33 @@ class AttachedGradients:
     """The gradients that a captured step writes, always at the same addresses.
 
     Args:
-        parameters: Parameters that got a gradient in the captured step.
+        parameters: Parameters that have a gradient after the captured step.
         buffers: Their gradients.
+        others: Parameters that have none.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        others: Sequence[Parameter] = (),
+    ) -> None:
         self.parameters = list(parameters)
         self.buffers = list(buffers)
+        self.others = list(others)
 
-    def attach(self) -> None:
-        """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
+    def attach(self, *, zeroed: bool = False) -> None:
+        """Make ``.grad`` the buffers; others zero it, or set it to None around validation.
+
+        Args:
+            zeroed: The step zeroes gradients, so parameters that got none have none.
+        """
         if not all(map(is_, map(_gradient, self.parameters), self.buffers)):
             for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
                 parameter.grad = buffer
+        if zeroed:
+            for parameter in self.others:
+                parameter.grad = None
 
     def adopt(self) -> None:
         """Bring the gradients that there are into the buffers, None as zero, and attach them."""
@@ -64,8 +79,10 @@ class AttachedGradients:
                 torch._foreach_copy_(targets, sources)
 
     def complete(self) -> bool:
-        """Whether every parameter still has a gradient, after hooks that may have changed them."""
-        return all(parameter.grad is not None for parameter in self.parameters)
+        """Whether the same parameters have gradients as in the capture, whatever hooks have done."""
+        return all(p.grad is not None for p in self.parameters) and all(
+            p.grad is None for p in self.others
+        )
 
 
 class PersistentGradients:
@@ -85,3 +102,70 @@ class PersistentGradients:
             if parameter not in self._buffers:
                 self._buffers[parameter] = torch.zeros_like(parameter, requires_grad=False)
         return [self._buffers[parameter] for parameter in parameters]
+
+
+class GradientTargets:
+    """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
+
+    Nobody zeroes the gradients of a parameter that the optimizer does not have: they add up.
+
+    Args:
+        optimizer: Zeroes and reads gradients.
+        trainable: Parameters that may get one.
+        persistent: The buffers.
+        keeps: Gradients outlive the step.
+        adds: Gradients are added to those of earlier steps.
+        holds: The optimizer step is captured, and reads gradients of earlier steps too.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trainable: Sequence[Parameter],
+        persistent: PersistentGradients,
+        *,
+        keeps: bool,
+        adds: bool,
+        holds: bool,
+    ) -> None:
+        optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        self.parameters = list({**optimized, **dict.fromkeys(trainable)})
+        self._inside = [p in optimized for p in self.parameters]
+        self._adds = [adds or not inside for inside in self._inside]
+        self._held = [
+            holds and inside and p.grad is not None
+            for p, inside in zip(self.parameters, self._inside, strict=True)
+        ]
+        self._buffers = [
+            persistent.of([p])[0] if p.requires_grad and (keeps or not inside) else None
+            for p, inside in zip(self.parameters, self._inside, strict=True)
+        ]
+
+    def keep(self) -> None:
+        """Write or add fresh gradients to their buffers; a part of the captured step."""
+        written: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for i, (parameter, buffer) in enumerate(zip(self.parameters, self._buffers, strict=True)):
+            if buffer is None:
+                continue
+            if parameter.grad is not None:
+                targets, fresh = added if self._adds[i] else written
+                targets.append(buffer)
+                fresh.append(parameter.grad)
+            if parameter.grad is not None or self._held[i]:
+                parameter.grad = buffer
+        with torch.no_grad():
+            if written[0]:
+                torch._foreach_copy_(*written)
+            if added[0]:
+                torch._foreach_add_(*added)
+
+    def attached(self) -> tuple[AttachedGradients, AttachedGradients]:
+        """The gradients as they are now: of the optimizer's parameters, and of the others."""
+        return self._attached(True), self._attached(False)
+
+    def _attached(self, inside: bool) -> AttachedGradients:
+        mine = [p for p, i in zip(self.parameters, self._inside, strict=True) if i is inside]
+        used = [(p, p.grad) for p in mine if p.grad is not None]
+        others = [p for p in mine if p.grad is None]
+        return AttachedGradients([p for p, _ in used], [g for _, g in used], others)

@@ -62,20 +62,32 @@ class CapturableOptimizer:
     Args:
         optimizer: The optimizer; :func:`capture_obstacle` must have found nothing against it.
         device: Where its parameters live.
+        before: What kept it capturable until now, and is restored.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        before: CapturableOptimizer | None = None,
+    ) -> None:
         self.optimizer = optimizer
         self._device = device
         self._given = [_flags(group) for group in optimizer.param_groups]
         self._groups = optimizer.param_groups
         self._state = optimizer.state
+        loaded = self._given.copy()
         fused = _fusable(optimizer, device.type)
         for group in self._groups:
             if "capturable" in group and device.type == "cuda":
                 group["capturable"] = True
             if fused and "fused" in group:
                 group["fused"], group["foreach"] = True, False
+        known = before._given if before is not None else []
+        for i, (group, given) in enumerate(zip(self._groups, known, strict=False)):
+            # A state that was saved during the fit by hand comes back with flags that are ours.
+            if loaded[i] == _flags(group):
+                self._given[i] = given
         self._steps_on_host = self._move_steps(device) if device.type == "cuda" else False
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
@@ -110,7 +122,9 @@ class CapturableOptimizer:
         """Bring the learning rates on the device up to date; no work while they stand still."""
         for i, group in enumerate(self._groups):
             rate = group["lr"]
-            if rate != self._filled[i]:
+            if isinstance(rate, Tensor):  # a scheduler fills it in place
+                self._rates[i].copy_(rate)
+            elif rate != self._filled[i]:
                 self._rates[i].fill_(rate)
                 self._filled[i] = rate
 

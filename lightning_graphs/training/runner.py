@@ -35,6 +35,9 @@ _MOVES_TOLERATED = 3
 _REBINDS_TOLERATED = 3
 """How often graphs may be dropped before one of them was replayed, without a warning."""
 
+_RARE_TOLERATED = 4
+"""How many eager steps in a row, for each graph allowed, are taken without a warning."""
+
 
 @dataclass(slots=True)
 class Statistics:
@@ -96,9 +99,12 @@ class StepRunner:
         self._stepping = False
         self._moves = 0
         self._rebinds = 0
+        self._rare = 0
+        self._seen_last: Signature | None = None
         self._last_hyper_parameters: tuple[tuple[str, Any], ...] | None = None
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._observers = Observers.of(trainer, module)
+        self.capturable: CapturableOptimizer | None = None
         self._bind()
 
     # ------------------------------------------------------------------ binding to the fit
@@ -107,9 +113,10 @@ class StepRunner:
         """Look at the optimizer, parameters and modules as they are now."""
         device_type = self._pool.backend.device_type
         obstacle = optimizer_obstacle or capture_obstacle(self._optimizer, device_type)
-        self.capturable: CapturableOptimizer | None = None
+        before = self.capturable
+        self.capturable = None
         if obstacle is None:
-            self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
+            self.capturable = CapturableOptimizer(self._optimizer, self._module.device, before)
         else:
             self._note(f"the optimizer step runs eagerly: {obstacle}")
         self._capture = StepCapture(
@@ -128,6 +135,8 @@ class StepRunner:
     def _watch(self) -> None:
         self._guard = AddressGuard.of_module(self._module)
         self._modules = list(self._module.modules())
+        groups = self._optimizer.param_groups
+        self._optimized = [p for group in groups for p in group["params"]]
 
     def _release(self, plan: StepPlan) -> None:
         if self._last is plan:
@@ -192,10 +201,10 @@ class StepRunner:
         # The base class only calls the hooks; the plugin's scaling is in the graph.
         Precision.pre_backward(plugin, closure_loss, self._module)
         if plan.backward is not None:
-            if self._accumulates(plan):
-                plan.gradients.adopt()
+            self._adopt(plan)
             plan.backward.replay()
-        plan.gradients.attach()
+        plan.gradients.attach(zeroed=not self._accumulates(plan))
+        plan.outside.attach()
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
             self._active = None
@@ -253,6 +262,7 @@ class StepRunner:
             self._refused(None, error)
             return None
         if not self._cache.is_due(signature):
+            self._note_rarity(signature)
             return None
         known = len(self._reads)
         try:
@@ -284,11 +294,11 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan) -> Any:
         self.statistics.replayed += 1
-        self._rebinds = 0
+        self._rebinds = self._rare = 0
         if self.capturable is not None:
             self.capturable.refresh()
-        if plan.backward is None and self._accumulates(plan):
-            plan.gradients.adopt()
+        if plan.backward is None:
+            self._adopt(plan)
         plan.forward.replay()
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
@@ -298,6 +308,12 @@ class StepRunner:
 
     # ------------------------------------------------------------------ conditions
 
+    def _adopt(self, plan: StepPlan) -> None:
+        """Bring in the gradients of earlier steps to which this one adds its own."""
+        if self._accumulates(plan):
+            plan.gradients.adopt()
+        plan.outside.adopt()
+
     def _accumulates(self, plan: StepPlan) -> bool:
         return not plan.phase.zeroing or self._observers.own_zero_grad
 
@@ -306,7 +322,10 @@ class StepRunner:
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         phase = Phase(zeroing, self._stepping, window)
         training = tuple([m.training for m in self._modules])
-        return Conditions(phase, self._hyper_parameters(), training, self._attributes())
+        gradients: tuple[bool, ...] = ()
+        if phase.stepping and not phase.zeroing and self.capturable is not None:
+            gradients = tuple([p.grad is not None for p in self._optimized])
+        return Conditions(phase, self._hyper_parameters(), training, self._attributes(), gradients)
 
     def _attributes(self) -> tuple[tuple[str, Any], ...]:
         trainer = self._trainer
@@ -360,6 +379,19 @@ class StepRunner:
             change = _change(self._cache.keys()[0], signature)
             self.statistics.recaptures.append(change)
             rank_zero_info(f"GraphCapture: captured another graph, because {change}")
+
+    def _note_rarity(self, signature: Signature) -> None:
+        """Say so once when signatures come and go and none is ever captured."""
+        self._rare += 1
+        before, self._seen_last = self._seen_last, signature
+        if (
+            before not in (None, signature)
+            and self._rare > _RARE_TOLERATED * self._options.max_graphs
+        ):
+            self._note(
+                f"steps run eagerly: in {self._rare} steps no batch signature came back often "
+                f"enough for a graph. The last two differ: {_change(before, signature)}"
+            )
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if self._options.on_failure == "raise":

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
@@ -29,6 +28,7 @@ from lightning_graphs.training.frozen import (
 )
 from lightning_graphs.training.gradients import (
     AttachedGradients,
+    GradientTargets,
     PersistentGradients,
     gradients_set_aside,
 )
@@ -50,7 +50,8 @@ class StepPlan:
         inputs: The static batch.
         outputs: What ``training_step`` returned.
         logs: Its calls of ``self.log`` and of metrics.
-        gradients: What ``.grad`` is after the backward pass.
+        gradients: What ``.grad`` is after the backward pass, of the optimizer's parameters.
+        outside: The same, of parameters that the optimizer does not have.
         forward: Replayed in place of ``training_step``.
         backward: Replayed in place of the backward pass; None if it is part of ``forward``.
         step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
@@ -62,6 +63,7 @@ class StepPlan:
     outputs: OutputPlan
     logs: LogRecorder
     gradients: AttachedGradients
+    outside: AttachedGradients
     phase: Phase
     forward: CUDAGraph
     backward: CUDAGraph | None = None
@@ -126,32 +128,35 @@ class StepCapture:
         _, tensors = Signature.of((batch,), {}, names=("batch",), modes=signature.modes)
         inputs = StaticInputs(tensors)
         arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
-        parameters = _trainable(self._module)
-        persistent = self._keeps_gradients(phase)
-        buffers = self._persistent.of(parameters) if persistent else []
+        targets = GradientTargets(
+            self._optimizer,
+            [p for p in self._module.parameters() if p.requires_grad],
+            self._persistent,
+            keeps=self._keeps_gradients(phase),
+            adds=not phase.zeroing or self._observers.own_zero_grad,
+            holds=phase.stepping and not phase.zeroing,
+        )
         recorder = LogRecorder(self._module, self._progress)
         segments = _Segments(self._pool)
         try:
             with (
-                gradients_set_aside(parameters),
+                gradients_set_aside(targets.parameters),
                 _state_as_known(self._optimizer),
                 self._environment(recorder),
             ):
-                output, gradients = self._run(
-                    arguments, phase, segments, parameters, buffers, recorder
-                )
+                output = self._run(arguments, phase, segments, targets, recorder)
+                gradients, outside = targets.attached()
         except BaseException:
             segments.abandon()
             raise
         output.finish_capture()
-        used = [p for p, g in zip(parameters, gradients, strict=True) if g is not None]
-        attached = AttachedGradients(used, [g for g in gradients if g is not None])
         return StepPlan(
             CallPlan(signature, check_modes=True),
             inputs,
             output,
             recorder,
-            attached,
+            gradients,
+            outside,
             phase,
             segments.graphs[0],
             segments.named.get("backward"),
@@ -187,10 +192,9 @@ class StepCapture:
         arguments: tuple[Any, ...],
         phase: Phase,
         segments: _Segments,
-        parameters: list[Parameter],
-        buffers: list[Tensor],
+        targets: GradientTargets,
         recorder: LogRecorder,
-    ) -> tuple[OutputPlan, list[Tensor | None]]:
+    ) -> OutputPlan:
         """The step as Lightning does it, without the hooks, cut where somebody looks."""
         with segments.capturing("forward"):
             returned = self._calls.training_step(*arguments)
@@ -201,38 +205,20 @@ class StepCapture:
             if self._observers.before_backward:
                 segments.cut("backward")
             self._backward(loss)
-            gradients = [p.grad for p in parameters]
-            if buffers:
-                gradients = self._keep(parameters, buffers, phase)
+            targets.keep()
             if phase.stepping and self._capturable is not None:
                 if self._observers.before_step:
                     segments.cut("step")
                 else:
                     self._clip()
                 self.update()
-        return output, gradients
+        return output
 
     def _backward(self, loss: Tensor) -> None:
         scaler = scaler_of(self._plugin)
         if scaler is not None:
             loss = scaler.scale(loss)
         self._plugin.backward(loss, self._module, self._optimizer)
-
-    def _keep(
-        self, parameters: list[Parameter], buffers: list[Tensor], phase: Phase
-    ) -> list[Tensor | None]:
-        """Write or add the fresh gradients to the buffers that outlive the replay."""
-        used = [i for i, p in enumerate(parameters) if p.grad is not None]
-        fresh = [g for g in (p.grad for p in parameters) if g is not None]
-        kept = [buffers[i] for i in used]
-        writes = phase.zeroing and not self._observers.own_zero_grad
-        combine = torch._foreach_copy_ if writes else torch._foreach_add_
-        with torch.no_grad():
-            combine(kept, fresh)
-        result: list[Tensor | None] = [None] * len(parameters)
-        for i in used:
-            parameters[i].grad = result[i] = buffers[i]
-        return result
 
     def _clip(self) -> None:
         trainer = self._trainer
@@ -302,10 +288,6 @@ class _Segments:
 
 def _frozen(value: Any) -> Any:
     return FrozenNumber("batch_idx") if type(value) is int else value
-
-
-def _trainable(module: LightningModule) -> list[Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
 
 
 def _loss_of(returned: Any) -> Tensor:

@@ -154,6 +154,7 @@ def test_reset(backend: BackendName, device: torch.device, param_grads: Any) -> 
     assert forward(torch.ones(3, 2, device=device)).tolist() == [[6.0]] * 3
     with pytest.raises(ReplayError, match="released before its backward"):
         pending.sum().backward()
+    del pending
     again = make_graphed_callables(linear, (x,), param_grads=param_grads, backend=backend)
     again(2 * x).sum().backward()
     assert linear.weight.grad is not None

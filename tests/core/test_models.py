@@ -26,18 +26,6 @@ precisions = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _libraries_see_the_capture(backend: BackendName, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers to transformers, during an emulated capture, what torch answers during a CUDA one.
-
-    Its masks look at values (``padding_mask.all()``) unless a capture is under way. Without a GPU
-    the backend does it by itself.
-    """
-    if backend == "emulated" and torch.cuda.is_available():
-        capturing = get_backend("emulated").is_capturing
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
-
-
 @pytest.fixture
 def case(name: str) -> Iterator[Case]:
     chosen = CASES[name]

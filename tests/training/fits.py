@@ -25,6 +25,8 @@ _LIGHTNING_SAYS = (
     r".*The number of training batches .* is smaller than the logging interval.*",
     r".*Checkpoint directory .* exists and is not empty.*",
     r"You defined a `validation_step` but have no `val_dataloader`.*",
+    r"You are using the `dataloader_iter` step flavor.*",
+    r"Found `dataloader_iter` argument in the `training_step`.*",
     r"`training_step` returned `None`.*",
     r".*Trying to infer the `batch_size` from an ambiguous collection.*",
     r".*You are using a CUDA device .* that has Tensor Cores.*",
@@ -164,13 +166,15 @@ class Fit:
     capture: GraphCapture
     csv: str
     loader: Any = field(repr=False, default=None)
+    seed: int = 1
 
     @property
     def statistics(self) -> Any:
         return self.capture.statistics
 
     def run(self, **options: Any) -> Fit:
-        """Fit once more with the same trainer and module."""
+        """Fit, or fit once more, with the same trainer and module."""
+        seed_everything(self.seed, verbose=False)
         fit(self.trainer, self.module, self.loader, **options)
         self.csv = csv_of(self.trainer)
         return self
@@ -245,7 +249,7 @@ def prepare(
     }
     given.update(options)
     trainer = Trainer(callbacks=[seen, *callbacks(), *([own] if captured else [])], **given)
-    result = Fit(module(), trainer, seen, own, "", loader_of(data()))
+    result = Fit(module(), trainer, seen, own, "", loader_of(data()), seed)
     if validation:
         held_out = batches(validation)
         result.module.val_dataloader = lambda: DataLoader(held_out, batch_size=None)

@@ -226,7 +226,11 @@ class RateLogged(Net):
 
 
 def test_a_learning_rate_logged_by_the_step_stays_live(backend: str, tmp_path: Path) -> None:
-    compare(*fit_twice(backend, tmp_path, module=RateLogged, max_epochs=3))
+    eager, captured = fit_twice(backend, tmp_path, module=RateLogged, max_epochs=3)
+    # In a rehearsal the device tensor is a double, so what is logged has another dtype.
+    assert captured.csv == eager.csv
+    assert captured.statistics.replayed > 20
+    assert len(set(captured.csv.split("group")[1].splitlines())) > 3
 
 
 class Consuming(Net):

@@ -123,8 +123,13 @@ class InPlaceAfterLog(Net):
         return loss
 
 
-def test_a_value_changed_after_it_was_logged(backend: str, tmp_path: Path) -> None:
-    compare(*fit_twice(backend, tmp_path, module=InPlaceAfterLog))
+def test_a_value_changed_after_it_was_logged_is_refused(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": InPlaceAfterLog, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=r"given to self\.log is changed in place afterwards"):
+        captured.run()
+    compare(eager, captured, replayed=False)
 
 
 class Counting(Net):

@@ -1,0 +1,28 @@
+"""What must not be there after a fit, however it ended."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_graphs.training.interception import NAMES
+from tests.training.fits import Fit
+
+
+def assert_nothing_left(captured: Fit) -> None:
+    """Assert that strategy, stream, optimizer, module and trainer are Lightning's again."""
+    trainer = captured.trainer
+    assert not set(NAMES) & set(vars(trainer.strategy))
+    assert type(trainer) is Trainer
+    assert "log" not in vars(captured.module)
+    assert "<locals>" not in repr(type(captured.module).__getattribute__)
+    assert captured.capture._runner is None
+    assert "autocast_context_manager" not in vars(trainer.precision_plugin)
+    for optimizer in trainer.optimizers:
+        assert "zero_grad" not in vars(optimizer)
+        for group in optimizer.param_groups:
+            assert isinstance(group["lr"], float)
+            assert group.get("foreach") is None
+            assert not group.get("capturable")
+    if torch.cuda.is_available():
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -1,0 +1,125 @@
+"""Lightning's own callbacks beside the capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+from tests.training.fits import Fit, GradientTrace, Net, Trace, close, compare, fit_twice
+
+
+def names(one: Fit, root: Path, kind: str) -> list[str]:
+    """The checkpoints of one of two fits, relative to its own folder."""
+    return sorted(str(p.relative_to(root / kind)) for p in (root / kind).rglob("*.ckpt"))
+
+
+def test_early_stopping(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, max_epochs=9,
+        callbacks=lambda: [EarlyStopping("val", min_delta=10.0, patience=2)],
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.trainer.current_epoch == 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_model_checkpoint_writes_the_same_files(
+    backend: str, tmp_path: Path, accumulate: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, max_epochs=3, enable_checkpointing=True,
+        accumulate_grad_batches=accumulate,
+        callbacks=lambda: [
+            ModelCheckpoint(
+                every_n_train_steps=3, save_top_k=-1, save_last=True, monitor="loss_step",
+                filename="{epoch}-{step}-{loss_step:.6f}",
+            ),
+            ModelCheckpoint(monitor="val", save_top_k=2, filename="best-{epoch}-{val:.6f}"),
+        ],
+    )  # fmt: skip
+    compare(eager, captured)
+    found = names(captured, tmp_path, "captured")
+    assert found == names(eager, tmp_path, "eager")
+    assert len(found) > 6
+    for name in found:
+        mine, theirs = (
+            torch.load(tmp_path / kind / name, weights_only=False) for kind in ("captured", "eager")
+        )
+        assert list(mine) == list(theirs)
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+            close(mine[part], theirs[part], 0.0, f"{name}:{part}")
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace])
+def test_exponential_moving_average(backend: str, tmp_path: Path, trace: type[Trace]) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, max_epochs=3, trace=trace, val_check_interval=4,
+        callbacks=lambda: [EMAWeightAveraging(decay=0.5)],
+    )  # fmt: skip
+    compare(eager, captured)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_stochastic_weight_averaging(backend: str, tmp_path: Path, accumulate: int) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, max_epochs=6, accumulate_grad_batches=accumulate,
+        module=with_scheduler,
+        callbacks=lambda: [StochasticWeightAveraging(2**-6, swa_epoch_start=2)],
+    )  # fmt: skip
+    compare(eager, captured)
+
+
+def with_scheduler() -> Net:
+    def optimizers(module: Any) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=2**-5, momentum=0.5, fused=True)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Net(optimizers)
+
+
+def test_learning_rate_monitor(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=with_scheduler, max_epochs=3,
+        callbacks=lambda: [LearningRateMonitor(log_momentum=True, log_weight_decay=True)],
+    )  # fmt: skip
+    compare(eager, captured)
+    assert "lr-SGD" in captured.csv
+
+
+def test_callback_made_of_functions_sees_gradients(backend: str, tmp_path: Path) -> None:
+    seen: list[list[float]] = []
+
+    def looking() -> Any:
+        mine: list[float] = []
+        seen.append(mine)
+        return [
+            LambdaCallback(
+                on_before_optimizer_step=lambda trainer, module, optimizer: mine.append(
+                    float(module.net[0].weight.grad.norm())
+                )
+            )
+        ]
+
+    compare(*fit_twice(backend, tmp_path, callbacks=looking))
+    assert seen[0] == seen[1]
+    assert len(set(seen[1])) == 20
+
+
+def test_timer(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, callbacks=lambda: [Timer({"hours": 1})]))
+
+
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
+def test_profiler(backend: str, tmp_path: Path, profiler: str) -> None:
+    compare(*fit_twice(backend, tmp_path, profiler=profiler))
