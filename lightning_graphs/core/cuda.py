@@ -253,8 +253,8 @@ class CudaGraph(CapturedGraph):
             self._native.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
-        if not self._keep_graph:
-            raise no_template()
+        if self._debug and not self._keep_graph:
+            raise no_template()  # the native graph has one, for the dump only
         return self._native.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:

@@ -217,6 +217,18 @@ class CUDAGraph:
         return self._captured.inspection()
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keep the collector from finding old graphs: destroying one ends the capture (#161037)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class graph:
     """Context manager that captures its body into a :class:`CUDAGraph`.
 

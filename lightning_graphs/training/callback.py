@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.core.pool import GraphPool
@@ -16,7 +16,8 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.runner import Statistics, StepRunner
+from lightning_graphs.training.runner import StepRunner
+from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
 
 

@@ -79,7 +79,7 @@ class AttachedGradients:
                 torch._foreach_copy_(targets, sources)
 
     def complete(self) -> bool:
-        """Whether the same parameters have gradients as in the capture, whatever hooks have done."""
+        """Whether the same parameters have gradients as in the capture, whatever hooks did."""
         return all(p.grad is not None for p in self.parameters) and all(
             p.grad is None for p in self.others
         )

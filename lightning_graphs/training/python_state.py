@@ -47,7 +47,7 @@ class AttributeReads:
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
         checks their class; of theirs, the rates that training is known to move are noted.
         """
-        compiled = any(isinstance(m, torch._dynamo.OptimizedModule) for m in module.modules())
+        compiled = any(map(_is_compiled, module.modules()))
         exchanged = []
         for path, owner in module.named_modules():
             name = f"self.{path}" if path else "self"
@@ -66,8 +66,10 @@ class AttributeReads:
                 object.__setattr__(owner, "__class__", kind)
 
     def _watched(self, kind: type, path: str) -> type:
+        inherited: Any = kind.__getattribute__
+
         def read(owner: Any, key: str) -> Any:
-            value = kind.__getattribute__(owner, key)
+            value = inherited(owner, key)
             if key == "_hparams" and isinstance(value, dict):
                 for item, held in value.items():
                     if isinstance(held, _PLAIN):
@@ -80,6 +82,11 @@ class AttributeReads:
 
     def _note(self, owner: Any, path: str, key: str) -> None:
         self._reads.setdefault(f"{path}.{key}", (owner, key))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    optimized = type(module).__module__.startswith("torch._dynamo.")
+    return optimized or module._compiled_call_impl is not None
 
 
 def _is_attribute(kind: type, key: str) -> bool:

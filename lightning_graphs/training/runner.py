@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
@@ -27,6 +26,7 @@ from lightning_graphs.training.optimizers import CapturableOptimizer, capture_ob
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.statistics import Statistics, difference
 from lightning_graphs.training.step import StepCapture, StepPlan
 
 _MOVES_TOLERATED = 3
@@ -37,25 +37,6 @@ _REBINDS_TOLERATED = 3
 
 _RARE_TOLERATED = 4
 """How many eager steps in a row, for each graph allowed, are taken without a warning."""
-
-
-@dataclass(slots=True)
-class Statistics:
-    """What happened to the steps of a fit.
-
-    Attributes:
-        eager: Micro-batches that ran eagerly.
-        replayed: Micro-batches that were replayed.
-        captures: Steps captured, a signature each.
-        fallbacks: Reason of each refusal, in order.
-        recaptures: What changed, for each capture after the first.
-    """
-
-    eager: int = 0
-    replayed: int = 0
-    captures: int = 0
-    fallbacks: list[str] = field(default_factory=list)
-    recaptures: list[str] = field(default_factory=list)
 
 
 class StepRunner:
@@ -118,7 +99,7 @@ class StepRunner:
         if obstacle is None:
             self.capturable = CapturableOptimizer(self._optimizer, self._module.device, before)
         else:
-            self._note(f"the optimizer step runs eagerly: {obstacle}")
+            self.statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._capture = StepCapture(
             self._trainer,
             self._module,
@@ -362,10 +343,11 @@ class StepRunner:
     def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
         self._rebinds += 1
         if self._rebinds <= _REBINDS_TOLERATED:
-            self.statistics.recaptures.append(reason)
-            rank_zero_info(f"GraphCapture: recapturing, because {reason}")
+            self.statistics.recaptured(f"recapturing, because {reason}", reason)
         else:
-            self._note(f"a step runs eagerly: {reason}, and that again in every few steps")
+            self.statistics.note(
+                f"a step runs eagerly: {reason}, and that again in every few steps"
+            )
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
@@ -376,9 +358,8 @@ class StepRunner:
     def _announce(self, signature: Signature) -> None:
         self.statistics.captures += 1
         if len(self._cache):
-            change = _change(self._cache.keys()[0], signature)
-            self.statistics.recaptures.append(change)
-            rank_zero_info(f"GraphCapture: captured another graph, because {change}")
+            change = difference(self._cache.keys()[0], signature)
+            self.statistics.recaptured(f"captured another graph, because {change}", change)
 
     def _note_rarity(self, signature: Signature) -> None:
         """Say so once when signatures come and go and none is ever captured."""
@@ -388,9 +369,9 @@ class StepRunner:
             before not in (None, signature)
             and self._rare > _RARE_TOLERATED * self._options.max_graphs
         ):
-            self._note(
+            self.statistics.note(
                 f"steps run eagerly: in {self._rare} steps no batch signature came back often "
-                f"enough for a graph. The last two differ: {_change(before, signature)}"
+                f"enough for a graph. The last two differ: {difference(before, signature)}"
             )
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
@@ -398,19 +379,7 @@ class StepRunner:
             raise error
         if signature is not None:
             self._cache.refuse(signature)
-        self._note(f"a step runs eagerly: {error}")
-
-    def _note(self, reason: str) -> None:
-        if reason not in self.statistics.fallbacks:
-            self.statistics.fallbacks.append(reason)
-            rank_zero_warn(f"GraphCapture: {reason}")
-
-
-def _change(before: Signature, after: Signature) -> str:
-    """What told two captures apart, for a person to read."""
-    lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
-    conditions: Conditions = before.extra[0]  # type: ignore[assignment]
-    return "; ".join(lines + conditions.diff(after.extra[0]))  # type: ignore[arg-type]
+        self.statistics.note(f"a step runs eagerly: {error}")
 
 
 def _refuse_iterator(batch: Any) -> None:

@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from tests.training.fits import GradientTrace, Net, Trace, batches, compare, fit_twice, loader_of
-from tests.training.fits import prepare
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.training.fits import (
+    GradientTrace,
+    Net,
+    Trace,
+    batches,
+    compare,
+    fit_twice,
+    loader_of,
+    prepare,
+)
 
 Pair = namedtuple("Pair", ["x", "y"])
 

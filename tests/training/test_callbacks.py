@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+
 from tests.training.fits import Fit, GradientTrace, Net, Trace, close, compare, fit_twice
 
 

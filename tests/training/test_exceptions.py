@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.fits import GradientTrace, Net, Trace, batches, compare, prepare
-from tests.training.leftovers import assert_nothing_left
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_graphs.core.graph import CUDAGraph
+from tests.training.fits import GradientTrace, Net, Trace, batches, compare, prepare
+from tests.training.leftovers import assert_nothing_left
 
 
 class Mishap(Exception):

@@ -9,8 +9,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tests.training.fits import Net, compare, fit_twice, prepare
 from torch import nn
+
+from tests.training.fits import Net, compare, fit_twice, prepare
 
 
 class Indexed(Net):

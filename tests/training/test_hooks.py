@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.training.fits import FullTrace, GradientTrace, Net, Trace, batches, compare, fit_twice
 
 
@@ -59,7 +60,7 @@ def test_several_epochs_and_limited_batches(backend: str, tmp_path: Path) -> Non
             limit_train_batches=5,
             limit_val_batches=1,
             num_sanity_val_steps=1,
-        )  # fmt: skip
+        )
     )
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.fits import Net, batches, close, compare, fit_twice, loader_of, prepare
-from tests.training.leftovers import assert_nothing_left
 from torch import optim
 
 from lightning_graphs import GraphCapture
+from tests.training.fits import Net, batches, close, compare, fit_twice, loader_of, prepare
+from tests.training.leftovers import assert_nothing_left
 
 
 def test_nothing_is_left_behind(backend: str, tmp_path: Path) -> None:
@@ -139,7 +139,10 @@ class Manual(Net):
 
 class TwoOptimizers(Manual):
     def configure_optimizers(self) -> Any:
-        return [optim.SGD(self.net[0].parameters(), lr=1), optim.SGD(self.net[4].parameters(), lr=1)]
+        return [
+            optim.SGD(self.net[0].parameters(), lr=1),
+            optim.SGD(self.net[4].parameters(), lr=1),
+        ]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None
@@ -180,6 +183,10 @@ def test_the_callback_can_be_pickled_and_copied(backend: str, tmp_path: Path) ->
 
 # torch's compiler imports a module of torch that still uses torch.jit.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+# A rehearsal follows the modules by global hooks, and torch warns of them before it is refused.
+@pytest.mark.filterwarnings(
+    "ignore:Using .torch.compile.module.. when there are global:UserWarning"
+)
 def test_compiled_module(backend: str, tmp_path: Path) -> None:
     class Compiled(Net):
         def __init__(self) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from torch import nn
+
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 
 def logging_net(**options: Any) -> Any:
@@ -75,7 +76,7 @@ def test_inferred_batch_size_weights_the_epoch_mean(backend: str, tmp_path: Path
             module=logging_net(on_step=False, on_epoch=True),
             data=lambda: batches(10, last=3),
             max_epochs=5,
-        )  # fmt: skip
+        )
     )
 
 

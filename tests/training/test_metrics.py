@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torchmetrics
+
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 

@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from tests.training.fits import FullTrace, GradientTrace, Net, Trace, batches, compare, fit_twice
-from tests.training.fits import prepare
 from torch import nn, optim
+
+from tests.training.fits import (
+    FullTrace,
+    GradientTrace,
+    Net,
+    Trace,
+    batches,
+    compare,
+    fit_twice,
+    prepare,
+)
 
 RATE = 2**-6
 
@@ -26,9 +35,7 @@ FUSED: dict[str, Callable[[Any], Any]] = {
     "SGD with dampening": lambda p: optim.SGD(
         p, lr=RATE, momentum=0.75, dampening=0.25, weight_decay=0.125, fused=True
     ),
-    "SGD with nesterov": lambda p: optim.SGD(
-        p, lr=RATE, momentum=0.75, nesterov=True, fused=True
-    ),
+    "SGD with nesterov": lambda p: optim.SGD(p, lr=RATE, momentum=0.75, nesterov=True, fused=True),
 }
 
 OTHERS = [
@@ -53,7 +60,9 @@ def test_fused_optimizer_is_captured_bit_for_bit(backend: str, tmp_path: Path, n
 def test_optimizer_is_made_fused_and_given_back(
     backend: str, tmp_path: Path, kind: Any, options: dict[str, float]
 ) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=made(lambda p: kind(p, lr=RATE, **options)))
+    eager, captured = fit_twice(
+        backend, tmp_path, module=made(lambda p: kind(p, lr=RATE, **options))
+    )
     compare(eager, captured, tolerance=1e-4)
     group = captured.trainer.optimizers[0].param_groups[0]
     assert group["fused"] is None
@@ -133,7 +142,10 @@ def test_learning_rate_given_as_a_tensor(backend: str, tmp_path: Path) -> None:
         rate = torch.tensor(RATE, device=module.device)
         optimizer = optim.AdamW(module.parameters(), lr=rate, fused=True)
         scheduler = optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     compare(*fit_twice(backend, tmp_path, module=lambda: Net(optimizers), max_epochs=3))
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import optim
+
 from tests.training.fits import FullTrace, GradientTrace, Net, Trace, compare, fit_twice
 from tests.training.test_optimizers import RATE, made
-from torch import optim
 
 
 class Floats(Net):
@@ -27,7 +28,9 @@ def test_precision(backend: str, tmp_path: Path, precision: str, trace: type[Tra
 
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_mixed_precision_accumulating(backend: str, tmp_path: Path, accumulate: int) -> None:
-    compare(*fit_twice(backend, tmp_path, precision="bf16-mixed", accumulate_grad_batches=accumulate))
+    compare(
+        *fit_twice(backend, tmp_path, precision="bf16-mixed", accumulate_grad_batches=accumulate)
+    )
 
 
 def test_autocast_inside_of_training_step(backend: str, tmp_path: Path) -> None:

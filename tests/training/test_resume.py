@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import optim
+
 from tests.training.fits import Fit, Net, Trace, close, counters, prepare
 from tests.training.test_optimizers import FUSED, RATE, made
-from torch import optim
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": FUSED["AdamW"],

@@ -9,9 +9,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
-from tests.training.fits import FullTrace, GradientTrace, Net, Trace, adamw, batches, compare
-from tests.training.fits import fit_twice, prepare, sgd
 from torch.optim import lr_scheduler
+
+from tests.training.fits import (
+    FullTrace,
+    GradientTrace,
+    Net,
+    Trace,
+    adamw,
+    batches,
+    compare,
+    fit_twice,
+    prepare,
+    sgd,
+)
 
 Schedule = Callable[[torch.optim.Optimizer], dict[str, Any]]
 
@@ -135,7 +146,7 @@ def test_clipping(backend: str, tmp_path: Path, algorithm: str, trace: type[Trac
             gradient_clip_val=2**-6,
             gradient_clip_algorithm=algorithm,
             trace=trace,
-        )  # fmt: skip
+        )
     )
 
 
@@ -172,7 +183,7 @@ def test_accumulation(backend: str, tmp_path: Path, window: int, trace: type[Tra
             gradient_clip_val=2**-4,
             data=lambda: batches(7, last=5),
             val_check_interval=3,
-        )  # fmt: skip
+        )
     )
 
 
