@@ -16,6 +16,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: demo test lint bench clean
 
+# OpenMP threads that wait without spinning: on a busy machine a spinning one holds up the others.
+demo: export OMP_WAIT_POLICY := passive
 demo: $(INSTALLED)
 	$(PY) examples/finetune_classifier.py
 

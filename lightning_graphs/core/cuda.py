@@ -205,11 +205,25 @@ class CudaGraph(CapturedGraph):
                     self._backend.bury(self._native, self._device, self._pool)
             else:
                 self._native.reset()
-        for generator in (torch.cuda.default_generators[self._device], *self._generators):
-            # A failed capture leaves the generator believing that it is captured; a clone does not.
-            generator.graphsafe_set_state(generator.clone_state())
+        self._release_generators()
         torch.cuda.synchronize()
         self._renew()
+
+    def _release_generators(self) -> None:
+        """Let the generators notice that their capture is over.
+
+        A capture that was invalidated leaves them believing that they are captured, and eager code
+        cannot draw from them. The next capture that ends well tells them, and this is one. Giving
+        them another state instead would part them from the graphs that were captured before.
+        """
+        native, cell = torch.cuda.CUDAGraph(), torch.zeros((), device=self._device)
+        for generator in self._generators:
+            native.register_generator_state(generator)
+        with torch.cuda.stream(self._stream):
+            native.capture_begin(capture_error_mode="thread_local")
+            cell.zero_()
+            native.capture_end()
+        native.reset()
 
     @staticmethod
     def _released_by_torch() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,11 +55,23 @@ class _MetricCall:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:
         self._function = function
         self._template, self._tensors = _template(args, kwargs)
-        self.result = Deferred(name)
+        self._result = Deferred(name)
+        self._items: dict[str, Deferred] | None = None
+        if isinstance(getattr(function, "__self__", None), Mapping | nn.ModuleDict):
+            keys = function.__self__.keys()  # a MetricCollection returns a dict
+            self._items = {key: Deferred(f"{name}[{key!r}]") for key in keys}
+
+    @property
+    def result(self) -> Deferred | dict[str, Deferred]:
+        """What the call returns while a step is captured."""
+        return self._result if self._items is None else dict(self._items)
 
     def reissue(self) -> None:
         args, kwargs = substitute(self._template, clone_all(self._tensors))
-        self.result.value = self._function(*map(_value, args), **kwargs)
+        value = self._function(*args, **kwargs)
+        self._result.value = value
+        for key, deferred in (self._items or {}).items():
+            deferred.value = value[key] if value is not None else None
 
 
 class _LogCall:
@@ -90,7 +102,7 @@ class _LogCall:
         entry = results.get(result_key(self.name)) if results is not None else None
         if results is None or entry is None or entry.has_reset or self._scalar is None:
             args, kwargs = substitute(self._template, clone_all(self._tensors))
-            self._log(*map(_value, args), **kwargs)
+            self._log(*map(_value, args), **{key: _value(v) for key, v in kwargs.items()})
             return
         if self._known_size is None:
             self._known_size = batch_size_of(results, entry, self._batch_size)
@@ -111,6 +123,9 @@ class LogRecorder:
         self._progress = progress
         self._calls: list[_MetricCall | _LogCall] = []
         self._mirrored: frozenset[str] = frozenset()
+        self._versions: list[tuple[str, Tensor, int]] = []
+        state = (*module.parameters(), *module.buffers())
+        self._state = frozenset(t.untyped_storage().data_ptr() for t in state)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -124,24 +139,52 @@ class LogRecorder:
             yield
 
     def _record_log(self, *args: Any, **kwargs: Any) -> None:
+        args, kwargs = self._own("self.log", args, kwargs)
         del vars(self._module)["log"]  # the call must know the real one
         try:
             self._calls.append(_LogCall(self._module, args, kwargs))
         finally:
             vars(self._module)["log"] = self._record_log
 
-    def _metric_recorder(self, metric: Any, method: str, name: str) -> Callable[..., Deferred]:
+    def _metric_recorder(self, metric: Any, method: str, name: str) -> Callable[..., Any]:
         function = getattr(metric, method)
 
-        def record(*args: Any, **kwargs: Any) -> Deferred:
-            call = _MetricCall(function, args, kwargs, name)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            call = _MetricCall(function, *self._own(name, args, kwargs), name)
             self._calls.append(call)
             return call.result
 
         return record
 
-    def mirror(self) -> None:
-        """Copy what the progress bar shows to the host; a part of the captured step."""
+    def _own(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The arguments with copies of what the rest of the step will change.
+
+        They are read after the whole step. Parameters and buffers have other values by then.
+        """
+        found: list[tuple[str, Any]] = []
+        flatten((args, kwargs), "", found)
+        tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
+        own = [
+            t.detach().clone() if t.untyped_storage().data_ptr() in self._state else t
+            for t in tensors
+        ]
+        self._versions += [(name, t, t._version) for t in own]
+        return substitute((args, kwargs), own)
+
+    def finish(self) -> None:
+        """Copy what the progress bar shows to the host; a part of the captured step.
+
+        Raises:
+            CaptureError: a recorded value was changed in place since.
+        """
+        for name, tensor, version in self._versions:
+            if tensor._version != version:
+                raise CaptureError(
+                    "What a captured step logs is read after the step.",
+                    f"a tensor given to {name} is changed in place afterwards",
+                    "hand over a copy: value.clone()",
+                )
+        self._versions.clear()
         if self._progress is not None:
             shown = [c for c in self._calls if isinstance(c, _LogCall) and c.prog_bar]
             values = {c.name: c.value for c in shown if isinstance(c.value, Tensor)}

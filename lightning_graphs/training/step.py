@@ -201,7 +201,7 @@ class StepCapture:
             refuse_numbers_in(returned)
             output = OutputPlan(returned, static=False)
             loss = _loss_of(returned) / phase.window
-            recorder.mirror()
+            recorder.finish()
             if self._observers.before_backward:
                 segments.cut("backward")
             self._backward(loss)
