@@ -19,7 +19,7 @@ if torch.cuda.is_available():
     _BACKENDS.append("cuda")
 
 # Threads that libraries start once and keep for the life of the process.
-_PROCESS_THREADS = ("TMonitor", "tqdm")
+_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc")
 _JOIN_SECONDS = 5.0
 
 

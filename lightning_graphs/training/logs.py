@@ -57,8 +57,9 @@ class _MetricCall:
         self._template, self._tensors = _template(args, kwargs)
         self._result = Deferred(name)
         self._items: dict[str, Deferred] | None = None
-        if isinstance(getattr(function, "__self__", None), Mapping | nn.ModuleDict):
-            keys = function.__self__.keys()  # a MetricCollection returns a dict
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, Mapping | nn.ModuleDict):
+            keys = owner.keys()  # a MetricCollection returns a dict
             self._items = {key: Deferred(f"{name}[{key!r}]") for key in keys}
 
     @property
@@ -150,7 +151,8 @@ class LogRecorder:
         function = getattr(metric, method)
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            call = _MetricCall(function, *self._own(name, args, kwargs), name)
+            args, kwargs = self._own(name, args, kwargs)
+            call = _MetricCall(function, args, kwargs, name)
             self._calls.append(call)
             return call.result
 

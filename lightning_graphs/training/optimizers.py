@@ -15,8 +15,14 @@ FUSED_ON_CUDA = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device."""
 
 
-def capture_obstacle(optimizer: Optimizer, device_type: str) -> str | None:
-    """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
+def capture_obstacle(optimizer: Optimizer, device_type: str, *, scaled: bool) -> str | None:
+    """Why the step of this optimizer cannot be captured, in one sentence; None if it can.
+
+    Args:
+        optimizer: The optimizer.
+        device_type: Where its parameters live.
+        scaled: A gradient scaler skips its step where a gradient is infinite.
+    """
     name = type(optimizer).__name__
     own = getattr(torch.optim, name, None) is type(optimizer)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -27,6 +33,8 @@ def capture_obstacle(optimizer: Optimizer, device_type: str) -> str | None:
         return f"{name} was made with differentiable=True"
     if _fusable(optimizer, device_type):
         return None
+    if scaled:
+        return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
     if device_type == "cpu":
         return f"torch has no fused {name} on the CPU, and others read their step on the host"
     if "capturable" not in optimizer.defaults:
@@ -87,7 +95,8 @@ class CapturableOptimizer:
             # A state that was saved during the fit by hand comes back with flags that are ours.
             if loaded[i] == _flags(group):
                 self._given[i] = given
-        self._steps_on_host = self._move_steps(device) if device.type == "cuda" else False
+        if device.type == "cuda":
+            self._move_steps(device)
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
@@ -132,14 +141,11 @@ class CapturableOptimizer:
         self.refresh()
         return self._rates
 
-    def _move_steps(self, device: torch.device) -> bool:
-        moved = False
+    def _move_steps(self, device: torch.device) -> None:
         for state in self.optimizer.state.values():
             step = state.get("step")
             if isinstance(step, Tensor) and step.device != device:
                 state["step"] = step.to(device)
-                moved = True
-        return moved
 
     def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state in the form that it would have without the callback.
@@ -151,8 +157,7 @@ class CapturableOptimizer:
             {**group, **given}
             for group, given in zip(state_dict["param_groups"], self._given, strict=True)
         ]
-        hosted = not any(given.get("capturable") or given.get("fused") for given in self._given)
-        if hosted:
+        if self._counts_on_host():
             result["state"] = {
                 key: {
                     name: value.cpu() if name == "step" and isinstance(value, Tensor) else value
@@ -167,8 +172,14 @@ class CapturableOptimizer:
         if self.optimizer.param_groups is self._groups:
             for group, given in zip(self._groups, self._given, strict=False):
                 group.update(copy.copy(given))
-        if not any(given.get("capturable") or given.get("fused") for given in self._given):
+        if self._counts_on_host():
             self._move_steps(torch.device("cpu"))
+
+    def _counts_on_host(self) -> bool:
+        """Whether the optimizer, as it came, keeps its ``step`` counters on the CPU."""
+        if isinstance(self.optimizer, torch.optim.ASGD):
+            return False
+        return not any(given.get("capturable") or given.get("fused") for given in self._given)
 
 
 _LIVE = frozenset({"params", "lr", "initial_lr"})

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch.optim import Optimizer
+
+_UNSCALES_ITSELF = "_step_supports_amp_scaling"
+"""The attribute by which torch's GradScaler and Lightning know a fused optimizer."""
 
 
 @contextlib.contextmanager
@@ -38,3 +42,28 @@ def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
     """The gradient scaler of ``precision="16-mixed"``."""
     scaler: Any = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def unscale(plugin: Precision, optimizer: Optimizer) -> None:
+    """Divide the gradients by the loss scale where the plugin does, before hooks and clipping.
+
+    An optimizer that was made fused unscales its gradients itself, and its hooks see scaled ones.
+    """
+    scaler = scaler_of(plugin)
+    if scaler is not None and not getattr(optimizer, _UNSCALES_ITSELF, False):
+        scaler.unscale_(optimizer)
+
+
+@contextlib.contextmanager
+def stepping_on_the_device(optimizer: Optimizer) -> Iterator[None]:
+    """Let the scaler hand ``found_inf`` to the fused kernel instead of reading it.
+
+    It does so for optimizers that were constructed with ``fused=True``; for those that we made
+    fused it would call ``.item()``, which ends a capture.
+    """
+    before = getattr(optimizer, _UNSCALES_ITSELF, False)
+    setattr(optimizer, _UNSCALES_ITSELF, True)
+    try:
+        yield
+    finally:
+        setattr(optimizer, _UNSCALES_ITSELF, before)

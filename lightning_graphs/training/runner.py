@@ -24,6 +24,7 @@ from lightning_graphs.training.lightning_private import call_gradient_hooks, ski
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import Statistics, difference
@@ -93,7 +94,11 @@ class StepRunner:
     def _bind(self, optimizer_obstacle: str | None = None) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
         device_type = self._pool.backend.device_type
-        obstacle = optimizer_obstacle or capture_obstacle(self._optimizer, device_type)
+        obstacle = optimizer_obstacle or capture_obstacle(
+            self._optimizer,
+            device_type,
+            scaled=scaler_of(self._trainer.precision_plugin) is not None,
+        )
         before = self.capturable
         self.capturable = None
         if obstacle is None:
@@ -165,7 +170,7 @@ class StepRunner:
         captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
         moved = self.capturable.hyper_parameters() != captured.hyper_parameters
         if moved or not plan.gradients.complete():
-            self._capture.update()
+            self._capture.update_eagerly()
             return
         plan.gradients.adopt()
         self.capturable.refresh()

@@ -18,7 +18,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Signature
 from lightning_graphs.core.tree import substitute
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
@@ -36,7 +36,12 @@ from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.precision import scaler_of, without_autocast_cache
+from lightning_graphs.training.precision import (
+    scaler_of,
+    stepping_on_the_device,
+    unscale,
+    without_autocast_cache,
+)
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 
@@ -207,11 +212,12 @@ class StepCapture:
             self._backward(loss)
             targets.keep()
             if phase.stepping and self._capturable is not None:
+                unscale(self._plugin, self._optimizer)
                 if self._observers.before_step:
                     segments.cut("step")
                 else:
                     self._clip()
-                self.update()
+                self._update()
         return output
 
     def _backward(self, loss: Tensor) -> None:
@@ -222,22 +228,35 @@ class StepCapture:
 
     def _clip(self) -> None:
         trainer = self._trainer
-        scaler = scaler_of(self._plugin)
-        if scaler is not None and trainer.gradient_clip_val:
-            scaler.unscale_(self._optimizer)
         self._module.configure_gradient_clipping(
             self._optimizer,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
-    def update(self) -> None:
+    def update_eagerly(self) -> None:
+        """Take the optimizer step on gradients that a graph computed and hooks have changed.
+
+        Raises:
+            ReplayError: a gradient scaler is in use, whose state is inside of the graph.
+        """
+        if scaler_of(self._plugin) is not None:
+            raise ReplayError(
+                "With precision='16-mixed', hooks between backward and optimizer step may change "
+                "gradients in place, and neither remove them nor move hyper-parameters.",
+                f"one of {', '.join(self._observers.before_step)} did",
+                "write gradients in place (grad.zero_()), or train without GraphCapture",
+            )
+        self._optimizer.step()
+
+    def _update(self) -> None:
         """Take the optimizer step, through the gradient scaler where there is one."""
         scaler = scaler_of(self._plugin)
         if scaler is None:
             self._optimizer.step()
             return
-        scaler.step(self._optimizer)
+        with stepping_on_the_device(self._optimizer):
+            scaler.step(self._optimizer)
         scaler.update()
 
 

@@ -49,7 +49,11 @@ class Net(LightningModule):
     def __init__(self, optimizers: Optimizers = adamw) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 3)
+            nn.Linear(8, 16, bias=False),
+            nn.BatchNorm1d(16),
+            nn.GELU(),
+            nn.Dropout(0.25),
+            nn.Linear(16, 3),
         )
         self._optimizers = optimizers
 

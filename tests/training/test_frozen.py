@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import nn
 
 from tests.training.fits import Net, compare, fit_twice, prepare
@@ -237,7 +238,7 @@ def test_a_learning_rate_logged_by_the_step_stays_live(backend: str, tmp_path: P
 class Consuming(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, _, _ = next(dataloader_iter)
-        return self.loss(batch)
+        return self.loss(move_data_to_device(batch, self.device))
 
 
 def test_a_step_that_takes_the_iterator_runs_eagerly(backend: str, tmp_path: Path) -> None:

@@ -47,9 +47,7 @@ class Overflowing(Net):
     """One batch in five makes the scaled gradients infinite."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("scale", self.trainer.precision_plugin.scaler._scale.clone())
-        return loss * batch["factor"]
+        return self.loss(batch) * batch["factor"]
 
 
 def overflowing() -> list[dict[str, Any]]:
@@ -64,15 +62,17 @@ def overflowing() -> list[dict[str, Any]]:
 if torch.cuda.is_available():
 
     @pytest.mark.gpu
-    @pytest.mark.parametrize("clip", [None, 0.25])
-    @pytest.mark.parametrize("name", ["fused", "eager"])
+    @pytest.mark.parametrize(
+        ("name", "clip"),
+        # Lightning refuses to clip what a fused optimizer unscales by itself.
+        [("fused", None), ("default", None), ("default", 0.25), ("eager", None), ("eager", 0.25)],
+    )
     def test_loss_scaling_skips_steps_with_inf(tmp_path: Path, name: str, clip: Any) -> None:
         optimizers: dict[str, Any] = {
             "fused": lambda p: optim.AdamW(p, lr=RATE, fused=True),
+            "default": lambda p: optim.AdamW(p, lr=RATE),
             "eager": lambda p: optim.Adagrad(p, lr=RATE),
         }
-        if name == "fused" and clip:
-            return  # Lightning refuses it
         options: dict[str, Any] = {"capture": {"on_failure": "eager"}, "gradient_clip_val": clip}
 
         def module() -> Net:
@@ -82,8 +82,10 @@ if torch.cuda.is_available():
         eager, captured = fit_twice(
             "cuda", tmp_path, module=module, data=overflowing, precision="16-mixed", **options
         )
-        compare(eager, captured, replayed=False)
+        # Of the default AdamW, the captured step is the fused one: the same up to rounding.
+        compare(eager, captured, replayed=False, tolerance=1e-4 if name == "default" else 0.0)
         assert captured.statistics.replayed > 10
+        assert bool(captured.statistics.fallbacks) is (name == "eager")
         plugins = [one.trainer.precision_plugin for one in (eager, captured)]
         scales = [float(plugin.scaler.get_scale()) for plugin in plugins]
         assert scales[0] == scales[1] < 2.0**16
