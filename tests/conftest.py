@@ -19,7 +19,8 @@ if torch.cuda.is_available():
     _BACKENDS.append("cuda")
 
 # Threads that libraries start once and keep for the life of the process.
-_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc")
+# "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
+_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy")
 _JOIN_SECONDS = 5.0
 
 

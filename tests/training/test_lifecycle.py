@@ -78,6 +78,7 @@ def test_short_runs(backend: str, tmp_path: Path, options: dict[str, Any]) -> No
     compare(*fit_twice(backend, tmp_path, **options))
 
 
+@pytest.mark.filterwarnings("ignore:.* does not have many workers")
 def test_validate_test_and_predict_are_untouched(backend: str, tmp_path: Path) -> None:
     class Complete(Net):
         def test_step(self, batch: Any, batch_idx: int) -> None:

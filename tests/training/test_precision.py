@@ -62,6 +62,7 @@ def overflowing() -> list[dict[str, Any]]:
 if torch.cuda.is_available():
 
     @pytest.mark.gpu
+    @pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
     @pytest.mark.parametrize(
         ("name", "clip"),
         # Lightning refuses to clip what a fused optimizer unscales by itself.
