@@ -31,6 +31,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(PY) benchmarks/core.py
+	$(PY) benchmarks/step.py
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
