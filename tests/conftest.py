@@ -20,7 +20,7 @@ if torch.cuda.is_available():
 
 # Threads that libraries start once and keep for the life of the process.
 # "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
-_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy")
+_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
 _JOIN_SECONDS = 5.0
 
 
