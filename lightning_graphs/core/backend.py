@@ -153,7 +153,9 @@ def get_backend(name: BackendName = "auto") -> Backend:
         return _emulated_backend()
     if name not in ("auto", "cuda"):
         raise UnsupportedError(
-            "A backend is one of 'auto', 'cuda' and 'emulated'.", f"backend={name!r}"
+            "A backend is one of 'auto', 'cuda' and 'emulated'.",
+            f"backend={name!r}",
+            "leave it at 'auto', or write one of the three",
         )
     if not torch.cuda.is_available():
         raise UnsupportedError(

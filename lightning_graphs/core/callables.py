@@ -127,7 +127,11 @@ def make_graphed_callables(
             "torch.autocast(..., cache_enabled=False): cached casts would live outside the graph",
         )
     if param_grads not in ("autograd", "direct"):
-        raise CaptureError("param_grads is 'autograd' or 'direct'.", f"param_grads={param_grads!r}")
+        raise CaptureError(
+            "param_grads is 'autograd' or 'direct'.",
+            f"param_grads={param_grads!r}",
+            "leave it at 'autograd', or write 'direct' for loss.backward() loops",
+        )
     if num_warmup_iters < 1:
         raise CaptureError(
             "Libraries and caches initialize in the warm-up, which cannot be left out.",

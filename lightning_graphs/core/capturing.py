@@ -16,7 +16,6 @@ from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.gradients import (
     DirectGradients,
     refuse_parameter_hooks,
-    without_hooks,
 )
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
@@ -25,7 +24,12 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
-from lightning_graphs.core.torch_private import clone_all, stale_gradient_nodes_tolerated
+from lightning_graphs.core.torch_private import (
+    clone_all,
+    stale_gradient_nodes_tolerated,
+    version_of,
+    without_hooks,
+)
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 
@@ -92,7 +96,7 @@ class CallableCapture:
 
     def _checked_call(self) -> Any:
         """Call it, and refuse it if it writes its arguments."""
-        versions = [t._version for t in self._inputs.tensors]
+        versions = list(map(version_of, self._inputs.tensors))
         values = clone_all([t.detach() for t in self._inputs.tensors])
         returned = self._call()
         names = self._plan.signature.tensor_names
@@ -100,7 +104,7 @@ class CallableCapture:
             names, self._inputs.tensors, versions, values, strict=True
         ):
             # Kernels outside of torch, and `x.data`, leave the version as it is.
-            if tensor._version != version or not _same_values(tensor, value):
+            if version_of(tensor) != version or not _same_values(tensor, value):
                 raise CaptureError(
                     "A graphed callable must not change its arguments: a replay would change our "
                     "static inputs instead of the caller's tensors.",

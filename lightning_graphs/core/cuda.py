@@ -275,7 +275,9 @@ class CudaGraph(CapturedGraph):
         getter = getattr(self._native, "raw_cuda_graph_exec", None)
         if getter is None:
             raise UnsupportedError(
-                "raw_cuda_graph_exec() needs torch 2.9 or newer.", f"torch {torch.__version__}"
+                "raw_cuda_graph_exec() needs torch 2.9 or newer.",
+                f"torch {torch.__version__}",
+                "update torch; raw_cuda_graph() with keep_graph=True is there on older ones",
             )
         handle: int = getter()
         return handle

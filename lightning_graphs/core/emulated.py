@@ -146,7 +146,9 @@ class EmulatedGraph(CapturedGraph):
     def _leave_capture(self) -> Recording:
         capture, revealed = self._capture, self._revealed
         if capture is None or revealed is None:
-            raise CaptureError("capture_end needs a capture_begin before it.")
+            raise CaptureError(
+                "capture_end needs a capture_begin before it.", remedy="call capture_begin() first"
+            )
         self._capture = self._revealed = None
         with revealed:
             capture.__exit__(None, None, None)
@@ -220,7 +222,9 @@ class EmulatedGraph(CapturedGraph):
 
     def raw_cuda_graph_exec(self) -> int:
         if self._executable is None:
-            raise ReplayError("raw_cuda_graph_exec() needs an instantiated graph.")
+            raise ReplayError(
+                "raw_cuda_graph_exec() needs an instantiated graph.", remedy="call instantiate()"
+            )
         raise UnsupportedError(
             "The emulated backend has no cudaGraphExec_t.",
             "raw_cuda_graph_exec() on backend='emulated'",

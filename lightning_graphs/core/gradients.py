@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
 from lightning_graphs.errors import CaptureError, ReplayError
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
-_accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -28,7 +26,7 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
         "never fire."
     )
     remedy = 'use param_grads="autograd"'
-    hooked = next((name for name, p in named if _hooks(p) or _accumulation_hooks(p)), None)
+    hooked = next((name for name, p in named if gradient_hooks(p) or accumulation_hooks(p)), None)
     if hooked is not None:
         raise CaptureError(rule, f"`{hooked}` has a gradient hook", remedy)
     distributed = torch.distributed
@@ -37,23 +35,6 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
         if ranks > 1:
             observed = f"a process group of {ranks} ranks, whose gradient reducer is such a hook"
             raise CaptureError(rule, observed, remedy)
-
-
-@contextlib.contextmanager
-def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Take the tensor hooks off the parameters for a while.
-
-    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
-    and autograd would then apply them to the replayed gradient once more.
-    """
-    hooked = [(p, p._backward_hooks) for p in parameters if _hooks(p)]
-    for parameter, _ in hooked:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks
 
 
 class DirectGradients:
@@ -95,7 +76,7 @@ class DirectGradients:
             ReplayError: a hook was registered on a parameter after the capture.
         """
         parameters = self._parameters
-        if any(map(_hooks, parameters)) or any(map(_accumulation_hooks, parameters)):
+        if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
             raise ReplayError(
                 'With param_grads="direct", hooks on parameters never fire.',
                 "a gradient hook was registered on a parameter after the capture",

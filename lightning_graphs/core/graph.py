@@ -90,6 +90,7 @@ class CUDAGraph:
             raise CaptureError(
                 "capture_error_mode is one of 'global', 'thread_local' and 'relaxed'.",
                 f"capture_error_mode={capture_error_mode!r}",
+                "'thread_local' where other threads use the GPU, as data loaders do",
             )
         _refuse_nested(self._backend)
         if self._capturing or self._replay is not _replay_of_nothing:
@@ -113,7 +114,11 @@ class CUDAGraph:
             CaptureError: no capture is under way, or something in it was refused.
         """
         if not self._capturing:
-            raise CaptureError("capture_end() needs a capture_begin() before it.")
+            raise CaptureError(
+                "capture_end() needs a capture_begin() before it.",
+                "no capture of this graph is under way",
+                "capture with lightning_graphs.core.graph(cuda_graph)",
+            )
         try:
             self._captured.capture_end()
         except BaseException as error:

@@ -18,7 +18,7 @@ from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes
-from lightning_graphs.core.torch_private import clone_all, will_execute
+from lightning_graphs.core.torch_private import clone_all, version_of, will_execute
 from lightning_graphs.errors import ReplayError, SignatureError
 
 
@@ -29,11 +29,10 @@ class BackwardPass:
     Attributes:
         graph: Computes the gradients from ``output_gradients``.
         output_gradients: Static inputs, one for each output that requires grad.
-        targets: The tensors whose gradients autograd is given, in the order of ``gradients``: the
-            inputs that require grad and, unless gradients are direct, the parameters.
-        input_positions: Positions, among the call's tensor leaves, of the inputs in ``targets``.
-        parameters: The parameters in ``targets``, after the inputs.
-        gradients: The static gradients; None for an input that was not used.
+        input_positions: Positions, among the call's tensor leaves, of the inputs that require grad.
+        parameters: The parameters whose gradients autograd is given; none if they are direct.
+        gradients: The static gradients of those inputs and then of those parameters; None for one
+            that was not used.
         direct: Writes the parameters' gradients itself; None where autograd does.
     """
 
@@ -94,7 +93,7 @@ class GraphedCallable:
         self._later: tuple[GraphedCallable, ...] = ()
         # Optimizers change all parameters together: one tells, at no cost that grows with them.
         self._witness = parameters[0] if parameters else self._anchor
-        self._version = self._witness._version
+        self._version = version_of(self._witness)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
 
@@ -128,7 +127,7 @@ class GraphedCallable:
         if backward is None or not torch.is_grad_enabled():
             return self._outputs.hand_out()
         self._backward_pending = True
-        self._version = self._witness._version
+        self._version = version_of(self._witness)
         differentiable = [tensors[i] for i in backward.input_positions]
         results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
         return self._outputs.hand_out(results)
@@ -147,7 +146,7 @@ class GraphedCallable:
         )
 
     def run_backward(self, generation: int, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Replay the backward graph; the gradients of ``targets`` are tensors of their own."""
+        """Replay the backward graph; gradients are tensors of their own."""
         self._refuse_unsound_backward(generation)
         backward = self.backward_pass
         assert backward is not None
@@ -200,8 +199,7 @@ class GraphedCallable:
                 "a second backward through the same forward (retain_graph=True)",
                 "run the forward again before the second backward",
             )
-
-        if self._witness._version != self._version:
+        if version_of(self._witness) != self._version:
             raise ReplayError(
                 "A backward pass needs the parameters that its forward pass computed with.",
                 "parameters were changed in place between the two, as by optimizer.step()",

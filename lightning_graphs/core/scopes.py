@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.torch_private import current_autograd_node
+from lightning_graphs.core.tree import leaves_of
 
 _LABEL = "lightning_graphs.scope"
 
@@ -23,7 +23,7 @@ def _metadata(node: Node) -> dict[str, str]:
 
 
 def _nodes_of(value: object) -> Iterator[Node]:
-    for leaf in tree_leaves(value):
+    for leaf in leaves_of(value):
         if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
             yield leaf.grad_fn
 

@@ -7,12 +7,71 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
+"""The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
+
+accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of ``register_post_accumulate_grad_hook``, likewise."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often autograd has seen the memory of a tensor written; views share the count.
+
+    torch compares it in its own check of tensors that backward needs, and has no public reader.
+    """
+    return tensor._version
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take the tensor hooks off the parameters for a while.
+
+    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
+    and autograd would then apply them to the replayed gradient once more.
+    """
+    hooked = [(p, p._backward_hooks) for p in parameters if gradient_hooks(p)]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
+
+    torch has functions to register them and none to ask. Where it lacks the tables the answer is
+    no.
+    """
+    shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
+    tables = [
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
+        getattr(shared, "_global_optimizer_pre_hooks", None),
+        getattr(shared, "_global_optimizer_post_hooks", None),
+    ]
+    return any(tables)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``.
+
+    The latter leaves a private attribute and nothing else.
+    """
+    optimized = type(module).__module__.startswith("torch._dynamo.")
+    return optimized or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def current_autograd_node() -> Node | None:
@@ -147,3 +206,29 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells the storage of a tensor from every other one that is alive, or held weakly.
+
+    The public ``UntypedStorage`` objects come and go; torch's own graph trees use this address.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+class WeakStorage:
+    """A storage, held weakly; its key is given to no other storage meanwhile.
+
+    A Python weak reference to the storage object would be the public way. On torch 2.11 with
+    Python 3.12 the collector then walks into freed memory (seen on a GPU), while torch's own weak
+    handle, which its shared memory and its graph trees are built on, has held on every version.
+    """
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self._weak = StorageWeakRef(storage)
+
+    def get(self) -> UntypedStorage | None:
+        """The storage, or None when it was freed."""
+        storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return storage

@@ -184,6 +184,13 @@ def flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> Node | None
     return Node(kind, context, children, tuple(opened.labels))
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a value, depth first."""
+    found: list[tuple[str, Any]] = []
+    flatten(value, "", found)
+    return [leaf for _, leaf in found]
+
+
 def substitute(value: Any, tensors: Iterable[Tensor]) -> Any:
     """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -93,7 +93,11 @@ class GraphCapture(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Move the training loop onto the capture stream and take over the strategy's methods."""
+        """Move the training loop onto the capture stream and take over the strategy's methods.
+
+        Raises:
+            CaptureError: the fit cannot be captured, and ``on_failure="raise"``.
+        """
         self._release()
         self.statistics = Statistics()
         if not self._is_active(trainer, pl_module):
@@ -130,7 +134,9 @@ class GraphCapture(Callback):
         reason = _reason_to_stay_out(trainer, module)
         if reason and self.options.on_failure == "raise":
             raise CaptureError(
-                "GraphCapture(scope='step') captures one optimizer's step on one device.", reason
+                "GraphCapture(scope='step') captures one optimizer's step on one device.",
+                reason,
+                "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
             )
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}")
@@ -196,7 +202,7 @@ def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) 
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Any:
+def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """Make a side stream the current one, with waits on both ends."""
     before = torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)

@@ -10,8 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.tree import flatten
+from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.interception import replaced
 
 _COUNTERS = ("global_step", "current_epoch")
 
@@ -26,10 +27,45 @@ def refuse_frozen(name: str) -> NoReturn:
     )
 
 
-class FrozenNumber:
-    """Stands for a Python number in a captured step: it may be passed on, and not be used.
+class StandIn:
+    """Stands for a value that a captured step does not have: it may be passed on, and not be used.
 
-    It is no ``int``: C++ would read the value of one without asking.
+    It is no ``int`` or ``float``: C++ would read the value of one without asking.
+    """
+
+    def refuse(self) -> NoReturn:
+        """Raise a :class:`CaptureError` that names the value."""
+        raise NotImplementedError
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __neg__ = __pos__ = __abs__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuse
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
+    __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+    __iter__ = __getitem__ = __len__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # torch and copy ask whether there is such a protocol
+            raise AttributeError(name)
+        self.refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of torch ask for it, and so none reads the value."""
+        refuse_stand_ins((args, kwargs))
+        return NotImplemented
+
+
+class FrozenNumber(StandIn):
+    """A Python number that is another one at every step, while one step is captured.
 
     Args:
         name: What a refusal calls it.
@@ -38,35 +74,19 @@ class FrozenNumber:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self) -> NoReturn:
         refuse_frozen(self.name)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
-    __pow__ = __rpow__ = __and__ = __or__ = __neg__ = __abs__ = __round__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Operators of torch ask for it, and so none reads the number."""
-        refuse_numbers_in((args, kwargs))
-        return NotImplemented
-
-
-def refuse_numbers_in(value: Any) -> None:
-    """Refuse a value with a number in it that stands still.
+def refuse_stand_ins(value: Any) -> None:
+    """Refuse a value with something in it that a captured step does not have.
 
     Raises:
-        CaptureError: names the number.
+        CaptureError: names it.
     """
-    leaves: list[tuple[str, Any]] = []
-    flatten(value, "", leaves)
-    for _, leaf in leaves:
-        if type(leaf) is FrozenNumber:
-            refuse_frozen(leaf.name)
+    for leaf in leaves_of(value):
+        if isinstance(leaf, StandIn):
+            leaf.refuse()
 
 
 @contextlib.contextmanager
@@ -132,15 +152,8 @@ class LoggedNumbers:
                 self._values[name] = value
             return log(name, value, *args, **kwargs)
 
-        before = vars(module).get("log")
-        vars(module)["log"] = watched
-        try:
+        with replaced(module, "log", watched):
             yield
-        finally:
-            if before is None:
-                del vars(module)["log"]
-            else:
-                vars(module)["log"] = before
 
     def refuse_changing(self) -> None:
         """Refuse to capture a step that logs a number which changes.
@@ -153,5 +166,5 @@ class LoggedNumbers:
                 "A captured step runs no Python code: a Python number that it logs would stand "
                 "still.",
                 f"self.log({name!r}, ...) logged different numbers during warm-up, at {site}",
-                "log it from on_train_batch_end, or log a tensor that the step computes",
+                "log the tensor itself, without item() or float(), or log from on_train_batch_end",
             )

@@ -6,7 +6,8 @@ have had these names and signatures since Lightning 2.0; they are looked up on t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,3 +53,19 @@ def release(strategy: Strategy) -> None:
     """Give the strategy its own methods back; may be called again."""
     for name in NAMES:
         vars(strategy).pop(name, None)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an instance attribute past ``nn.Module.__setattr__`` and take it back."""
+    attributes = vars(owner)
+    missing = object()
+    before = attributes.get(name, missing)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if before is missing:
+            del attributes[name]
+        else:
+            attributes[name] = before

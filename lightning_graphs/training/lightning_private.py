@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer import call
 
 _KNOWN_VERSIONS = ("2.5.", "2.6.")
 
@@ -59,6 +60,35 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(getattr(loop, "_skip_backward", False))
 
 
+def updates_loggers(trainer: Trainer) -> bool:
+    """Whether loggers get the values of this step. Fallback: yes, which costs a stall."""
+    connector = getattr(trainer, "_logger_connector", None)
+    return bool(getattr(connector, "should_update_logs", True))
+
+
+def announce_optimizer_step(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+    """Call ``on_before_optimizer_step`` where nobody overrides it.
+
+    Profilers and debuggers see it called as ever. Fallback: not to call what does nothing.
+    """
+    if _is_known():
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+
+
 def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-    """Run ``on_before_optimizer_step`` and gradient clipping, as precision plugins do."""
-    trainer.precision_plugin._after_closure(module, optimizer)
+    """Run ``on_before_optimizer_step`` and gradient clipping, as precision plugins do.
+
+    Fallback: the public hooks by themselves, unseen by profilers.
+    """
+    if _is_known():
+        trainer.precision_plugin._after_closure(module, optimizer)
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.on_before_optimizer_step(trainer, module, optimizer)
+    module.on_before_optimizer_step(optimizer)
+    module.configure_gradient_clipping(
+        optimizer,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+    )

@@ -6,15 +6,17 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.torch_private import clone_all
-from lightning_graphs.core.tree import flatten, substitute
+from lightning_graphs.core.torch_private import clone_all, version_of
+from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.frozen import StandIn
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import (
     batch_size_of,
     result_key,
@@ -25,28 +27,19 @@ from lightning_graphs.training.progress import ProgressValues
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 
-class Deferred:
+class Deferred(StandIn):
     """What a metric returns while a step is captured: it has no value before the replay."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.value: Any = None
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    def refuse(self) -> NoReturn:
         raise CaptureError(
             "The value of a metric is not part of a captured step: metrics are updated after it.",
-            f"the value of {self._name} is used in training_step",
+            f"the value of {self.name} is used in training_step",
             "hand it to self.log only, or compute what the loss needs with torch functions",
         )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __truediv__ = __rtruediv__ = __neg__ = __float__ = __int__ = __bool__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __iter__ = __getitem__ = __torch_function__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
 
 
 class _MetricCall:
@@ -132,11 +125,11 @@ class LogRecorder:
     def recording(self) -> Iterator[None]:
         """Replace ``log`` of the module and the entry points of its metrics by recorders."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_replaced(self._module, "log", self._record_log))
+            stack.enter_context(replaced(self._module, "log", self._record_log))
             for name, metric in _metrics(self._module):
                 for method in ("forward", "update", "compute", "reset"):
                     recorder = self._metric_recorder(metric, method, f"metric `{name}`")
-                    stack.enter_context(_replaced(metric, method, recorder))
+                    stack.enter_context(replaced(metric, method, recorder))
             yield
 
     def _record_log(self, *args: Any, **kwargs: Any) -> None:
@@ -163,14 +156,12 @@ class LogRecorder:
 
         They are read after the whole step. Parameters and buffers have other values by then.
         """
-        found: list[tuple[str, Any]] = []
-        flatten((args, kwargs), "", found)
-        tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [
             t.detach().clone() if t.untyped_storage().data_ptr() in self._state else t
             for t in tensors
         ]
-        self._versions += [(name, t, t._version) for t in own]
+        self._versions += [(name, t, version_of(t)) for t in own]
         return substitute((args, kwargs), own)
 
     def finish(self) -> None:
@@ -180,7 +171,7 @@ class LogRecorder:
             CaptureError: a recorded value was changed in place since.
         """
         for name, tensor, version in self._versions:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise CaptureError(
                     "What a captured step logs is read after the step.",
                     f"a tensor given to {name} is changed in place afterwards",
@@ -202,9 +193,7 @@ class LogRecorder:
 
 def _template(args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
     """Arguments of a call with detached tensors in them, and those tensors in order."""
-    found: list[tuple[str, Any]] = []
-    flatten((args, kwargs), "", found)
-    tensors = [leaf.detach() for _, leaf in found if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach() for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     return substitute((args, kwargs), tensors), tensors
 
 
@@ -224,19 +213,3 @@ def _metrics(module: LightningModule) -> list[tuple[str, nn.Module]]:
         if isinstance(child, kinds) and not inside:
             found.append((name, child))
     return found
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute past ``nn.Module.__setattr__`` and take it back."""
-    attributes = vars(owner)
-    missing = object()
-    before = attributes.get(name, missing)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if before is missing:
-            del attributes[name]
-        else:
-            attributes[name] = before

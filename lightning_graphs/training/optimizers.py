@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-FUSED_ON_CUDA = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers with one kernel for all parameters that takes its learning rate from the device."""
+from lightning_graphs.core.torch_private import has_step_hooks
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with one kernel for all parameters that takes its learning rate from the device, on
+CUDA and on the CPU."""
 
 
 def capture_obstacle(optimizer: Optimizer, device_type: str, *, scaled: bool) -> str | None:
@@ -25,13 +27,13 @@ def capture_obstacle(optimizer: Optimizer, device_type: str, *, scaled: bool) ->
     """
     name = type(optimizer).__name__
     own = getattr(torch.optim, name, None) is type(optimizer)
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if has_step_hooks(optimizer):
         return f"{name} has step hooks, which a replay would not call"
     if not own and not ("capturable" in optimizer.defaults and _steps_as_torch(optimizer)):
         return f"{name} is not one of torch.optim and does not say that it is capturable"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
-    if _fusable(optimizer, device_type):
+    if _fusable(optimizer):
         return None
     if scaled:
         return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
@@ -46,10 +48,9 @@ def _steps_as_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim")
 
 
-def _fusable(optimizer: Optimizer, device_type: str) -> bool:
+def _fusable(optimizer: Optimizer) -> bool:
     """Whether the fused kernel exists and the user has not asked for another implementation."""
-    kinds = FUSED_ON_CPU if device_type == "cpu" else FUSED_ON_CUDA
-    if not isinstance(optimizer, kinds):
+    if not isinstance(optimizer, _FUSED):
         return False
     return all(
         group.get("fused") is not False
@@ -84,7 +85,7 @@ class CapturableOptimizer:
         self._groups = optimizer.param_groups
         self._state = optimizer.state
         loaded = self._given.copy()
-        fused = _fusable(optimizer, device.type)
+        fused = _fusable(optimizer)
         for group in self._groups:
             if "capturable" in group and device.type == "cuda":
                 group["capturable"] = True
@@ -105,7 +106,7 @@ class CapturableOptimizer:
             (group, key)
             for group in self._groups
             for key, value in group.items()
-            if key not in _LIVE and not isinstance(value, (Tensor, list))
+            if key not in _LIVE and not isinstance(value, Tensor)
         ]
 
     @property
@@ -124,7 +125,8 @@ class CapturableOptimizer:
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""
-        return tuple([(key, group[key]) for group, key in self._frozen])
+        values = [(key, group[key]) for group, key in self._frozen]
+        return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
 
     def refresh(self) -> None:
         """Bring the learning rates on the device up to date; no work while they stand still."""
@@ -182,7 +184,7 @@ class CapturableOptimizer:
         return not any(given.get("capturable") or given.get("fused") for given in self._given)
 
 
-_LIVE = frozenset({"params", "lr", "initial_lr"})
+_LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
 _FLAGS = ("capturable", "fused", "foreach")
 
 

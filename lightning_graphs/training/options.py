@@ -31,9 +31,11 @@ class Options:
         _require_one_of("scope", self.scope, ("step",))
         _require_one_of("on_failure", self.on_failure, ("eager", "raise"))
         _require_one_of("backend", self.backend, ("auto", "cuda", "emulated"))
-        _require_at_least("warmup_steps", self.warmup_steps, 1, "the optimizer makes its state in")
-        _require_at_least("capture_after", self.capture_after, 0, "it counts")
-        _require_at_least("max_graphs", self.max_graphs, 1, "it counts")
+        _require_at_least(
+            "warmup_steps", self.warmup_steps, 1, "eager steps make the optimizer's state"
+        )
+        _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
+        _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -47,7 +49,7 @@ def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _require_at_least(name: str, value: object, least: int, why: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise OptionError(
-            f"{name} is a whole number of at least {least}: {why} eager steps.",
+            f"{name} is a whole number of at least {least}: {why}.",
             f"{name}={value!r}",
             f"write {name}={least} or more",
         )

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from lightning_graphs.training.interception import replaced
+
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
 """The attribute by which torch's GradScaler and Lightning know a fused optimizer."""
 
@@ -31,11 +33,8 @@ def without_autocast_cache(plugin: Precision) -> Iterator[None]:
             torch.set_autocast_cache_enabled(False)
             yield
 
-    vars(plugin)["autocast_context_manager"] = uncached
-    try:
+    with replaced(plugin, "autocast_context_manager", uncached):
         yield
-    finally:
-        del vars(plugin)["autocast_context_manager"]
 
 
 def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:

@@ -14,7 +14,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_graphs.training.lightning_private import step_progress, training_results
+from lightning_graphs.training.lightning_private import (
+    step_progress,
+    training_results,
+    updates_loggers,
+)
 
 _SLOTS = 64
 
@@ -86,4 +90,4 @@ class ProgressValues:
 
     def _must_be_exact(self) -> bool:
         trainer = self._trainer
-        return trainer.is_last_batch or trainer._logger_connector.should_update_logs
+        return trainer.is_last_batch or updates_loggers(trainer)

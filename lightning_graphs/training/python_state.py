@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.errors import CaptureError
 
 _PLAIN = (bool, int, float, str)
@@ -47,7 +48,7 @@ class AttributeReads:
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
         checks their class; of theirs, the rates that training is known to move are noted.
         """
-        compiled = any(map(_is_compiled, module.modules()))
+        compiled = any(map(is_compiled, module.modules()))
         exchanged = []
         for path, owner in module.named_modules():
             name = f"self.{path}" if path else "self"
@@ -82,11 +83,6 @@ class AttributeReads:
 
     def _note(self, owner: Any, path: str, key: str) -> None:
         self._reads.setdefault(f"{path}.{key}", (owner, key))
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    optimized = type(module).__module__.startswith("torch._dynamo.")
-    return optimized or module._compiled_call_impl is not None
 
 
 def _is_attribute(kind: type, key: str) -> bool:

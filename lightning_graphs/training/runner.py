@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,11 +15,16 @@ from lightning_graphs.core.buffers import AddressGuard
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.torch_private import has_step_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.interception import StrategyCalls
-from lightning_graphs.training.lightning_private import call_gradient_hooks, skips_backward
+from lightning_graphs.training.lightning_private import (
+    announce_optimizer_step,
+    call_gradient_hooks,
+    skips_backward,
+)
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
@@ -88,8 +92,6 @@ class StepRunner:
         self._observers = Observers.of(trainer, module)
         self.capturable: CapturableOptimizer | None = None
         self._bind()
-
-    # ------------------------------------------------------------------ binding to the fit
 
     def _bind(self, optimizer_obstacle: str | None = None) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
@@ -159,9 +161,7 @@ class StepRunner:
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
         else:
-            # The hooks are nobody's, but profilers and debuggers see them called as ever.
-            call._call_callback_hooks(self._trainer, "on_before_optimizer_step", optimizer)
-            call._call_lightning_module_hook(self._trainer, "on_before_optimizer_step", optimizer)
+            announce_optimizer_step(self._trainer, self._module, optimizer)
         return result
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
@@ -217,19 +217,19 @@ class StepRunner:
         return plan
 
     def _find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
-        for plan in (self._last,) if self._last is not None else ():
-            if plan.call.signature.extra[0] == conditions and self._fill(plan, batch):
+        last = self._last
+        if last is not None and self._fill(last, batch, conditions):
+            return last
+        for plan in self._cache.plans():
+            if plan is not last and self._fill(plan, batch, conditions):
+                self._last = self._cache.get(plan.call.signature)
                 return plan
-        for key in self._cache.keys():  # noqa: SIM118  (its own order)
-            if key.extra[0] != conditions:
-                continue
-            known = self._cache.get(key)
-            if known is not None and known is not self._last and self._fill(known, batch):
-                self._last = known
-                return known
         return None
 
-    def _fill(self, plan: StepPlan, batch: Any) -> bool:
+    def _fill(self, plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
+        """Copy the batch in, if it and the fit are what the plan was captured from."""
+        if plan.call.signature.extra[0] != conditions:
+            return False
         tensors = plan.call.match((batch,), {})
         if tensors is None:
             return False
@@ -328,9 +328,11 @@ class StepRunner:
             if self._moves >= _MOVES_TOLERATED:
                 pairs = zip(self._last_hyper_parameters or (), now, strict=False)
                 names = ", ".join(sorted({name for (name, a), (_, b) in pairs if a != b}))
+                cycled = names in ("betas", "momentum")
+                hint = "; OneCycleLR(..., cycle_momentum=False) leaves it alone" if cycled else ""
                 self._rebind(
                     f"{names} of the optimizer keeps changing",
-                    f"a scheduler moves {names}, which a graph would freeze",
+                    f"a scheduler moves {names}, which a graph would freeze{hint}",
                 )
                 return ()
         self._last_hyper_parameters = now
@@ -344,6 +346,8 @@ class StepRunner:
             self._rebind(error.observed)
         if self.capturable is not None and self.capturable.replaced():
             self._rebind("the optimizer's state or parameter groups were replaced")
+        if self.capturable is not None and has_step_hooks(self._optimizer):
+            self._rebind("a step hook was registered on the optimizer")
 
     def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
         self._rebinds += 1
@@ -358,8 +362,6 @@ class StepRunner:
             self.capturable.restore()
         self._bind(optimizer_obstacle)
 
-    # ------------------------------------------------------------------ saying what happens
-
     def _announce(self, signature: Signature) -> None:
         self.statistics.captures += 1
         if len(self._cache):
@@ -370,10 +372,8 @@ class StepRunner:
         """Say so once when signatures come and go and none is ever captured."""
         self._rare += 1
         before, self._seen_last = self._seen_last, signature
-        if (
-            before not in (None, signature)
-            and self._rare > _RARE_TOLERATED * self._options.max_graphs
-        ):
+        many = self._rare > _RARE_TOLERATED * self._options.max_graphs
+        if many and before not in (None, signature):
             self.statistics.note(
                 f"steps run eagerly: in {self._rare} steps no batch signature came back often "
                 f"enough for a graph. The last two differ: {difference(before, signature)}"

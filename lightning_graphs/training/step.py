@@ -24,7 +24,7 @@ from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_refused,
     rates_exchanged,
-    refuse_numbers_in,
+    refuse_stand_ins,
 )
 from lightning_graphs.training.gradients import (
     AttachedGradients,
@@ -57,10 +57,12 @@ class StepPlan:
         logs: Its calls of ``self.log`` and of metrics.
         gradients: What ``.grad`` is after the backward pass, of the optimizer's parameters.
         outside: The same, of parameters that the optimizer does not have.
+        phase: Which part of an accumulation window it is.
         forward: Replayed in place of ``training_step``.
         backward: Replayed in place of the backward pass; None if it is part of ``forward``.
         step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
         steps: Whether the optimizer step is captured at all.
+        graphs: All of its graphs, in the order of their capture.
     """
 
     call: CallPlan
@@ -128,7 +130,7 @@ class StepCapture:
             phase: Its part in the accumulation window.
 
         Raises:
-            CaptureError: the step cannot be captured; everything is as before.
+            CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
         _, tensors = Signature.of((batch,), {}, names=("batch",), modes=signature.modes)
         inputs = StaticInputs(tensors)
@@ -151,6 +153,13 @@ class StepCapture:
             ):
                 output = self._run(arguments, phase, segments, targets, recorder)
                 gradients, outside = targets.attached()
+        except torch.OutOfMemoryError as error:
+            segments.abandon()
+            raise CaptureError(
+                "A captured step needs memory of its own, beside that of eager steps.",
+                str(error).partition("\n")[0],
+                "allow fewer graphs (max_graphs), or make the batch smaller",
+            ) from error
         except BaseException:
             segments.abandon()
             raise
@@ -203,7 +212,7 @@ class StepCapture:
         """The step as Lightning does it, without the hooks, cut where somebody looks."""
         with segments.capturing("forward"):
             returned = self._calls.training_step(*arguments)
-            refuse_numbers_in(returned)
+            refuse_stand_ins(returned)
             output = OutputPlan(returned, static=False)
             loss = _loss_of(returned) / phase.window
             recorder.finish()

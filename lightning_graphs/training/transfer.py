@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_graphs.core.tree import leaves_of
 
 
 class BatchTransfer:
@@ -36,13 +37,21 @@ class BatchTransfer:
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         steps = torch.cuda.current_stream()
-        if any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(batch)):
-            # What computed it may still run; a batch that is there needs no copy beside the step.
+        if any(map(_needs_the_step_stream, leaves_of(batch))):
             return self._transfer(batch, *args, **kwargs)
         with torch.cuda.stream(self._stream):
             moved = self._transfer(batch, *args, **kwargs)
         steps.wait_stream(self._stream)
-        for leaf in tree_leaves(moved):
+        for leaf in leaves_of(moved):
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(steps)
         return moved
+
+
+def _needs_the_step_stream(leaf: Any) -> bool:
+    """Whether a leaf must not be copied beside the step.
+
+    What computed a tensor on the GPU may still run. The tensors inside an object that moves itself
+    (``to``) cannot be recorded as in use by the step, and their memory would be given away early.
+    """
+    return leaf.is_cuda if isinstance(leaf, Tensor) else hasattr(leaf, "to")

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from lightning_graphs.core.gradients import (
     DirectGradients,
     refuse_parameter_hooks,
-    without_hooks,
 )
+from lightning_graphs.core.torch_private import without_hooks
 from lightning_graphs.errors import CaptureError, ReplayError
 
 

@@ -186,6 +186,18 @@ def test_max_graphs_releases_the_least_recently_used(backend: str, tmp_path: Pat
     assert captured.statistics.captures > 3
 
 
+def test_a_signature_without_a_graph_leaves_the_order_of_use_alone(
+    backend: str, tmp_path: Path
+) -> None:
+    """12 finds 8 the least recently used one, so that 4 still has its graph afterwards."""
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(4, 4, 8, 4, 12, 4), max_epochs=1,
+        capture={"max_graphs": 2, "capture_after": 0, "warmup_steps": 1},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures == 3
+
+
 def test_a_batch_that_never_looks_the_same_is_named(backend: str, tmp_path: Path) -> None:
     def data() -> list[dict[str, Any]]:
         return [{**batch, "path": f"{i}.png"} for i, batch in enumerate(batches(40))]

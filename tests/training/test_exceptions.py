@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
 from tests.training.fits import GradientTrace, Net, Trace, batches, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 
@@ -183,6 +184,21 @@ def test_refused_capture_changes_nothing(backend: str, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match=r"a step runs eagerly: (?s:.*)test_exceptions\.py"):
             captured.run()
         compare(eager, captured, replayed=False)
+
+
+def test_a_capture_without_memory_falls_back(backend: str, tmp_path: Path, graphs: Any) -> None:
+    class Large(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if is_current_stream_capturing():
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+            return super().training_step(batch, batch_idx)
+
+    eager = prepare(backend, tmp_path, False).run()
+    captured = prepare(backend, tmp_path, True, module=Large, capture={"on_failure": "eager"})
+    with pytest.warns(UserWarning, match=r"needs memory of its own(?s:.*)allocate 2 GiB"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert alive(graphs) == 0
 
 
 def test_graphs_are_gone_after_a_fit(backend: str, tmp_path: Path, graphs: Any) -> None:

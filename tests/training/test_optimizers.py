@@ -122,6 +122,34 @@ def test_step_hooks_are_called(backend: str, tmp_path: Path) -> None:
     assert len(calls) == 40
 
 
+def test_step_hooks_that_come_later_are_called(backend: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    class Late(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 8:
+                self.trainer.optimizers[0].register_step_post_hook(lambda *_: calls.append(1))
+
+    eager = prepare(backend, tmp_path, False, module=Late).run()
+    expected, calls[:] = len(calls), []
+    captured = prepare(backend, tmp_path, True, module=Late)
+    with pytest.warns(UserWarning, match="AdamW has step hooks"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert (len(calls), expected) == (12, 12)
+
+
+def test_hyper_parameters_in_a_list_are_seen_moving(backend: str, tmp_path: Path) -> None:
+    class Moving(Net):
+        def on_train_epoch_start(self) -> None:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["betas"] = [0.9 - 0.2 * self.current_epoch, 0.99]
+
+    eager = prepare(backend, tmp_path, False, module=Moving).run()
+    captured = prepare(backend, tmp_path, True, module=Moving).run()
+    compare(eager, captured)
+
+
 @pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])
 def test_implementation_asked_for_by_the_user(
     backend: str, tmp_path: Path, option: dict[str, bool]
