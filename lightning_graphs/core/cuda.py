@@ -172,7 +172,9 @@ class CudaGraph(CapturedGraph):
                 capture_error_mode=capture_error_mode,
             )
         except RuntimeError:
-            abandon_capture_pool(self._device, self._pool)
+            if not self._released_by_torch():
+                self._backend.bury(self._native, self._device, self._pool)
+            self._release_generators()
             self._renew()
             raise
         for recorder in recorders:
@@ -216,10 +218,14 @@ class CudaGraph(CapturedGraph):
         cannot draw from them. The next capture that ends well tells them, and this is one. Giving
         them another state instead would part them from the graphs that were captured before.
         """
+        if torch.cuda.is_current_stream_capturing():
+            return  # another capture is under way, and will tell them when it ends
         native, cell = torch.cuda.CUDAGraph(), torch.zeros((), device=self._device)
         for generator in self._generators:
             native.register_generator_state(generator)
-        with torch.cuda.stream(self._stream):
+        stream = torch.cuda.Stream(self._device)  # the other one may be why the capture failed
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             native.capture_begin(capture_error_mode="thread_local")
             cell.zero_()
             native.capture_end()

@@ -16,7 +16,7 @@ class InputLiveness(Recorder):
     """Watches a capture for the tensors that it reads from outside.
 
     torch has a check of its own from 2.13 on. This one works on every version and says which
-    tensor died and where the capture used it first. Kernels that are launched
+    tensor died, where the capture used it first and where it was freed. Kernels that are launched
     outside of torch's dispatcher are invisible to both.
     """
 

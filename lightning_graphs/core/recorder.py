@@ -6,6 +6,7 @@ capture are read off it, and a failed capture is explained by running the code o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -27,7 +28,6 @@ from lightning_graphs.core.obstacles import (
     operator_obstacle,
 )
 from lightning_graphs.core.scopes import ScopeStack
-from lightning_graphs.core.torch_private import WeakStorage, storage_key
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
@@ -131,7 +131,7 @@ class KnownStorage:
         device_type: ``"cuda"`` or ``"cpu"``.
         scalar: Whether that tensor had no dimensions.
         site: The user's line that touched it first.
-        weak: The storage, if it lives.
+        freed: Where it was freed; None while it lives.
     """
 
     id: int
@@ -141,12 +141,20 @@ class KnownStorage:
     scalar: bool
     site: CallSite
     address: int
-    weak: WeakStorage
     constant: bool = False
+    ref: weakref.ref[UntypedStorage] | None = None
+    freed: CallSite | None = None
 
     def storage(self) -> UntypedStorage | None:
         """The storage, or None when it was freed."""
-        return self.weak.get()
+        return self.ref() if self.ref is not None else None
+
+    def watch(self, storage: UntypedStorage) -> None:
+        """Hold ``storage`` weakly and note the user's line that frees it."""
+        self.ref = weakref.ref(storage, self._on_freed)
+
+    def _on_freed(self, _: object) -> None:
+        self.freed = CallSiteFinder().here()
 
 
 class _FunctionRules(TorchFunctionMode):
@@ -184,7 +192,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.storages: list[KnownStorage] = []
-        self._by_key: dict[int, KnownStorage] = {}
+        self._by_identity: dict[int, KnownStorage] = {}
         self._generators = tuple(generators)
         self._strict = strict
         self._sites = CallSiteFinder()
@@ -214,9 +222,9 @@ class Recorder(TorchDispatchMode):
 
     def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
         """The entry of the tensor's storage, made when it is met for the first time."""
-        key = storage_key(tensor)
-        known = self._by_key.get(key)
-        if known is None:
+        storage = tensor.untyped_storage()
+        known = self._by_identity.get(id(storage))
+        if known is None or known.storage() is not storage:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
             dtype = str(tensor.dtype).removeprefix("torch.")
             first = f"{dtype}[{shape}] on {tensor.device}"
@@ -227,10 +235,10 @@ class Recorder(TorchDispatchMode):
                 tensor.device.type,
                 tensor.dim() == 0,
                 self._sites.here(),
-                tensor.untyped_storage().data_ptr(),
-                WeakStorage(tensor.untyped_storage()),
+                storage.data_ptr(),
             )
-            self._by_key[key] = known
+            known.watch(storage)
+            self._by_identity[id(storage)] = known
             self.storages.append(known)
         return known
 
@@ -280,12 +288,12 @@ class Recorder(TorchDispatchMode):
                 self.refuse(str(func), HOST_DATA)
             self.before_write(tensor, known)
         result = self._run(func, args, kwargs, inputs, written)
-        known_before = set(map(storage_key, inputs))
+        known_before = {id(t.untyped_storage()) for t in inputs}
         outputs = list(tensors_in(result))
         if self._strict and not all(map(_is_dense, outputs)):
             self.refuse(str(func), UNSUPPORTED_LAYOUT)
         outputs = [t for t in outputs if t.layout is torch.strided]
-        fresh = [t for t in outputs if storage_key(t) not in known_before]
+        fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
         if outputs and not fresh and not written:
             return result  # a view: its geometry is part of whatever uses it
         writes = [self.know(t).id for t in written] + [self.know(t, born=True).id for t in fresh]
@@ -318,8 +326,8 @@ class Recorder(TorchDispatchMode):
         """Run the operator; a custom one is not believed that it writes nothing."""
         if not self._strict or func.namespace in ("aten", "prims"):
             return func(*args, **kwargs)
-        declared = set(map(storage_key, written))
-        storages = {storage_key(t): t.untyped_storage() for t in inputs}
+        declared = {id(t.untyped_storage()) for t in written}
+        storages = {id(s): s for s in (t.untyped_storage() for t in inputs)}
         before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
         result = func(*args, **kwargs)
         lied = [(s, value) for s, value in before if not _same_bytes(s, value)]

@@ -91,9 +91,9 @@ class ExternalTensor:
 
 
 def describe_dead(storage: KnownStorage) -> str:
-    """The tensor that a replay misses, and where the captured code used it first."""
-    fate = "was freed" if storage.storage() is None else "moved"
-    return f"{storage.first}, first used at {storage.site.describe()}, {fate} since the capture"
+    """The tensor that a replay misses, where it was met and where it was freed."""
+    freed = f", freed at {storage.freed.describe()}" if storage.freed is not None else ", moved"
+    return f"{storage.first}, first used at {storage.site.describe()}{freed}"
 
 
 def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

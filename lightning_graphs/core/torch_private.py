@@ -12,9 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
@@ -206,29 +205,3 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
-
-
-def storage_key(tensor: Tensor) -> int:
-    """What tells the storage of a tensor from every other one that is alive, or held weakly.
-
-    The public ``UntypedStorage`` objects come and go; torch's own graph trees use this address.
-    """
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-class WeakStorage:
-    """A storage, held weakly; its key is given to no other storage meanwhile.
-
-    A Python weak reference to the storage object would be the public way. On torch 2.11 with
-    Python 3.12 the collector then walks into freed memory (seen on a GPU), while torch's own weak
-    handle, which its shared memory and its graph trees are built on, has held on every version.
-    """
-
-    def __init__(self, storage: UntypedStorage) -> None:
-        self._weak = StorageWeakRef(storage)
-
-    def get(self) -> UntypedStorage | None:
-        """The storage, or None when it was freed."""
-        storage: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        return storage

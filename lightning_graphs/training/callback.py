@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import calls_of, intercept, release
+from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.runner import StepRunner
@@ -110,7 +111,8 @@ class GraphCapture(Callback):
                 stream = stack.enter_context(_side_stream(device))
                 progress = ProgressValues(trainer)
                 _install(stack, progress)
-                _install(stack, BatchTransfer(trainer.strategy, device))
+                if not moves_batches_itself(trainer, pl_module):
+                    _install(stack, BatchTransfer(trainer.strategy, device))
             pool = GraphPool(stream=stream, backend=name)
             stack.callback(pool.close)
             calls = calls_of(trainer.strategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.core.hooks import ModelHooks
+from lightning.pytorch.core.hooks import DataHooks, ModelHooks
 
 BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
@@ -37,6 +37,16 @@ class Observers:
             after.append(f"{type(module).__name__}.configure_gradient_clipping")
         # Who looks before the backward pass may also move what the optimizer step reads.
         return cls(tuple(before), tuple(after or before), own_zero_grad)
+
+
+def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether the user's own code runs while a batch is moved to the device.
+
+    It may read what the running step writes, so it must wait for the step.
+    """
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
+    return any(_overrides(owner, hook, DataHooks) for owner in owners for hook in hooks)
 
 
 def _overrides(instance: object, method: str, parent: type) -> bool:

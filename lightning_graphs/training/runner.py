@@ -32,7 +32,7 @@ from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import Statistics, difference
-from lightning_graphs.training.step import StepCapture, StepPlan
+from lightning_graphs.training.step import RaisedInCapture, StepCapture, StepPlan
 
 _MOVES_TOLERATED = 3
 """How often hyper-parameters may change before the optimizer step leaves the graph."""
@@ -381,7 +381,7 @@ class StepRunner:
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if self._options.on_failure == "raise":
-            raise error
+            raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
         if signature is not None:
             self._cache.refuse(signature)
         self.statistics.note(f"a step runs eagerly: {error}")

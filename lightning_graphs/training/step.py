@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Signature
 from lightning_graphs.core.tree import substitute
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
@@ -77,6 +78,10 @@ class StepPlan:
     step: CUDAGraph | None = None
     steps: bool = False
     graphs: list[CUDAGraph] = field(default_factory=list)
+
+
+class RaisedInCapture(CaptureError):
+    """The code of a step raised while it was captured; ``__cause__`` is what it raised."""
 
 
 class StepCapture:
@@ -160,7 +165,17 @@ class StepCapture:
                 str(error).partition("\n")[0],
                 "allow fewer graphs (max_graphs), or make the batch smaller",
             ) from error
-        except BaseException:
+        except Exception as error:
+            segments.abandon()
+            if isinstance(error, GraphError):
+                raise
+            site = CallSiteFinder().of_exception(error)
+            raise RaisedInCapture(
+                "A step is captured by running its code, with stand-ins for what has no value yet.",
+                f"{type(error).__name__}: {error}, at {site.describe()}",
+                "mend the line, if the eager step raises it too; stand-ins may only be passed on",
+            ) from error
+        except BaseException:  # KeyboardInterrupt and the like
             segments.abandon()
             raise
         output.finish_capture()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,19 @@ def test_a_step_that_returns_none_for_some_signature(backend: str, tmp_path: Pat
         captured.run()
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 15
+
+
+def test_code_that_cannot_take_a_stand_in_runs_eagerly(backend: str, tmp_path: Path) -> None:
+    """A TypeError that exists only while capturing does not end a fit that trains eagerly."""
+
+    class Dumping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            json.dumps(batch_idx)
+            return self.loss(batch)
+
+    options: dict[str, Any] = {"module": Dumping, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="TypeError"):
+        captured.run()
+    compare(eager, captured, replayed=False)
