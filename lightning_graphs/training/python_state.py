@@ -7,6 +7,8 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,16 +32,14 @@ class AttributeReads:
     """
 
     def __init__(self) -> None:
-        self._reads: dict[str, tuple[Any, str]] = {}
+        self._reads: dict[str, tuple[Any, Any]] = {}
 
     def __len__(self) -> int:
         return len(self._reads)
 
     def values(self) -> tuple[tuple[str, Any], ...]:
-        """Name and present value of every attribute that was read."""
-        return tuple(
-            [(name, getattr(owner, key, None)) for name, (owner, key) in self._reads.items()]
-        )
+        """Name and present value of everything that was read."""
+        return tuple([(name, _held(owner, key)) for name, (owner, key) in self._reads.items()])
 
     @contextlib.contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
@@ -71,18 +71,43 @@ class AttributeReads:
 
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
-            if key == "_hparams" and isinstance(value, dict):
-                for item, held in value.items():
-                    if isinstance(held, _PLAIN):
-                        self._note(value, f"{path}.hparams", item)
-            elif isinstance(value, _PLAIN) and _is_attribute(kind, key):
-                self._note(owner, path, key)
+            if key == "_hparams" or _is_attribute(kind, key):
+                name = f"{path}.{'hparams' if key == '_hparams' else key}"
+                if isinstance(value, _PLAIN):
+                    self._reads.setdefault(name, (owner, key))
+                else:
+                    self._note_items(name, value)
             return value
 
         return type(kind)(kind.__name__, (kind,), {"__getattribute__": read})
 
     def _note(self, owner: Any, path: str, key: str) -> None:
         self._reads.setdefault(f"{path}.{key}", (owner, key))
+
+    def _note_items(self, name: str, value: Any) -> None:
+        """Note the plain values in a settings object: which of them was read does not show."""
+        for key, held in _items(value):
+            if isinstance(held, _PLAIN):
+                self._reads.setdefault(f"{name}[{key!r}]", (value, key))
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of mappings, sequences, namespaces and dataclasses; nothing of others."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    foreign = type(value).__module__.startswith((*_LIBRARIES, "transformers."))
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not foreign):
+        return list(vars(value).items())
+    return []
+
+
+def _held(owner: Any, key: Any) -> Any:
+    try:
+        return owner[key] if isinstance(owner, (dict, list, tuple)) else getattr(owner, key)
+    except (KeyError, IndexError, AttributeError):
+        return None
 
 
 def _is_attribute(kind: type, key: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -287,3 +288,27 @@ def test_code_that_cannot_take_a_stand_in_runs_eagerly(backend: str, tmp_path: P
     with pytest.warns(UserWarning, match="TypeError"):
         captured.run()
     compare(eager, captured, replayed=False)
+
+
+class Settings(Net):
+    """Weights of the loss in a dict, a list and a namespace, moved by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = {"loss": 1.0}
+        self.factors = [1.0, 2.0]
+        self.settings = SimpleNamespace(scale=1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.weights["loss"] * self.factors[0] * self.settings.scale
+
+    def on_train_epoch_start(self) -> None:
+        self.weights["loss"] = 1.0 / (1 + self.current_epoch)
+        self.factors[0] = 1.0 + self.current_epoch
+        self.settings.scale = 0.5 * (1 + self.current_epoch)
+
+
+def test_settings_that_a_hook_moves_are_conditions(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Settings, max_epochs=3)
+    compare(eager, captured)
+    assert captured.statistics.captures == 3
