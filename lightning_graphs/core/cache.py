@@ -1,24 +1,13 @@
-"""Signature -> captured plan: least recently used ones go, and every decision is counted."""
+"""Signature -> captured plan: least recently used ones go."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Plan = TypeVar("Plan")
-
-
-@dataclass(slots=True)
-class CacheStatistics:
-    """Counts since the cache was made."""
-
-    hits: int = 0
-    misses: int = 0
-    captures: int = 0
-    evictions: int = 0
 
 
 class PlanCache(Generic[Key, Plan]):
@@ -37,7 +26,6 @@ class PlanCache(Generic[Key, Plan]):
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._refused: set[Key] = set()
-        self.statistics = CacheStatistics()
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -54,10 +42,8 @@ class PlanCache(Generic[Key, Plan]):
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
         plan = self._plans.get(key)
         if plan is None:
-            self.statistics.misses += 1
             return None
         self._plans.move_to_end(key)
-        self.statistics.hits += 1
         return plan
 
     def is_due(self, key: Key) -> bool:
@@ -75,10 +61,8 @@ class PlanCache(Generic[Key, Plan]):
         """Keep a captured plan, releasing the least recently used ones beyond capacity."""
         self._seen.pop(key, None)
         self._plans[key] = plan
-        self.statistics.captures += 1
         while len(self._plans) > self._capacity:
             _, oldest = self._plans.popitem(last=False)
-            self.statistics.evictions += 1
             self._release(oldest)
 
     def refuse(self, key: Key) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -27,15 +28,15 @@ def refuse_frozen(name: str) -> NoReturn:
     )
 
 
-class StandIn:
+class StandIn(abc.ABC):
     """Stands for a value that a captured step does not have: it may be passed on, and not be used.
 
     It is no ``int`` or ``float``: C++ would read the value of one without asking.
     """
 
+    @abc.abstractmethod
     def refuse(self) -> NoReturn:
         """Raise a :class:`CaptureError` that names the value."""
-        raise NotImplementedError
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         self.refuse()

@@ -253,7 +253,7 @@ class StepRunner:
         known = len(self._reads)
         try:
             self._numbers.refuse_changing()
-            plan = self._capture.capture(args[0], args[1:], signature, conditions.phase)
+            plan = self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
         except GraphError as error:
             self._refused(signature, error)
             return None

@@ -124,12 +124,18 @@ class StepCapture:
         self._plugin = trainer.precision_plugin
 
     def capture(
-        self, batch: Any, rest: Sequence[Any], signature: Signature, phase: Phase
+        self,
+        batch: Any,
+        tensors: Sequence[Tensor],
+        rest: Sequence[Any],
+        signature: Signature,
+        phase: Phase,
     ) -> StepPlan:
         """Capture the step of this batch; nothing executes.
 
         Args:
             batch: The batch.
+            tensors: Its tensor leaves, in the order of the signature.
             rest: Further arguments of ``training_step``.
             signature: The signature of ``(batch,)``.
             phase: Its part in the accumulation window.
@@ -137,7 +143,6 @@ class StepCapture:
         Raises:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
-        _, tensors = Signature.of((batch,), {}, names=("batch",), modes=signature.modes)
         inputs = StaticInputs(tensors)
         arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
         targets = GradientTargets(
