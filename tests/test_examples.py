@@ -27,7 +27,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "COLUMNS": "100", "PATH": "", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,

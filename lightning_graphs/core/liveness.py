@@ -58,11 +58,15 @@ class InputLiveness(Recorder):
 
         The tensor may be gone and its block be free for later captures. Graphs of one pool replay
         in the order of their capture, so that the earlier graph has written the memory again.
+
+        All pools are listed and ours chosen here: given the handle of a pool, torch 2.11 takes a
+        reference away from its numbers, and those above 256 are then freed while in use.
         """
-        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(self._pool)
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
         return any(
             segment["address"] <= known.address < segment["address"] + segment["total_size"]
             for segment in segments
+            if tuple(segment["segment_pool_id"]) == self._pool
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -259,6 +260,23 @@ class TestLiveness:
         with pytest.raises(ReplayError, match=r"float32\[1048576\] on cuda:0"):
             captured.replay()
         assert y.shape == (MEGABYTE,)
+
+    def test_the_check_leaves_the_handle_of_the_pool_alone(self) -> None:
+        """torch 2.11 drops references to the numbers of a handle that it lists the memory of."""
+        x, pool = _floats(4), graph_pool_handle()
+        while pool[1] <= 256:  # smaller numbers are immortal, and the loss would not show
+            pool = graph_pool_handle()
+        captured = CUDAGraph()
+        with graph(captured, pool=pool, check_input_liveness=True):
+            y = x * 2
+        del x
+        before = sys.getrefcount(pool[1])
+        for _ in range(3):
+            with pytest.raises(ReplayError, match="must live, at its address"):
+                captured.replay()
+        after = sys.getrefcount(pool[1])
+        assert after == before
+        assert y.shape == (4,)
 
 
 def test_random_numbers_are_those_of_eager_code() -> None:
