@@ -11,13 +11,11 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.core.buffers import AddressGuard
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
-from lightning_graphs.core.torch_private import has_step_hooks
-from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.training.conditions import Conditions, Phase
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.lightning_private import (
@@ -25,23 +23,16 @@ from lightning_graphs.training.lightning_private import (
     call_gradient_hooks,
     skips_backward,
 )
+from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.statistics import Statistics, difference
-from lightning_graphs.training.step import RaisedInCapture, StepCapture, StepPlan
-
-_MOVES_TOLERATED = 3
-"""How often hyper-parameters may change before the optimizer step leaves the graph."""
-
-_REBINDS_TOLERATED = 3
-"""How often graphs may be dropped before one of them was replayed, without a warning."""
-
-_RARE_TOLERATED = 4
-"""How many eager steps in a row, for each graph allowed, are taken without a warning."""
+from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.step import StepCapture, StepPlan
+from lightning_graphs.training.watch import FitWatch
 
 
 class StepRunner:
@@ -71,9 +62,9 @@ class StepRunner:
         self._trainer = trainer
         self._module = module
         self._calls = calls
-        self._options = options
         self._pool = pool
-        self.statistics = statistics
+        self._statistics = statistics
+        self._notices = Notices(options, statistics)
         self._cache: PlanCache[Any, StepPlan] = PlanCache(
             options.max_graphs, options.capture_after, self._release
         )
@@ -83,11 +74,6 @@ class StepRunner:
         self._active: StepPlan | None = None
         self._last: StepPlan | None = None
         self._stepping = False
-        self._moves = 0
-        self._rebinds = 0
-        self._rare = 0
-        self._seen_last: Signature | None = None
-        self._last_hyper_parameters: tuple[tuple[str, Any], ...] | None = None
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._observers = Observers.of(trainer, module)
         self.capturable: CapturableOptimizer | None = None
@@ -106,7 +92,7 @@ class StepRunner:
         if obstacle is None:
             self.capturable = CapturableOptimizer(self._optimizer, self._module.device, before)
         else:
-            self.statistics.note(f"the optimizer step runs eagerly: {obstacle}")
+            self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._capture = StepCapture(
             self._trainer,
             self._module,
@@ -118,13 +104,9 @@ class StepRunner:
             self._reads,
             self._progress,
         )
-        self._watch()
-
-    def _watch(self) -> None:
-        self._guard = AddressGuard.of_module(self._module)
-        self._modules = list(self._module.modules())
-        groups = self._optimizer.param_groups
-        self._optimized = [p for group in groups for p in group["params"]]
+        self._watch = FitWatch(
+            self._trainer, self._module, self._optimizer, self.capturable, self._reads
+        )
 
     def _release(self, plan: StepPlan) -> None:
         if self._last is plan:
@@ -209,7 +191,6 @@ class StepRunner:
     def _plan_for(self, args: tuple[Any, ...]) -> StepPlan | None:
         if self._warmup_left > 0 or skips_backward(self._trainer):
             return None
-        self._check_addresses()
         conditions = self._conditions()
         plan = self._find(args[0], conditions)
         if plan is None:
@@ -248,7 +229,7 @@ class StepRunner:
             self._refused(None, error)
             return None
         if not self._cache.is_due(signature):
-            self._note_rarity(signature)
+            self._notices.rare(signature)
             return None
         known = len(self._reads)
         try:
@@ -259,17 +240,18 @@ class StepRunner:
             return None
         if len(self._reads) != known:
             # What the step has read is a condition from now on.
-            conditions = replace(conditions, attributes=self._attributes())
+            conditions = replace(conditions, attributes=self._watch.attributes())
             signature = replace(signature, extra=(conditions,))
             plan.call = CallPlan(signature, check_modes=True)
-        self._announce(signature)
+        known_signatures = self._cache.keys()
+        self._notices.captured(signature, known_signatures[0] if known_signatures else None)
         self._cache.add(signature, plan)
         self._last = plan
         plan.inputs.copy_in(tensors)
         return plan
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.statistics.eager += 1
+        self._statistics.eager += 1
         if self._progress is not None:
             self._progress.mirrored = frozenset()
         if self._warmup_left > 0:
@@ -279,8 +261,8 @@ class StepRunner:
         return self._calls.training_step(*args, **kwargs)
 
     def _replay(self, plan: StepPlan) -> Any:
-        self.statistics.replayed += 1
-        self._rebinds = self._rare = 0
+        self._statistics.replayed += 1
+        self._notices.replayed()
         if self.capturable is not None:
             self.capturable.refresh()
         if plan.backward is None:
@@ -304,87 +286,29 @@ class StepRunner:
         return not plan.phase.zeroing or self._observers.own_zero_grad
 
     def _conditions(self) -> Conditions:
-        window = self._trainer.accumulate_grad_batches
-        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
-        phase = Phase(zeroing, self._stepping, window)
-        training = tuple([m.training for m in self._modules])
-        gradients: tuple[bool, ...] = ()
-        if phase.stepping and not phase.zeroing and self.capturable is not None:
-            gradients = tuple([p.grad is not None for p in self._optimized])
-        return Conditions(phase, self._hyper_parameters(), training, self._attributes(), gradients)
-
-    def _attributes(self) -> tuple[tuple[str, Any], ...]:
-        trainer = self._trainer
-        clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        return (*self._reads.values(), ("gradient clipping", clipping))
-
-    def _hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
-        """What the optimizer's groups hold; where it keeps moving, the step leaves the graph."""
-        if self.capturable is None:
-            return ()
-        now = self.capturable.hyper_parameters()
-        if self._last_hyper_parameters not in (None, now):
-            self._moves += 1
-            if self._moves >= _MOVES_TOLERATED:
-                pairs = zip(self._last_hyper_parameters or (), now, strict=False)
-                names = ", ".join(sorted({name for (name, a), (_, b) in pairs if a != b}))
-                cycled = names in ("betas", "momentum")
-                hint = "; OneCycleLR(..., cycle_momentum=False) leaves it alone" if cycled else ""
-                self._rebind(
-                    f"{names} of the optimizer keeps changing",
-                    f"a scheduler moves {names}, which a graph would freeze{hint}",
-                )
-                return ()
-        self._last_hyper_parameters = now
-        return now
-
-    def _check_addresses(self) -> None:
-        """Drop every graph when parameters moved or the optimizer was replaced."""
-        try:
-            self._guard.check(geometry=False)
-        except ReplayError as error:
-            self._rebind(error.observed)
-        if self.capturable is not None and self.capturable.replaced():
-            self._rebind("the optimizer's state or parameter groups were replaced")
-        if self.capturable is not None and has_step_hooks(self._optimizer):
-            self._rebind("a step hook was registered on the optimizer")
+        """The conditions of the coming step, and no graph left that they have made wrong."""
+        reason = self._watch.reason_to_rebind()
+        if reason is not None:
+            self._rebind(reason)
+        conditions = self._watch.conditions(self._stepping)
+        restless = self._watch.restless(conditions.hyper_parameters)
+        if restless is not None:
+            self._rebind(restless, restless)
+            conditions = self._watch.conditions(self._stepping)
+        return conditions
 
     def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
-        self._rebinds += 1
-        if self._rebinds <= _REBINDS_TOLERATED:
-            self.statistics.recaptured(f"recapturing, because {reason}", reason)
-        else:
-            self.statistics.note(
-                f"a step runs eagerly: {reason}, and that again in every few steps"
-            )
+        """Drop every graph, and look at the fit anew."""
+        self._notices.rebound(reason)
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
         self._bind(optimizer_obstacle)
 
-    def _announce(self, signature: Signature) -> None:
-        self.statistics.captures += 1
-        if len(self._cache):
-            change = difference(self._cache.keys()[0], signature)
-            self.statistics.recaptured(f"captured another graph, because {change}", change)
-
-    def _note_rarity(self, signature: Signature) -> None:
-        """Say so once when signatures come and go and none is ever captured."""
-        self._rare += 1
-        before, self._seen_last = self._seen_last, signature
-        many = self._rare > _RARE_TOLERATED * self._options.max_graphs
-        if many and before not in (None, signature):
-            self.statistics.note(
-                f"steps run eagerly: in {self._rare} steps no batch signature came back often "
-                f"enough for a graph. The last two differ: {difference(before, signature)}"
-            )
-
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
-        if self._options.on_failure == "raise":
-            raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
+        self._notices.refused(error)
         if signature is not None:
             self._cache.refuse(signature)
-        self.statistics.note(f"a step runs eagerly: {error}")
 
 
 def _refuse_iterator(batch: Any) -> None:

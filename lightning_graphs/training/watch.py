@@ -1,0 +1,109 @@
+"""What is looked at before every step: what a graph froze, and what would make it wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_graphs.core.buffers import AddressGuard
+from lightning_graphs.core.torch_private import has_step_hooks
+from lightning_graphs.errors import ReplayError
+from lightning_graphs.training.conditions import Conditions, Phase
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.python_state import AttributeReads
+
+_MOVES_TOLERATED = 3
+"""How often hyper-parameters may change before the optimizer step leaves the graph."""
+
+
+class FitWatch:
+    """Reads the conditions of a fit, and finds what has invalidated its graphs.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        optimizer: Its optimizer.
+        capturable: What keeps the optimizer capturable; None if its step runs eagerly.
+        reads: The attributes that captured steps have read.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer | None,
+        reads: AttributeReads,
+    ) -> None:
+        self._trainer = trainer
+        self._optimizer = optimizer
+        self._capturable = capturable
+        self._reads = reads
+        self._guard = AddressGuard.of_module(module)
+        self._modules = list(module.modules())
+        self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
+        self._moves = 0
+        self._last_hyper_parameters: tuple[tuple[str, Any], ...] | None = None
+
+    def reason_to_rebind(self) -> str | None:
+        """Why no graph of the fit is right any longer; None as long as they are."""
+        try:
+            self._guard.check(geometry=False)
+        except ReplayError as error:
+            return error.observed
+        if self._capturable is not None:
+            if self._capturable.replaced():
+                return "the optimizer's state or parameter groups were replaced"
+            if has_step_hooks(self._optimizer):
+                return "a step hook was registered on the optimizer"
+        return None
+
+    def conditions(self, stepping: bool) -> Conditions:
+        """The conditions of the coming micro-batch.
+
+        Args:
+            stepping: The optimizer steps after it.
+        """
+        window = self._trainer.accumulate_grad_batches
+        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
+        training = tuple([m.training for m in self._modules])
+        gradients: tuple[bool, ...] = ()
+        capturable = self._capturable
+        if stepping and not zeroing and capturable is not None:
+            gradients = tuple([p.grad is not None for p in self._optimized])
+        return Conditions(
+            Phase(zeroing, stepping, window),
+            capturable.hyper_parameters() if capturable is not None else (),
+            training,
+            self.attributes(),
+            gradients,
+        )
+
+    def attributes(self) -> tuple[tuple[str, Any], ...]:
+        """Name and value of the attributes that are conditions, as they are now."""
+        trainer = self._trainer
+        clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return (*self._reads.values(), ("gradient clipping", clipping))
+
+    def restless(self, now: tuple[tuple[str, Any], ...]) -> str | None:
+        """Which hyper-parameters keep changing, so that the optimizer step is better eager.
+
+        Args:
+            now: The hyper-parameters of the coming step.
+
+        Returns:
+            The reason in words; None while they rest.
+        """
+        before, self._last_hyper_parameters = self._last_hyper_parameters, now
+        if before in (None, now):
+            return None
+        self._moves += 1
+        if self._moves < _MOVES_TOLERATED:
+            return None
+        pairs = zip(before or (), now, strict=False)
+        names = ", ".join(sorted({name for (name, a), (_, b) in pairs if a != b}))
+        cycled = names in ("betas", "momentum")
+        hint = "; OneCycleLR(..., cycle_momentum=False) leaves it alone" if cycled else ""
+        return f"a scheduler moves {names}, which a graph would freeze{hint}"
