@@ -11,6 +11,7 @@ from torch import nn
 from lightning_graphs.core.backend import BackendName, PoolHandle, get_backend
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.graphed import GraphedCallable
+from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 
@@ -145,12 +146,14 @@ def make_graphed_callables(
     kwargs = kwargs or ({},) * len(functions)
     _refuse_misfits(functions, args, kwargs)
     shared = GraphPool(pool, stream=stream, capture_error_mode=capture_error_mode, backend=backend)
+    order = ReplayOrder()
     captures = [
         CallableCapture(
             function,
             _positional(arguments),
             keywords or {},
             pool=shared,
+            order=order,
             direct=param_grads == "direct",
             allow_unused=allow_unused_input,
             static_outputs=static_outputs,
@@ -203,15 +206,12 @@ def _capture_all(
                 capture.capture_forward()
             for capture in reversed(captures):
                 capture.capture_backward()
-            graphed = [capture.finish() for capture in captures]
+            return [capture.finish() for capture in captures]
     except BaseException:
         for capture in captures:
             capture.abandon()
         pool.close()
         raise
-    for i, callable_ in enumerate(graphed):
-        callable_.precede(graphed[i + 1 :])
-    return graphed
 
 
 def _install(original: Callable[..., Any], graphed: GraphedCallable) -> Callable[..., Any]:

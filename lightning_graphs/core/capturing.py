@@ -15,11 +15,14 @@ from torch.nn.parameter import is_lazy
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.gradients import (
     DirectGradients,
+    GradientBuffers,
+    new_buffers,
     refuse_parameter_hooks,
 )
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.held import Bindings, Held
+from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
@@ -42,9 +45,11 @@ class CallableCapture:
         args: Positional sample arguments.
         kwargs: Keyword sample arguments.
         pool: Captures and owns the graphs.
+        order: Shared by the callables of one pool.
         direct: Parameter gradients are written by the backward graph.
         allow_unused: Inputs may have no influence on the outputs.
         static_outputs: The graph's own output tensors are handed out.
+        gradient_buffers: Where direct gradients go.
 
     Raises:
         CaptureError: the callable or an argument cannot be graphed.
@@ -57,16 +62,20 @@ class CallableCapture:
         kwargs: Mapping[str, Any],
         *,
         pool: GraphPool,
+        order: ReplayOrder,
         direct: bool,
         allow_unused: bool,
         static_outputs: bool,
+        gradient_buffers: GradientBuffers = new_buffers,
     ) -> None:
         self._module = function if isinstance(function, nn.Module) else None
         self._original = _original(function)
         self._pool = pool
+        self._order = order
         self._direct = direct
         self._allow_unused = allow_unused
         self._static_outputs = static_outputs
+        self._gradient_buffers = gradient_buffers
         modes = Modes.current(pool.backend.device_type)
         signature, tensors = Signature.of(args, kwargs, modes=modes)
         self._plan = CallPlan(signature, check_modes=False)
@@ -77,6 +86,7 @@ class CallableCapture:
         self._parameters = _trainable(self._module)
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
+        self._place = -1
         self._backward: BackwardPass | None = None
         _refuse_unfit_state(self._held)
 
@@ -143,7 +153,14 @@ class CallableCapture:
             )
 
     def _call(self) -> Any:
-        return self._original(*self._args, **self._kwargs)
+        modes = self._plan.signature.modes
+        with torch.autocast(
+            modes.device_type,
+            dtype=modes.autocast_dtype,
+            enabled=modes.autocast_enabled,
+            cache_enabled=False,
+        ):
+            return self._original(*self._args, **self._kwargs)
 
     def _targets(self) -> list[Tensor]:
         inputs = [t for t in self._inputs.tensors if t.requires_grad]
@@ -177,6 +194,7 @@ class CallableCapture:
                 "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
             )
         self._forward = captured
+        self._place = self._order.place()
 
     def _explained(self, error: CaptureError) -> CaptureError:
         """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
@@ -209,7 +227,7 @@ class CallableCapture:
         direct = None
         if self._direct:
             refuse_parameter_hooks(self._named())
-            direct = DirectGradients(self._parameters)
+            direct = DirectGradients(self._parameters, self._gradient_buffers(self._parameters))
         with self._pool.capture() as captured:
             gradients = self._gradients(outputs, targets, static)
             if direct is not None:
@@ -222,6 +240,7 @@ class CallableCapture:
             () if direct is not None else tuple(self._parameters),
             tuple(g.detach() if g is not None else None for g in handed),
             direct,
+            self._order.place(),
         )
 
     def _differentiable_positions(self) -> tuple[int, ...]:
@@ -248,6 +267,8 @@ class CallableCapture:
             forward=self._forward,
             backward=self._backward,
             pool=self._pool,
+            order=self._order,
+            place=self._place,
         )
 
     def abandon(self) -> None:

@@ -14,6 +14,14 @@ from lightning_graphs.errors import CaptureError, ReplayError
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
+GradientBuffers = Callable[[Sequence[Parameter]], Sequence[Tensor]]
+"""Memory for the gradients of parameters, given before a capture."""
+
+
+def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
+    """Buffers of their own for these parameters."""
+    return [torch.empty_like(p, requires_grad=False) for p in parameters]
+
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
     """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped.
@@ -48,11 +56,12 @@ class DirectGradients:
 
     Args:
         parameters: Parameters that may get a gradient.
+        buffers: Memory for the gradient of each.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._buffers = [torch.empty_like(p, requires_grad=False) for p in parameters]
+        self._buffers = list(buffers)
         self._kept: list[Tensor] | None = None
         self._nothing = [None] * len(self._parameters)
 

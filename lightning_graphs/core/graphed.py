@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.gradients import DirectGradients
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes
@@ -34,6 +35,7 @@ class BackwardPass:
         gradients: The static gradients of those inputs and then of those parameters; None for one
             that was not used.
         direct: Writes the parameters' gradients itself; None where autograd does.
+        place: Its place in the order of captures.
     """
 
     graph: CUDAGraph
@@ -42,6 +44,7 @@ class BackwardPass:
     parameters: tuple[Parameter, ...]
     gradients: tuple[Tensor | None, ...]
     direct: DirectGradients | None
+    place: int
 
 
 class GraphedCallable:
@@ -69,6 +72,8 @@ class GraphedCallable:
         forward: CUDAGraph,
         backward: BackwardPass | None,
         pool: GraphPool,
+        order: ReplayOrder,
+        place: int,
     ) -> None:
         self.original = original
         self.__wrapped__ = original  # inspect.signature shows the original's arguments
@@ -88,22 +93,19 @@ class GraphedCallable:
         # are direct do not pass through it.
         device = plan.signature.modes.device_type
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._generation = 0
-        self._backward_pending = False
-        self._later: tuple[GraphedCallable, ...] = ()
+        self._order = order
+        self._place = place
+        self._pending: PendingBackward | None = None
         # Optimizers change all parameters together: one tells, at no cost that grows with them.
         self._witness = parameters[0] if parameters else self._anchor
         self._version = version_of(self._witness)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
 
-    def precede(self, later: Sequence[GraphedCallable]) -> None:
-        """Name the callables of the same pool that were captured after this one.
-
-        What this one's graphs freed at capture, the others' activations use: a replay of this one
-        ends their pending backward passes.
-        """
-        self._later = tuple(later)
+    @property
+    def is_next(self) -> bool:
+        """Whether a call now keeps to the order of captures, and spoils no pending backward."""
+        return self._place > self._order.last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward graph on these arguments.
@@ -120,13 +122,11 @@ class GraphedCallable:
             guard.check(geometry=False)
         self._inputs.copy_in(tensors)
         self._replay_forward()
-        self._generation += 1
-        for later in self._later:
-            later._generation += 1
+        self._order.replay(self._place)
         backward = self.backward_pass
         if backward is None or not torch.is_grad_enabled():
             return self._outputs.hand_out()
-        self._backward_pending = True
+        self._pending = self._order.wait(self._place, backward.place)
         self._version = version_of(self._witness)
         differentiable = [tensors[i] for i in backward.input_positions]
         results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
@@ -145,18 +145,18 @@ class GraphedCallable:
             "call it inside the same torch.autocast(...), or capture it again",
         )
 
-    def run_backward(self, generation: int, gradients: tuple[Tensor, ...]) -> list[Tensor | None]:
+    def run_backward(
+        self, pending: PendingBackward, gradients: tuple[Tensor, ...]
+    ) -> list[Tensor | None]:
         """Replay the backward graph; gradients are tensors of their own."""
-        self._refuse_unsound_backward(generation)
+        self._refuse_unsound_backward(pending)
         backward = self.backward_pass
         assert backward is not None
         direct = backward.direct
         if direct is not None:
             self._refuse_partial_backward()
             direct.refuse_hooks()
-        self._backward_pending = False
-        for later in self._later:
-            later._generation += 1
+        self._order.finish(pending)
         torch._foreach_copy_(backward.output_gradients, gradients)
         if direct is not None:
             direct.replay(backward.graph.replay)
@@ -172,7 +172,7 @@ class GraphedCallable:
         copies = iter(clone_all([g for g in gradients if g is not None]))
         return [next(copies) if g is not None else None for g in gradients]
 
-    def _refuse_unsound_backward(self, generation: int) -> None:
+    def _refuse_unsound_backward(self, pending: PendingBackward) -> None:
         if torch.is_grad_enabled():
             raise ReplayError(
                 "A graphed callable does not support double backward.",
@@ -184,7 +184,13 @@ class GraphedCallable:
                 "The graphs of this callable were released before its backward ran.",
                 remedy="call reset() after the backward pass",
             )
-        if generation != self._generation:
+        if pending.is_done:
+            raise ReplayError(
+                "The backward graph of a callable runs once for each forward.",
+                "a second backward through the same forward (retain_graph=True)",
+                "run the forward again before the second backward",
+            )
+        if pending.is_void:
             raise ReplayError(
                 "The backward of a graphed callable needs the activations of its latest forward.",
                 "another forward of it, or an earlier callable of its tuple that ran after it, "
@@ -192,12 +198,6 @@ class GraphedCallable:
                 "run backward before the next forward; or pass the callable (a module as its "
                 "bound forward) once for every call between two backward passes, as a tuple in "
                 "the order of the calls, to make_graphed_callables",
-            )
-        if not self._backward_pending:
-            raise ReplayError(
-                "The backward graph of a callable runs once for each forward.",
-                "a second backward through the same forward (retain_graph=True)",
-                "run the forward again before the second backward",
             )
         if version_of(self._witness) != self._version:
             raise ReplayError(
@@ -232,7 +232,7 @@ class GraphedCallable:
         self.backward_pass = None
         self._inputs = StaticInputs(())
         self._outputs = OutputPlan((), static=True)
-        self._guards = self._later = ()
+        self._guards = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """The original, bound to the copied module, whose parameters no graph knows."""
@@ -254,9 +254,9 @@ class _GraphedNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphed: GraphedCallable, *inputs: Tensor) -> Any:
         ctx.graphed = graphed
-        ctx.generation = graphed._generation
+        ctx.pending = graphed._pending
         return graphed._outputs.differentiable()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, *ctx.graphed.run_backward(ctx.generation, gradients))
+        return (None, None, *ctx.graphed.run_backward(ctx.pending, gradients))

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.gradients import (
     DirectGradients,
+    new_buffers,
     refuse_parameter_hooks,
 )
 from lightning_graphs.core.torch_private import without_hooks
@@ -28,7 +29,7 @@ class Pass:
 
     def __init__(self, parameters: list[Parameter], used: tuple[bool, bool] = (True, True)) -> None:
         self.value = 1.0
-        self._direct = DirectGradients(parameters)
+        self._direct = DirectGradients(parameters, new_buffers(parameters))
         self._direct.capture(
             [torch.ones_like(p) if use else None for p, use in zip(parameters, used, strict=True)]
         )
@@ -49,7 +50,7 @@ class Pass:
 
 def test_capture_writes_the_buffers_of_used_parameters(device: torch.device) -> None:
     parameters = _parameters(device)
-    direct = DirectGradients(parameters)
+    direct = DirectGradients(parameters, new_buffers(parameters))
     direct.capture([None, torch.full((3,), 4.0, device=device)])
     assert [buffer.tolist() for buffer in direct._buffers] == [[4.0] * 3]
     assert _values(parameters) == [None, None]
@@ -57,7 +58,7 @@ def test_capture_writes_the_buffers_of_used_parameters(device: torch.device) -> 
 
 def test_buffers_have_the_strides_of_the_parameters(device: torch.device) -> None:
     parameter = nn.Parameter(torch.zeros(3, 2, device=device).t())
-    direct = DirectGradients([parameter])
+    direct = DirectGradients([parameter], new_buffers([parameter]))
     assert direct._buffers[0].stride() == parameter.stride()
     assert not direct._buffers[0].requires_grad
 
