@@ -66,8 +66,10 @@ class PlanCache(Generic[Key, Plan]):
             self._release(oldest)
 
     def refuse(self, key: Key) -> None:
-        """Never find ``key`` due again: its capture failed."""
+        """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
         self._refused.add(key)
+        if key in self._plans:
+            self._release(self._plans.pop(key))
 
     def clear(self) -> None:
         """Release every plan and forget every sighting; refusals stay."""

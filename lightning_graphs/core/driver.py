@@ -9,6 +9,8 @@ raises. What the *bindings* call a function is asked of their major version's na
 from __future__ import annotations
 
 import importlib
+from collections import Counter
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, TypedDict
 
@@ -112,9 +114,14 @@ def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
 
 def _call(name: str, *args: object) -> Any:
     """Call a function of the bindings by name and unpack its result."""
+    return check(_result_of(name, *args), name)
+
+
+def _result_of(name: str, *args: object) -> tuple[Any, ...]:
+    """Call a function of the bindings by name; the status comes first."""
     function = getattr(driver(), name)
     try:
-        result = function(*args)
+        result: tuple[Any, ...] = function(*args)
     except RuntimeError as error:
         # Without libcuda, or without this function in it, the bindings raise instead of returning.
         raise UnsupportedError(
@@ -122,7 +129,7 @@ def _call(name: str, *args: object) -> Any:
             str(error),
             "install or update the NVIDIA driver, or use the emulated backend",
         ) from error
-    return check(result, name)
+    return result
 
 
 def driver_version() -> tuple[int, int]:
@@ -222,6 +229,30 @@ def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
     return nodes, edges
 
 
+def count_kinds(raw_graph: int) -> Counter[str]:
+    """Number of nodes by kind, of a graph and its child graphs; names are not looked at.
+
+    Args:
+        raw_graph: A ``CUgraph`` handle that stays alive during the call.
+
+    Raises:
+        GraphError: The handle is no graph, or the driver refuses.
+    """
+    kinds: Counter[str] = Counter()
+    count = _count(raw_graph)
+    for handle in _call("cuGraphGetNodes", raw_graph, count)[0] if count else []:
+        label = _label(handle)
+        kinds[_KINDS.get(label, "empty")] += 1
+        if label == "GRAPH":
+            kinds += count_kinds(int(_call("cuGraphChildGraphNodeGetGraph", handle)))
+    return kinds
+
+
+def _label(handle: Any) -> str:
+    """What the driver calls the type of a node: ``KERNEL``, ``MEMCPY``, ..."""
+    return str(_call("cuGraphNodeGetType", handle).name).removeprefix("CU_GRAPH_NODE_TYPE_")
+
+
 def _count(graph: int) -> int:
     return int(_call("cuGraphGetNodes", graph, 0)[-1])
 
@@ -260,7 +291,7 @@ def _inline(child: int, body: int, nodes: list[NodeRecord], edges: list[tuple[in
 
 def _describe(handle: Any) -> tuple[NodeRecord, int | None]:
     """One node, and the handle of its body when it is a child graph."""
-    label = str(_call("cuGraphNodeGetType", handle).name).removeprefix("CU_GRAPH_NODE_TYPE_")
+    label = _label(handle)
     kind = _KINDS.get(label, "empty")
     node = NodeRecord(
         handle=int(handle), kind=kind, name=label.lower(), bytes=0, grid=None, block=None
@@ -293,3 +324,54 @@ def _kernel_name(params: Any) -> str:
     else:
         name = _call("cuFuncGetName", params.func)
     return str(name.decode())
+
+
+def kernel_nodes(raw_graph: int) -> Iterator[tuple[Any, Any]]:
+    """Handle and parameters of every kernel of a graph, without those of its child graphs.
+
+    Args:
+        raw_graph: A ``CUgraph`` handle that stays alive meanwhile.
+
+    Raises:
+        GraphError: The handle is no graph, or the driver refuses.
+    """
+    count = _count(raw_graph)
+    for handle in _call("cuGraphGetNodes", raw_graph, count)[0] if count else []:
+        if _label(handle) == "KERNEL":
+            yield handle, _call("cuGraphKernelNodeGetParams", handle)
+
+
+def argument_sizes(params: Any) -> list[int]:
+    """Bytes of each argument of a kernel.
+
+    Args:
+        params: Its parameters, as :func:`kernel_nodes` gives them.
+
+    Raises:
+        UnsupportedError: The driver is older than CUDA 12.4.
+        GraphError: The driver refuses.
+    """
+    name, function = "cuFuncGetParamInfo", params.func
+    if int(params.kern):
+        name, function = "cuKernelGetParamInfo", params.kern
+    sizes: list[int] = []
+    while True:
+        result = _result_of(name, function, len(sizes))
+        # Nothing tells the number of arguments, but asking for one too many.
+        if getattr(result[0], "name", "") == "CUDA_ERROR_INVALID_VALUE":
+            return sizes
+        sizes.append(int(check(result, name)[1]))
+
+
+def set_kernel_params(graph_exec: int, node: Any, params: Any) -> None:
+    """Exchange the parameters of one kernel in an executable graph; launches under way keep theirs.
+
+    Args:
+        graph_exec: A ``CUgraphExec`` handle.
+        node: The kernel's handle in the graph that it was instantiated from.
+        params: The parameters, as :func:`kernel_nodes` gave them, changed.
+
+    Raises:
+        GraphError: The driver refuses.
+    """
+    _call("cuGraphExecKernelNodeSetParams", graph_exec, node, params)

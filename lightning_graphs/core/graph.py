@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:
+    from lightning_graphs.core.constants import Constant
     from lightning_graphs.core.inspect import GraphInfo
 
 
@@ -220,6 +221,33 @@ class CUDAGraph:
         """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
         self._refuse_without_capture("inspection")
         return self._captured.inspection()
+
+    def node_counts(self) -> Mapping[str, int]:
+        """Number of nodes by kind (``"kernel"``, ``"memcpy"``, ``"memset"``, ...).
+
+        They are known without a template (``keep_graph=False``), too. The mapping is empty on CUDA
+        where cuda-python is missing or the driver does not tell.
+
+        Raises:
+            ReplayError: nothing was captured.
+        """
+        self._refuse_without_capture("node_counts()")
+        return self._captured.node_counts()
+
+    def constants(self, numbers: Sequence[float]) -> list[Constant]:
+        """Instantiate the graph, and find these numbers in it, so that they can be rewritten.
+
+        Only numbers that kernels take as they are can be found: those of torch's fused optimizers,
+        captured as :func:`lightning_graphs.core.constants.marks`. What is written lasts until the
+        next :meth:`instantiate`.
+
+        Raises:
+            ReplayError: there is no template.
+            UnsupportedError: driver, torch or cuda-python cannot do it.
+        """
+        self._refuse_without_capture("constants()")
+        self._refuse_without_template("constants()")
+        return self._captured.constants(numbers)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class GraphPool:
     ) -> None:
         self.backend = get_backend(backend)
         self.handle = pool if pool is not None else self.backend.new_pool()
-        self._stream = stream
+        self.stream = stream
         self._capture_error_mode = capture_error_mode
         self._graphs: list[CUDAGraph] = []
 
@@ -47,7 +47,7 @@ class GraphPool:
             CaptureError: the body cannot be captured; the pool is as before.
         """
         captured = CUDAGraph(keep_graph, backend=self.backend.name)
-        with graph(captured, self.handle, self._stream, self._capture_error_mode):
+        with graph(captured, self.handle, self.stream, self._capture_error_mode):
             yield captured
         self._graphs.append(captured)
 
