@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter, is_, methodcaller
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,14 @@ class _Group:
     non_blocking: bool
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """Copy tensors of one device and dtype; a single one at half the price of a foreach call."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking)
+    else:
+        torch._foreach_copy_(targets, sources, non_blocking)
+
+
 class StaticInputs:
     """Buffers of our own that stand for the tensor leaves of a call, and the copy into them.
 
@@ -46,16 +55,25 @@ class StaticInputs:
         device: Where the buffers live; each leaf's own device by default. Copies from CPU leaves to
             another device do not wait: as with ``Tensor.to(non_blocking=True)``, pinned memory
             must not be overwritten before the copy has run.
+        given: Buffers that exist already, by the index of their leaf; of its shape and strides.
 
     Attributes:
         tensors: The buffers, one for each leaf, detached from every autograd graph.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        device: torch.device | None = None,
+        given: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
         firsts = alias_groups(tensors)
         # A buffer made under inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            own = {i: _empty_like(tensors[i], device) for i in sorted(set(firsts))}
+            own = {
+                i: given[i].detach() if i in given else _empty_like(tensors[i], device)
+                for i in sorted(set(firsts))
+            }
             linear = {i: _linear(b, _overlap_span(b)) for i, b in own.items() if b.numel()}
         order = sorted(linear, key=lambda i: _group_key(tensors[i], linear[i]))
         targets = [linear[i] for i in order]
@@ -93,8 +111,7 @@ class StaticInputs:
             self._copy_foreign(sources)
             return
         for group in self._groups:
-            part = sources[group.start : group.stop]
-            torch._foreach_copy_(group.targets, part, group.non_blocking)
+            copy_all(group.targets, sources[group.start : group.stop], group.non_blocking)
 
     def _copy_foreign(self, sources: list[Tensor]) -> None:
         """The copy when some sources lie in our own buffers, at their places or at others."""
@@ -231,6 +248,24 @@ class StateSnapshot:
             self._saved = [
                 (list(own.values()), clone_all(list(own.values()))) for own in views.values() if own
             ]
+        self._copies = {
+            view.data_ptr(): copy
+            for own, copies in self._saved
+            for view, copy in zip(own, copies, strict=True)
+        }
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """The saved value of a tensor whose storage is in the snapshot: a view, not to be written.
+
+        Raises:
+            KeyError: its storage was not saved.
+        """
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        address = tensor.untyped_storage().data_ptr()
+        if not address:
+            return view.reshape(tensor.shape)
+        storage = self._copies[address].untyped_storage()
+        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def restore(self) -> None:
         """Writes the saved values back in place, one foreach call for each device.

@@ -67,12 +67,18 @@ class CallSiteFinder:
     """Finds the innermost frame that is the user's, remembering which files are not.
 
     A finder lives as long as one recording; the verdict on a file is taken once.
+
+    Args:
+        until: Code of the function that calls what is observed: outside of it lie lines such as
+            ``trainer.fit``, which are the user's and explain nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: types.CodeType | None = None) -> None:
+        self._until = until
         self._is_library: dict[str, bool] = {}
 
-    def _library(self, filename: str) -> bool:
+    def is_library(self, filename: str) -> bool:
+        """Whether a file is part of torch, Lightning or this package."""
         verdict = self._is_library.get(filename)
         if verdict is None:
             verdict = filename.startswith(LIBRARY_ROOTS + GENERATED)
@@ -82,8 +88,8 @@ class CallSiteFinder:
     def here(self) -> CallSite:
         """The user's line that is being executed by the calling thread."""
         frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if not self._library(frame.f_code.co_filename):
+        while frame is not None and frame.f_code is not self._until:
+            if not self.is_library(frame.f_code.co_filename):
                 code = frame.f_code
                 return CallSite(code.co_filename, frame.f_lineno, code.co_name)
             frame = frame.f_back
@@ -95,7 +101,7 @@ class CallSiteFinder:
         traceback = error.__traceback__
         while traceback is not None:
             code = traceback.tb_frame.f_code
-            if not self._library(code.co_filename):
+            if not self.is_library(code.co_filename):
                 columns = _columns(code, traceback.tb_lasti, traceback.tb_lineno)
                 site = CallSite(code.co_filename, traceback.tb_lineno, code.co_name, columns)
             traceback = traceback.tb_next

@@ -22,6 +22,7 @@ from lightning_graphs.core.gradients import (
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.held import Bindings, Held
+from lightning_graphs.core.lending import LentMemory
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
@@ -50,6 +51,7 @@ class CallableCapture:
         allow_unused: Inputs may have no influence on the outputs.
         static_outputs: The graph's own output tensors are handed out.
         gradient_buffers: Where direct gradients go.
+        original: What a module's forward is, where something stands in its place.
 
     Raises:
         CaptureError: the callable or an argument cannot be graphed.
@@ -67,9 +69,10 @@ class CallableCapture:
         allow_unused: bool,
         static_outputs: bool,
         gradient_buffers: GradientBuffers = new_buffers,
+        original: Callable[..., Any] | None = None,
     ) -> None:
         self._module = function if isinstance(function, nn.Module) else None
-        self._original = _original(function)
+        self._original = original or _original(function)
         self._pool = pool
         self._order = order
         self._direct = direct
@@ -83,12 +86,31 @@ class CallableCapture:
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
         self._held = Held(function)
         self._bindings = Bindings(self._held)
+        self._borrowed: dict[int, LentMemory] = {}
         self._parameters = _trainable(self._module)
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._place = -1
         self._backward: BackwardPass | None = None
         _refuse_unfit_state(self._held)
+
+    @property
+    def outputs(self) -> OutputPlan:
+        """What the captured call returns; there is one once the forward pass is captured."""
+        assert self._outputs is not None
+        return self._outputs
+
+    def read_in_place(self, arguments: Mapping[int, tuple[Tensor, LentMemory]]) -> None:
+        """Read arguments where earlier graphs write them; before the forward is captured.
+
+        Args:
+            arguments: By their index among the tensor leaves of the call, the earlier graph's
+                output tensor, and what tells whether somebody else still looks at it.
+        """
+        self._borrowed = {leaf: lent for leaf, (_, lent) in arguments.items()}
+        given = {leaf: output for leaf, (output, _) in arguments.items()}
+        self._inputs = StaticInputs(self._inputs.tensors, given=given)
+        self._args, self._kwargs = substitute((self._args, self._kwargs), self._inputs.tensors)
 
     def warm_up(self, iterations: int) -> None:
         """Run forward and backward on a side stream, leaving no trace in state or generators."""
@@ -269,6 +291,7 @@ class CallableCapture:
             pool=self._pool,
             order=self._order,
             place=self._place,
+            borrowed=self._borrowed,
         )
 
     def abandon(self) -> None:

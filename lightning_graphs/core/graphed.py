@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.buffers import AddressGuard, StaticInputs
+from lightning_graphs.core.buffers import AddressGuard, StaticInputs, copy_all
 from lightning_graphs.core.gradients import DirectGradients
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.lending import LentMemory
 from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
@@ -52,7 +53,7 @@ class GraphedCallable:
 
     Calls must equal the captured one in everything but values. Where the train/eval flag of any
     submodule, or of a module that a function holds, differs from its state at capture, the original
-    runs instead.
+    runs instead; also where a replay would overwrite a lent output that the caller has kept.
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
@@ -74,6 +75,7 @@ class GraphedCallable:
         pool: GraphPool,
         order: ReplayOrder,
         place: int,
+        borrowed: Mapping[int, LentMemory],
     ) -> None:
         self.original = original
         self.__wrapped__ = original  # inspect.signature shows the original's arguments
@@ -96,6 +98,7 @@ class GraphedCallable:
         self._order = order
         self._place = place
         self._pending: PendingBackward | None = None
+        self._borrowed = tuple(borrowed.items())
         # Optimizers change all parameters together: one tells, at no cost that grows with them.
         self._witness = parameters[0] if parameters else self._anchor
         self._version = version_of(self._witness)
@@ -106,6 +109,24 @@ class GraphedCallable:
     def is_next(self) -> bool:
         """Whether a call now keeps to the order of captures, and spoils no pending backward."""
         return self._place > self._order.last
+
+    def _spares_callers(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a replay overwrites nothing that a caller has kept of lent memory."""
+        for leaf, lent in self._borrowed:
+            if tensors[leaf].data_ptr() != lent.address and lent.is_kept:
+                return False
+        return not self._outputs.is_kept
+
+    def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether these arguments, under the switches now in force, have a replay."""
+        modes = self._modes
+        now = Modes.current(modes.device_type)
+        return (
+            not self._released
+            and now.autocast_dtype is modes.autocast_dtype
+            and [m.training for m in self._modules] == self._training
+            and self._plan.match(args, kwargs) is not None
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward graph on these arguments.
@@ -120,6 +141,8 @@ class GraphedCallable:
         tensors = self._plan.tensors(args, kwargs)
         for guard in self._guards:
             guard.check(geometry=False)
+        if not self._spares_callers(tensors):
+            return self.original(*args, **kwargs)
         self._inputs.copy_in(tensors)
         self._replay_forward()
         self._order.replay(self._place)
@@ -157,7 +180,7 @@ class GraphedCallable:
             self._refuse_partial_backward()
             direct.refuse_hooks()
         self._order.finish(pending)
-        torch._foreach_copy_(backward.output_gradients, gradients)
+        copy_all(backward.output_gradients, list(gradients))
         if direct is not None:
             direct.replay(backward.graph.replay)
         else:

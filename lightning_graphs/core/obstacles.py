@@ -16,58 +16,103 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A reason why an operator cannot be captured.
+    """A reason why something cannot be captured.
 
     Attributes:
         rule: What capture demands, in one sentence.
         remedy: What to write instead.
+        kind: A short name that programs can rely on.
+        code: The remedy as a line or two of code.
+        rehearsal: Whether it stands in the way of a rehearsal only, and not on a GPU.
     """
 
     rule: str
     remedy: str
+    kind: str
+    code: str
+    rehearsal: bool = False
 
 
 HOST_READ = Obstacle(
     "A capture cannot read a value on the host: the GPU has not computed it yet.",
     "keep the value on the device (torch.where, masking, tensor arithmetic), or read it outside "
     "of the captured code",
+    kind="host-read",
+    code='self.log("loss", loss)  # the tensor, without item()\n'
+    "loss = torch.where(condition, a, b)  # in place of an if",
 )
 DYNAMIC_SHAPE = Obstacle(
     "A capture cannot contain an operator whose output shape depends on values.",
     "use a fixed shape: torch.where or masked_fill instead of boolean indexing, nonzero or unique",
+    kind="data-dependent-shape",
+    code="loss = torch.where(mask, losses, 0.0).sum() / mask.sum()  # for losses[mask].mean()",
 )
 HOST_DATA = Obstacle(
     "A capture cannot build a tensor from Python numbers or NumPy data: that is a copy from "
     "pageable host memory.",
     "create the tensor once outside of the captured code (register_buffer), or use torch.full, "
     "torch.zeros, torch.arange on the device",
+    kind="host-data",
+    code='self.register_buffer("weights", torch.tensor([1.0, 2.0]))  # in __init__\n'
+    "loss = losses @ self.weights  # in training_step",
+)
+HOST_COPY = Obstacle(
+    "A capture cannot move a tensor from the CPU to the device: that is a copy from pageable host "
+    "memory.",
+    "make the tensor on the device, keep it there in a buffer, or hand it in with the batch",
+    kind="host-copy",
+    code="positions = torch.arange(n, device=self.device)  # in place of torch.arange(n).to(...)\n"
+    'self.register_buffer("table", table)  # in __init__, for what stays the same',
+)
+COLLECTIVE = Obstacle(
+    "A captured step runs on one device: it cannot talk to other processes.",
+    "leave the exchange to Lightning: self.log(..., sync_dist=True), or a hook after the step",
+    kind="collective",
+    code='self.log("loss", loss, sync_dist=True)  # in place of all_reduce(loss)',
 )
 UNREGISTERED_GENERATOR = Obstacle(
     "A capture must know every random generator that it draws from.",
-    "call graph.register_generator_state(generator) before the capture",
+    "draw from the default generator, without generator=; with core.CUDAGraph, call "
+    "graph.register_generator_state(generator) before the capture",
+    kind="random-generator",
+    code="noise = torch.randn_like(x)  # without generator=",
 )
 COMPILED = Obstacle(
     "The emulated backend cannot see the kernels of a torch.compile'd function: it would "
     "rehearse other arithmetic than the one that runs.",
     "rehearse the uncompiled module (torch.compiler.set_stance('force_eager') does not suffice, "
     "pass the original), and capture the compiled one on a GPU",
+    kind="compiled",
+    code="GraphCapture()  # on a GPU, where the compiled module is captured",
+    rehearsal=True,
 )
 UNSUPPORTED_LAYOUT = Obstacle(
     "A capture can be rehearsed with dense strided tensors only.",
     "convert sparse, nested, quantized or subclassed tensors outside of the captured code",
+    kind="layout",
+    code="x = x.to_dense()  # in the data loader",
+    rehearsal=True,
 )
 UNDECLARED_MUTATION = Obstacle(
     "A rehearsed operator must declare in its schema every argument that it writes.",
     "name the argument in mutates_args of torch.library.custom_op",
+    kind="undeclared-write",
+    code='@torch.library.custom_op("mine::op", mutates_args=("x",))',
+    rehearsal=True,
 )
 SET_GENERATOR = Obstacle(
     "A capture cannot set or rewind a random generator: replays draw fresh numbers from it.",
     "seed outside of the captured code; torch.utils.checkpoint needs preserve_rng_state=False, and "
     "no dropout inside what it recomputes",
+    kind="random-generator",
+    code="checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)",
 )
 MOVED_STORAGE = Obstacle(
     "A capture cannot resize or replace the memory of a tensor that existed before it.",
     "allocate the tensor at its final size outside of the captured code and write to it in place",
+    kind="moved-memory",
+    code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
+    "self.memory[: len(x)].copy_(x)  # in training_step",
 )
 
 _INDEXING: dict[OpOverload, int] = {
@@ -89,6 +134,37 @@ _MOVES_STORAGE = frozenset(
         aten.resize_as_.default,
     }
 )
+
+
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+
+
+def _copy_obstacle(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Obstacle | None:
+    """What stands against a copy between host and device; pinned memory is legal on both ways."""
+    if func is aten.copy_.default:
+        target, source = args[:2]
+        assert isinstance(target, Tensor)
+        pinned = target.device.type == "cpu" and target.is_pinned()
+        target_type = target.device.type
+    else:
+        source, target = args[0], kwargs.get("device")
+        pinned = kwargs.get("non_blocking") is True  # torch allocates pinned memory then
+        target_type = target.type if isinstance(target, torch.device) else ""
+    assert isinstance(source, Tensor)
+    if source.numel() == 0:
+        return None
+    if source.device.type == "cpu" and target_type not in ("cpu", ""):
+        return None if source.is_pinned() else HOST_COPY
+    if source.device.type != "cpu" and target_type == "cpu":
+        return None if pinned else HOST_READ
+    return None
+
+
+def is_collective(func: OpOverload) -> bool:
+    """Whether an operator exchanges data with other processes."""
+    return func.namespace in _COLLECTIVES
 
 
 def _boolean_index(
@@ -134,6 +210,8 @@ def operator_obstacle(
         return DYNAMIC_SHAPE
     if func in _MOVES_STORAGE:
         return MOVED_STORAGE
+    if func in (aten._to_copy.default, aten.copy_.default):
+        return _copy_obstacle(func, args, kwargs)
     generator = kwargs.get("generator")
     if isinstance(generator, torch.Generator) and generator_identity(generator) not in map(
         generator_identity, generators
@@ -143,9 +221,12 @@ def operator_obstacle(
 
 
 def _builds_from_host_data(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
-    """A 0-d tensor without a device stays on the CPU and enters kernels as a constant: legal."""
+    """A 0-d tensor without a device stays on the CPU and enters kernels as a constant: legal.
+
+    So is an empty one: torch copies nothing then (``copy_impl`` in aten/src/ATen/native/Copy.cpp).
+    """
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-    if isinstance(data, Tensor):
+    if isinstance(data, Tensor) or (isinstance(data, (list, tuple)) and not data):
         return None
     scalar = isinstance(data, (bool, int, float, complex))
     return None if scalar and kwargs.get("device") is None else HOST_DATA

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.lending import LentMemory
 from lightning_graphs.core.torch_private import clone_all
 from lightning_graphs.core.tree import flatten, substitute
 from lightning_graphs.errors import CaptureError
@@ -50,7 +51,8 @@ class OutputPlan:
         self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
         self.requiring_grad = [tensors[i] for i in self._differentiable]
         self._tensors = [tensor.detach() for tensor in tensors]
-        self._take: Callable[[list[Tensor]], list[Tensor]] = _aliases if static else clone_all
+        self._static = static
+        self._lent: dict[int, LentMemory] = {}
         template = substitute(value, self._tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
         if isinstance(value, Tensor):
@@ -62,9 +64,40 @@ class OutputPlan:
         """Let go of the captured autograd graph: the backward graph is all that is left of it."""
         self.requiring_grad = []
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The graph's own output tensors, in the order of the leaves."""
+        return self._tensors
+
+    def lend(self, index: int) -> LentMemory:
+        """Hand out one of :attr:`tensors` itself from now on, not a copy."""
+        if index not in self._lent:
+            self._lent[index] = LentMemory(self._tensors[index])
+        return self._lent[index]
+
+    def settle(self) -> None:
+        """Begin to notice who keeps lent outputs; to be called before the first replay."""
+        for lent in self._lent.values():
+            lent.settle()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a caller still holds what a lent output was at the last replay."""
+        return any(lent.is_kept for lent in self._lent.values())
+
+    def _take(self, indices: Sequence[int]) -> list[Tensor]:
+        if self._static:
+            return [self._tensors[i].detach() for i in indices]
+        if not self._lent:
+            return clone_all([self._tensors[i] for i in indices])
+        lent = self._lent
+        return [
+            self._tensors[i].detach() if i in lent else self._tensors[i].clone() for i in indices
+        ]
+
     def differentiable(self) -> tuple[Tensor, ...]:
         """The outputs that require grad, for the autograd node to return."""
-        return tuple(self._take([self._tensors[i] for i in self._differentiable]))
+        return tuple(self._take(self._differentiable))
 
     def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:
         """The return value of a call.
@@ -74,20 +107,16 @@ class OutputPlan:
                 where no backward is recorded.
         """
         if differentiable is None:
-            return self._build(self._take(self._tensors))
+            return self._build(self._take(range(len(self._tensors))))
         if not self._plain:
             return self._build(differentiable)
         found = self._tensors.copy()
-        plain = self._take([found[i] for i in self._plain])
+        plain = self._take(self._plain)
         for i, tensor in zip(self._differentiable, differentiable, strict=True):
             found[i] = tensor
         for i, tensor in zip(self._plain, plain, strict=True):
             found[i] = tensor
         return self._build(found)
-
-
-def _aliases(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors]
 
 
 def _only(tensors: Sequence[Tensor]) -> Tensor:

@@ -171,12 +171,7 @@ class _FunctionRules(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        rule = FUNCTION_RULES.get(name)
-        if rule is not None and (obstacle := rule(args, kwargs)) is not None:
-            self._recorder.refuse(name, obstacle)
-        return func(*args, **kwargs)
+        return self._recorder.call(func, args, kwargs or {})
 
 
 class Recorder(TorchDispatchMode):
@@ -186,7 +181,12 @@ class Recorder(TorchDispatchMode):
         generators: Random generators that may be drawn from.
         strict: Refuse with :class:`CaptureError` what CUDA refuses. Off, the recorder only watches,
             as it does during a real capture, where CUDA itself refuses.
+
+    Attributes:
+        raises: Whether :meth:`refuse` raises. An observer notes the obstacle, and the code goes on.
     """
+
+    raises = True
 
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,6 +214,14 @@ class Recorder(TorchDispatchMode):
             self._function_rules = None
         self._scopes.stop()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a Python function of torch, unless a rule refuses it."""
+        name = getattr(func, "__name__", "")
+        rule = FUNCTION_RULES.get(name)
+        if rule is not None and (obstacle := rule(args, kwargs)) is not None:
+            self.refuse(name, obstacle)
+        return func(*args, **kwargs)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         """Raise for an operator that cannot be captured, naming the user's line."""
@@ -248,11 +256,12 @@ class Recorder(TorchDispatchMode):
     def _meet_constant(self, tensor: Tensor) -> None:
         """Note a tensor that torch made of Python numbers, out of sight of the dispatcher.
 
-        A scalar enters kernels as a constant. More than one number is a copy from host memory.
+        A scalar enters kernels as a constant. More than one number is a copy from host memory,
+        none at all is memory like any other.
         """
-        if self._strict and tensor.dim() > 0:
+        if self._strict and tensor.dim() > 0 and tensor.numel() > 0:
             self.refuse("a tensor of Python numbers", HOST_DATA)
-        self.know(tensor, born=True).constant = True
+        self.know(tensor, born=True).constant = tensor.numel() > 0
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         """Called before an operator writes ``tensor``; the emulated backend saves its value."""
@@ -272,7 +281,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return self._scopes.profiler_range(func, args, kwargs)
-        if not self._strict and any(map(_dispatches, types)):
+        if not (self._strict and self.raises) and any(map(_dispatches, types)):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
         if self._strict:
@@ -331,8 +340,9 @@ class Recorder(TorchDispatchMode):
         before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
         result = func(*args, **kwargs)
         lied = [(s, value) for s, value in before if not _same_bytes(s, value)]
-        for storage, value in lied:
-            storage.copy_(value)
+        if self.raises:
+            for storage, value in lied:
+                storage.copy_(value)
         if lied:
             self.refuse(str(func), UNDECLARED_MUTATION)
         return result

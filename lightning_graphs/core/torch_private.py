@@ -64,6 +64,20 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     return any(tables)
 
 
+def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """The tables of hooks around a module's forward and backward pass; torch has no public reader.
+
+    Where it lacks them there are none.
+    """
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [getattr(module, name, {}) for name in names]
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """The hooks around a module's forward and backward pass."""
+    return [hook for table in hook_tables(module) for hook in table.values()]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``.
 
@@ -192,16 +206,28 @@ def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]
 
 
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of all tensors, in as few kernels as torch can.
+    """Copies of all tensors, in as little time as torch can.
 
-    ``torch._foreach_clone`` is younger than the oldest supported torch; a foreach copy is exact for
-    every dtype on every version.
+    A few are copied one by one, at half the price of a foreach call. ``torch._foreach_clone`` is
+    younger than the oldest supported torch; a foreach copy is exact for every dtype on every
+    version.
     """
-    if not tensors:  # foreach functions refuse an empty list
-        return []
+    if len(tensors) < _WORTH_FOREACH:
+        return [tensor.clone() for tensor in tensors]
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
         return list(clone(tensors))
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
+
+
+_WORTH_FOREACH = 3
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects share this storage.
+
+    No public API tells whether somebody still holds an alias of a tensor's memory.
+    """
+    return torch._C._storage_Use_Count(storage._cdata)

@@ -273,3 +273,13 @@ def test_a_snapshot_refuses_a_tensor_that_moved() -> None:
     with pytest.raises(ReplayError, match=r"tensor 1 \(f32\[3\]\) moved since the snapshot"):
         snapshot.restore()
     assert second.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_snapshot_tells_the_saved_values_of_views(device: torch.device) -> None:
+    whole = torch.arange(12.0, device=device)
+    views = [whole.view(3, 4).t(), whole[2:7:2], whole.view(torch.int32)[1:3], whole[:0]]
+    snapshot = StateSnapshot([whole])
+    before = [view.clone() for view in views]
+    whole.fill_(-1.0)
+    for view, known in zip(views, before, strict=True):
+        assert torch.equal(snapshot.saved(view), known)

@@ -1,0 +1,253 @@
+"""Real code under the rules of a capture: what a capture would refuse is noted, and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.obstacles import (
+    COLLECTIVE,
+    COMPILED,
+    FUNCTION_RULES,
+    HOST_COPY,
+    SET_GENERATOR,
+    Obstacle,
+    is_collective,
+)
+from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
+from lightning_graphs.core.tree import leaves_of
+
+_FACTORIES = frozenset(
+    {"arange", "empty", "eye", "full", "linspace", "logspace"}
+    | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
+)
+_NUMBERS = (bool, int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator with the Python numbers that a capture would bake into it."""
+
+    operator: str
+    numbers: tuple[float, ...]
+    site: CallSite
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How two runs of the same code differ, though their inputs have the same shapes.
+
+    Attributes:
+        operator: The operator.
+        what: The two numbers, or that it is missing in one of the runs.
+        site: The user's line.
+        whole: Whether it may follow from a shape: whole numbers, or a missing operator.
+    """
+
+    operator: str
+    what: str
+    site: CallSite
+    whole: bool
+
+
+def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
+    """The operators that only one of the runs calls, and those that get other Python numbers."""
+    a_keys, b_keys = ([(call.operator, call.site) for call in calls] for calls in (before, now))
+    matcher = difflib.SequenceMatcher(None, a_keys, b_keys, autojunk=False)
+    for tag, i, i_end, j, j_end in matcher.get_opcodes():
+        if tag != "equal":
+            call = now[j] if j < j_end else before[i]
+            yield Change(call.operator, "not in every step", call.site, True)
+            continue
+        for first, second in zip(before[i:i_end], now[j:j_end], strict=True):
+            pairs = zip(first.numbers, second.numbers, strict=False)
+            differing = [(a, b) for a, b in pairs if a != b and not (a != a and b != b)]
+            if differing:
+                a, b = differing[0]
+                what = f"{a!r} in one step, {b!r} in another"
+                whole = isinstance(a, int) and isinstance(b, int)
+                yield Change(second.operator, what, second.site, whole)
+
+
+class Observer(Recorder):
+    """Notes every obstacle of the code that runs under it, and lets the code run.
+
+    On a CPU, where all memory is the host's, a tensor counts as the host's that a factory made
+    without ``device=``, or that is neither born here nor among the :meth:`begin` tensors.
+
+    Args:
+        note: Called with operator, obstacle and the user's line.
+        look: Called with the arguments of every Python function of torch.
+        generators: Random generators that may be drawn from.
+        until: See :class:`CallSiteFinder`.
+        device_type: Where the code runs.
+        rehearsal: Whether what hinders only rehearsals counts.
+    """
+
+    raises = False
+
+    def __init__(
+        self,
+        note: Callable[[str, Obstacle, CallSite], None],
+        look: Callable[[Any], None],
+        generators: Sequence[torch.Generator],
+        *,
+        until: types.CodeType,
+        device_type: str,
+        rehearsal: bool,
+    ) -> None:
+        super().__init__(generators)
+        self.calls: list[Call] = []
+        self._note = note
+        self._look = look
+        self._sites = CallSiteFinder(until)
+        self._on_host = device_type == "cpu"
+        self._rehearsal = rehearsal
+        self._silent = False
+        self._resident: set[int] = set()
+        self._host: set[int] = set()
+        self._forbidden: dict[int, Obstacle] = {}
+        self._states: list[Tensor] = []
+
+    def __enter__(self) -> Observer:
+        self._states = self._generator_states()
+        return super().__enter__()
+
+    def begin(self, resident: Sequence[Tensor]) -> None:
+        """Begin another step.
+
+        Args:
+            resident: Tensors that live on the device: the batch, parameters and buffers.
+        """
+        self.calls = []
+        self._host.clear()
+        self._resident = {self.know(t).id for t in resident if t.layout is torch.strided}
+
+    def here(self) -> CallSite:
+        """The user's line that is being executed."""
+        return self._sites.here()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is noted at the moment."""
+        return self._silent
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Note nothing that the body does."""
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    def forbid(self, value: Any, obstacle: Obstacle) -> None:
+        """Note ``obstacle`` wherever a tensor in ``value`` is used."""
+        for leaf in leaves_of(value):
+            if isinstance(leaf, Tensor):
+                self._forbidden[self.know(leaf, born=True).id] = obstacle
+
+    def refuse(self, operator: str, obstacle: Obstacle) -> None:
+        # Compiled code runs eagerly under a dispatch mode, and so in full sight.
+        hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
+        if not self._silent and not hidden:
+            self._note(operator, obstacle, self._sites.here())
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self._silent:
+            self._look((args, kwargs))
+        rule = FUNCTION_RULES.get(name)
+        obstacle = rule(args, kwargs) if rule is not None else None
+        if obstacle is not None:
+            self.refuse(name, obstacle)
+            with self.looking_away():  # the operators inside of it are the same obstacle
+                result = func(*args, **kwargs)
+            self._resident.update(known.id for known in self._known(result))
+            return result
+        if self._on_host and name in ("to", "cuda") and self._names_device(name, args, kwargs):
+            self._moved(name, args[0])
+        result = func(*args, **kwargs)
+        if self._on_host and name in _FACTORIES and kwargs.get("device") is None:
+            self._host.update(known.id for known in self._known(result))
+        return result
+
+    def _known(self, value: Any) -> list[KnownStorage]:
+        return [self.know(t, born=True) for t in tensors_in(value) if t.layout is torch.strided]
+
+    def _names_device(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
+        return name == "cuda" or any(isinstance(a, (torch.device, str, Tensor)) for a in given)
+
+    def _moved(self, name: str, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        known = self.know(tensor)
+        foreign = not known.born and known.id not in self._resident
+        if foreign or known.constant or known.id in self._host:
+            self.refuse(name, HOST_COPY)
+        self._host.discard(known.id)
+        self._resident.add(known.id)
+
+    def keep(self, operation: Operation) -> None:
+        if operation.reads and self._host.issuperset(operation.reads):
+            self._host.update(operation.writes)
+        if not self._silent:
+            values = (*operation.args, *operation.kwargs.values())
+            numbers = tuple(v for v in values if type(v) in _NUMBERS)
+            self.calls.append(Call(operation.name, numbers, operation.site))
+
+    def _meet_constant(self, tensor: Tensor) -> None:
+        super()._meet_constant(tensor)
+        if not self._silent and tensor.dim() == 0 and tensor.device.type == "cpu":
+            number: float = tensor.item()
+            self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
+
+    def _check(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        super()._check(func, args, kwargs, inputs)
+        if is_collective(func):
+            self.refuse(str(func), COLLECTIVE)
+        if self._forbidden:
+            for known in self._known(inputs):
+                if known.id in self._forbidden:
+                    self.refuse(str(func), self._forbidden[known.id])
+
+    def _run(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> Any:
+        before = self._generator_states()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and not _equal(before, self._states):
+            self.refuse(str(func), SET_GENERATOR)
+        result = super()._run(func, args, kwargs, inputs, written)
+        after = self._generator_states()
+        if draws or not _equal(before, after):
+            self._states = after
+        return result
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))

@@ -1,0 +1,193 @@
+"""The observer: every obstacle is noted with its line, and the code goes on as it would."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.observer import Call, Observer, changes
+from lightning_graphs.core.obstacles import HOST_READ
+
+
+@torch.library.custom_op("lightning_graphs_tests::secretly_zeroing", mutates_args=())
+def secretly_zeroing(x: Tensor) -> Tensor:
+    result = x + 1
+    x.zero_()
+    return result
+
+
+def _line(function: object, text: str) -> int:
+    lines, first = inspect.getsourcelines(function)  # type: ignore[arg-type]
+    return next(first + i for i, line in enumerate(lines) if text in line)
+
+
+class Notes:
+    """What an observer has noted: operator, kind of obstacle, line."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, int]] = []
+        self.arguments: list[object] = []
+
+    def observer(self, device: torch.device, *, rehearsal: bool = False) -> Observer:
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        return Observer(
+            lambda operator, obstacle, site: self.rows.append((operator, obstacle.kind, site.line)),
+            self.arguments.append,
+            generators,
+            until=_outside.__code__,
+            device_type=device.type,
+            rehearsal=rehearsal,
+        )
+
+
+def _outside(observer: Observer, body: Callable[[], object]) -> None:
+    with observer:
+        body()
+
+
+class TestObserver:
+    def test_every_obstacle_is_noted_and_the_code_goes_on(self, device: torch.device) -> None:
+        x = torch.arange(4.0, device=device)
+        results: list[object] = []
+
+        def body() -> None:
+            results.append(x.sum().item())  # item
+            results.append(x[x > 1].tolist())  # index and tolist
+            results.append(torch.tensor([1.0, 2.0], device=device))  # numbers
+            results.append(repr(x.sum()))  # repr
+
+        notes = Notes()
+        _outside(notes.observer(device), body)
+        assert notes.rows == [
+            ("aten._local_scalar_dense.default", "host-read", _line(body, "# item")),
+            ("aten.index.Tensor", "data-dependent-shape", _line(body, "# index")),
+            ("tolist", "host-read", _line(body, "# index")),
+            ("tensor", "host-data", _line(body, "# numbers")),
+            ("__repr__", "host-read", _line(body, "# repr")),
+        ]
+        assert results[:2] == [6.0, [2.0, 3.0]]
+        assert isinstance(results[2], Tensor)
+        assert results[2].tolist() == [1.0, 2.0]
+        assert "6." in str(results[3])
+
+    def test_an_undeclared_write_is_noted_and_stays(self, device: torch.device) -> None:
+        x = torch.arange(3.0, device=device)
+        notes = Notes()
+        _outside(notes.observer(device, rehearsal=True), lambda: secretly_zeroing(x))
+        assert [row[:2] for row in notes.rows] == [
+            ("lightning_graphs_tests.secretly_zeroing.default", "undeclared-write")
+        ]
+        assert x.tolist() == [0.0, 0.0, 0.0]
+
+    def test_limits_of_a_rehearsal_count_in_a_rehearsal_only(self) -> None:
+        device = torch.device("cpu")  # the layout of oneDNN exists there only
+        x = torch.eye(2)
+        for rehearsal, kinds in ((True, {"layout"}), (False, set())):
+            notes = Notes()
+            _outside(notes.observer(device, rehearsal=rehearsal), lambda: x.to_mkldnn().to_dense())
+            assert {kind for _, kind, _ in notes.rows} == kinds
+
+    def test_copies_from_the_host(self, device: torch.device) -> None:
+        before = torch.ones(2)  # known to nobody: the host's
+        resident = torch.ones(2, device=device)
+
+        def body() -> None:
+            before.to(device)  # before
+            resident.to(device)
+            made = torch.zeros(2) + 1
+            moved = made.to(device)  # made
+            moved.to(device)
+            (resident * 2).to(device)
+            torch.tensor([], device=device)
+
+        notes = Notes()
+        observer = notes.observer(device)
+        observer.begin([resident])
+        _outside(observer, body)
+        assert [(kind, line) for _, kind, line in notes.rows] == [
+            ("host-copy", _line(body, "# before")),
+            ("host-copy", _line(body, "# made")),
+        ]
+
+    def test_what_a_value_is_forbidden_for(self, device: torch.device) -> None:
+        value, notes = torch.ones(2, device=device), Notes()
+        observer = notes.observer(device)
+        observer.forbid({"nested": [value]}, HOST_READ)
+        _outside(observer, lambda: value[0] + 1)
+        assert [row[:2] for row in notes.rows][-1] == ("aten.add.Tensor", "host-read")
+
+    def test_looking_away(self, device: torch.device) -> None:
+        x, notes = torch.ones(2, device=device), Notes()
+        observer = notes.observer(device)
+
+        def body() -> None:
+            with observer.looking_away():
+                x.sum().item()
+            x + 1
+
+        _outside(observer, body)
+        assert notes.rows == []
+        assert [call.operator for call in observer.calls] == ["aten.add.Tensor"]
+
+    def test_lines_outside_of_the_observed_code_are_not_blamed(self, device: torch.device) -> None:
+        x, notes = torch.ones((), device=device), Notes()
+        _outside(notes.observer(device), x.item)
+        assert notes.rows == [("aten._local_scalar_dense.default", "host-read", 0)]
+
+    def test_it_sees_the_arguments_of_functions(self, device: torch.device) -> None:
+        x, notes = torch.ones(2, device=device), Notes()
+        _outside(notes.observer(device), lambda: torch.add(x, 3, alpha=2))
+        assert notes.arguments == [((x, 3), {"alpha": 2})]
+
+
+class TestChanges:
+    @staticmethod
+    def _calls(device: torch.device, body: Callable[[], object]) -> list[Call]:
+        observer = Notes().observer(device)
+        _outside(observer, body)
+        return observer.calls
+
+    def test_a_number_that_differs(self, device: torch.device) -> None:
+        x, factors = torch.ones(2, device=device), iter([0.5, 0.25])
+
+        def body() -> None:
+            y = x * next(factors)  # differs
+            y + 3
+
+        first, second = self._calls(device, body), self._calls(device, body)
+        (change,) = changes(first, second)
+        assert (change.operator, change.whole) == ("aten.mul.Tensor", False)
+        assert change.what == "0.5 in one step, 0.25 in another"
+        assert change.site.line == _line(body, "# differs")
+
+    def test_an_operator_that_is_missing_hides_no_later_difference(
+        self, device: torch.device
+    ) -> None:
+        x, numbers = torch.ones(2, device=device), iter([1, 2])
+
+        def body() -> None:
+            number = next(numbers)
+            if number == 1:
+                x.exp()  # once
+            x * number  # differs
+
+        first, second = self._calls(device, body), self._calls(device, body)
+        found = list(changes(first, second))
+        assert [(c.operator, c.what) for c in found] == [
+            ("aten.exp.default", "not in every step"),
+            ("aten.mul.Tensor", "1 in one step, 2 in another"),
+        ]
+        assert [c.site.line for c in found] == [_line(body, "# once"), _line(body, "# differs")]
+
+    def test_equal_runs(self, device: torch.device) -> None:
+        x = torch.ones(2, device=device)
+
+        def body() -> None:
+            (x * float("nan")).relu() + torch.tensor(2.0)
+
+        assert list(changes(self._calls(device, body), self._calls(device, body))) == []
