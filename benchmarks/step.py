@@ -19,7 +19,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,8 @@ class Probe(Callback):
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
             self._started = time.perf_counter()
-        if step == WARMUP + TIMED * BLOCKS and self.graphs is not None:
+        whole_steps = self.graphs is not None and self.graphs.options.scope == "step"
+        if step == WARMUP + TIMED * BLOCKS and whole_steps:
             self.floor = self._measure_floor()
 
     def _measure_floor(self) -> float:
@@ -227,10 +228,10 @@ class Batches(torch.utils.data.Dataset[tuple[Tensor, ...]]):
 
 def fit(
     row: str,
-    captured: bool,
+    graphs: GraphCapture | None = None,
     *,
     compiled: bool = False,
-    constants: bool = False,
+    callbacks: Sequence[Callback] = (),
     signatures: int = 1,
 ) -> dict[str, Any]:
     """Train once: milliseconds per step, floor, losses, peak of reserved memory."""
@@ -239,7 +240,6 @@ def fit(
     items = [batch() for _ in range(4)]
     for i in range(1, signatures):
         items[i] = tuple(t[: len(t) - len(t) // 4].clone() for t in items[i])
-    graphs = GraphCapture(on_failure="raise") if captured else None
     probe = Probe(graphs)
     trainer = Trainer(
         accelerator="gpu",
@@ -249,11 +249,7 @@ def fit(
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[
-            probe,
-            *([graphs] if graphs is not None else []),
-            *([Constants()] if constants else []),
-        ],
+        callbacks=[probe, *([graphs] if graphs is not None else []), *callbacks],
     )
     loader = DataLoader(Batches(items), batch_size=None, pin_memory=True)
     trainer.fit(Module(net, compiled), loader)
@@ -272,9 +268,9 @@ def fit(
 
 
 def measure(row: str, compiled: bool) -> dict[str, Any]:
-    eager = fit(row, False, compiled=compiled)
-    captured = fit(row, True, compiled=compiled)
-    second = fit(row, True, compiled=compiled, signatures=2)
+    eager = fit(row, compiled=compiled)
+    captured = fit(row, whole_steps(), compiled=compiled)
+    second = fit(row, whole_steps(), compiled=compiled, signatures=2)
     pairs = zip(eager["losses"], captured["losses"], strict=True)
     return {
         "row": row + (" compiled" if compiled else ""),
@@ -288,14 +284,29 @@ def measure(row: str, compiled: bool) -> dict[str, Any]:
     }
 
 
-def added_cpu_time() -> float:
-    """Microseconds per step that the callback adds to what Lightning's loop costs."""
+def whole_steps() -> GraphCapture:
+    return GraphCapture(scope="step", on_failure="raise")
+
+
+def cpu_time() -> tuple[float, float]:
+    """Microseconds per step of Lightning's loop alone, and what the callback adds to them."""
     alone, captured = [], []
     for order in ((True, False), (False, True)):  # both orders
         for constants in order:
-            result = fit("tiny", not constants, constants=constants)
-            (alone if constants else captured).append(result["ms"])
-    return (statistics.mean(captured) - statistics.mean(alone)) * 1e3
+            if constants:
+                alone.append(fit("tiny", callbacks=[Constants()])["ms"])
+            else:
+                captured.append(fit("tiny", whole_steps())["ms"])
+    loop = statistics.mean(alone) * 1e3
+    return loop, statistics.mean(captured) * 1e3 - loop
+
+
+def be_quiet() -> None:
+    """Say nothing but results."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_float32_matmul_precision("high")
 
 
 def main() -> None:
@@ -307,17 +318,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.")
         return
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    torch.set_float32_matmul_precision("high")
+    be_quiet()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning "
         f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys"
     )
-    added = added_cpu_time()
+    loop, added = cpu_time()
     verdict = "PASS" if added <= ADDED_LIMIT else "FAIL"
-    print(f"CPU time added to Lightning's own: {added:.0f} us {verdict} (limit {ADDED_LIMIT} us)")
+    print(
+        f"Lightning's loop alone: {loop:.0f} us per step; CPU time that the callback adds: "
+        f"{added:.0f} us {verdict} (limit {ADDED_LIMIT} us)"
+    )
     results = []
     jobs = [(row, False) for row in options.rows.split(",")]
     jobs += [(row, True) for row in options.compiled.split(",") if row]

@@ -236,7 +236,8 @@ def prepare(
         options: Of the trainer.
     """
     seed_everything(seed, verbose=False)
-    own = GraphCapture(**{"backend": backend, "on_failure": "raise", **(capture or {})})
+    wanted = {"backend": backend, "on_failure": "raise", "scope": "step", **(capture or {})}
+    own = GraphCapture(**wanted)
     seen = trace()
     logger = CSVLogger(str(root / ("captured" if captured else "eager")), name="logs")
     given: dict[str, Any] = {

@@ -150,6 +150,37 @@ def test_hyper_parameters_in_a_list_are_seen_moving(backend: str, tmp_path: Path
     compare(eager, captured)
 
 
+NUMBERS: dict[str, Callable[[float], Any]] = {
+    "betas": lambda x: (0.5 + x, 0.9 + x / 8),
+    "eps": lambda x: 2**-8 * (1 + x),
+    "weight_decay": lambda x: max(0.0, x - 0.125),
+    "momentum": lambda x: 0.5 + x,
+    "dampening": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_numbers_that_keep_moving_stay_live(backend: str, tmp_path: Path, name: str) -> None:
+    """Every number of every group, at every step, also to a weight decay of zero and back."""
+
+    class Moving(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            (optimizer,) = self.trainer.optimizers
+            for i, group in enumerate(optimizer.param_groups):
+                for key in NUMBERS.keys() & group.keys():
+                    if key != "momentum" or group[key] != 0:
+                        group[key] = NUMBERS[key]((self.trainer.global_step + i) % 4 / 16)
+
+    def optimizers(module: Any) -> Any:
+        return FUSED[name](
+            [{"params": module.net[:2].parameters()}, {"params": module.net[4].parameters()}]
+        )
+
+    eager, captured = fit_twice(backend, tmp_path, module=lambda: Moving(optimizers), max_epochs=3)
+    compare(eager, captured)
+    assert captured.statistics.captures == len(captured.statistics.recaptures) == 1
+
+
 @pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])
 def test_implementation_asked_for_by_the_user(
     backend: str, tmp_path: Path, option: dict[str, bool]

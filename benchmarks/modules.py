@@ -1,0 +1,185 @@
+"""Blocks as graphs of their own (``scope="modules"``) against whole steps and torch's function.
+
+Every fit trains the same model from the same seed under Lightning, in this process: eager, as whole
+steps (whose bare replay is the floor), with all blocks graphed by ``GraphCapture``, and with the
+same blocks graphed by ``torch.cuda.make_graphed_callables``. Losses are compared in the run that is
+timed. Capture times are those of the blocks alone.
+
+    python benchmarks/modules.py [--rows mlp,gpt2,resnet50,vit] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import step
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_graphs import GraphCapture
+from lightning_graphs.core.tree import leaves_of, substitute
+from lightning_graphs.training.modules.selection import select
+
+BLOCKS = {
+    "mlp": "net.net.*",
+    "gpt2": "net.net.transformer.h.*",
+    "resnet50": "net.net.layer*.*",
+    "vit": "net.net.blocks.*",
+}
+LIMIT, TORCH_LIMIT = 1.15, 1.0
+
+
+class TensorsOnly(nn.Module):
+    """A block behind a signature that torch's function accepts: tensors in, tensors out."""
+
+    def __init__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        self.block, self.call, self.original = block, (args, kwargs), block.forward
+
+    def forward(self, *tensors: Tensor) -> Any:
+        args, kwargs = substitute(self.call, tensors)
+        return self.original(*args, **kwargs)
+
+    def install(self) -> None:
+        """Let calls of the block take this way."""
+        vars(self.block)["forward"] = lambda *args, **kwargs: self(*_tensors((args, kwargs)))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+class TorchsGraphs(Callback):
+    """Graphs the named blocks with torch's function, on what a step has called them with."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self.capture_ms = 0.0
+        self._calls: dict[str, tuple[Any, Any]] = {}
+        self._handles: list[Any] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == step.WARMUP - 5:
+            for name, block in select(module, [self.pattern], ()).items():
+                keep = partial(self._keep, name)
+                self._handles.append(block.register_forward_pre_hook(keep, with_kwargs=True))
+        elif batch_idx == step.WARMUP - 4:
+            while self._handles:
+                self._handles.pop().remove()
+            self._graph(module)
+
+    def _keep(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        tree = (args, kwargs)
+        leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in _tensors(tree)]
+        self._calls[name] = substitute(tree, leaves)
+
+    def _graph(self, module: LightningModule) -> None:
+        shims = [TensorsOnly(module.get_submodule(n), *call) for n, call in self._calls.items()]
+        samples = tuple(tuple(_tensors(call)) for call in self._calls.values())
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            torch.cuda.make_graphed_callables(tuple(shims), samples, allow_unused_input=True)
+        torch.cuda.synchronize()
+        self.capture_ms = (time.perf_counter() - start) * 1e3
+        for shim in shims:
+            shim.install()
+
+
+class Rebuilding(Callback):
+    """Notes how long the step takes in which a new shape's graphs are captured."""
+
+    def __init__(self, graphs: GraphCapture) -> None:
+        self.graphs = graphs
+        self.capture_ms: list[float] = []
+        self._captures = 0
+        self._started = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        torch.cuda.synchronize()
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        torch.cuda.synchronize()
+        if self.graphs.statistics.captures > self._captures:
+            self._captures = self.graphs.statistics.captures
+            self.capture_ms.append((time.perf_counter() - self._started) * 1e3)
+
+
+def measure(row: str) -> dict[str, Any]:
+    """All fits of one row."""
+    chosen = {"scope": "modules", "modules": [BLOCKS[row]], "on_failure": "raise"}
+    eager = step.fit(row)
+    whole = step.fit(row, GraphCapture(scope="step", on_failure="raise"))
+    torchs = TorchsGraphs(BLOCKS[row])
+    theirs = step.fit(row, callbacks=[torchs])
+    modules = step.fit(row, GraphCapture(**chosen))
+    two_shapes = GraphCapture(**chosen)
+    rebuilding = Rebuilding(two_shapes)
+    step.fit(row, two_shapes, callbacks=[rebuilding], signatures=2)
+    pairs = zip(eager["losses"], modules["losses"], strict=True)
+    return {
+        "row": row,
+        "eager_ms": eager["ms"],
+        "floor_ms": whole["floor"],
+        "modules_ms": modules["ms"],
+        "torch_ms": theirs["ms"],
+        "ratio": modules["ms"] / whole["floor"],
+        "to_torch": modules["ms"] / theirs["ms"],
+        "captures": two_shapes.statistics.captures,
+        "new_shape_ms": rebuilding.capture_ms,
+        "torch_capture_ms": torchs.capture_ms,
+        "largest_loss_difference": max(abs(a - b) for a, b in pairs),
+        "torch_loss_difference": max(
+            abs(a - b) for a, b in zip(eager["losses"], theirs["losses"], strict=True)
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=",".join(BLOCKS))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.")
+        return
+    step.be_quiet()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning "
+        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys"
+    )
+    results = []
+    for row in options.rows.split(","):
+        result = measure(row)
+        results.append(result)
+        new, torchs = result["new_shape_ms"], result["torch_capture_ms"]
+        print(
+            f"{row:>9}: eager {result['eager_ms']:.3f} ms, blocks {result['modules_ms']:.3f}, "
+            f"floor {result['floor_ms']:.3f}, torch's {result['torch_ms']:.3f}; "
+            f"ratio {result['ratio']:.3f} {_verdict(result['ratio'], LIMIT)}, "
+            f"to torch's {result['to_torch']:.3f} {_verdict(result['to_torch'], TORCH_LIMIT)}; "
+            f"capturing steps {[round(ms) for ms in new]} ms, torch's function {torchs:.0f} ms; "
+            f"largest loss difference {result['largest_loss_difference']:.1e}, "
+            f"torch's {result['torch_loss_difference']:.1e}",
+            flush=True,
+        )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+def _verdict(figure: float, limit: float) -> str:
+    return f"{'PASS' if figure <= limit else 'FAIL'} (limit {limit})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Chosen submodules as graphs of their own: what ``scope="modules"`` does."""

@@ -1,0 +1,140 @@
+"""Which of the observed calls become graphs: those that the user named, or the largest that can."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from lightning_graphs.core.torch_private import is_compiled, module_hooks
+from lightning_graphs.training.modules.observation import Observation, ObservedCall
+from lightning_graphs.training.modules.selection import excluded, select
+from lightning_graphs.training.options import Options
+
+
+class Choice:
+    """The submodules that are graphed.
+
+    With ``modules`` those that it names. Without, the largest ones that a step calls once and whose
+    code can be captured; where one is refused, the modules that it calls take its place.
+
+    Args:
+        root: The user's module.
+        options: The callback's options.
+
+    Raises:
+        OptionError: ``modules`` or ``exclude`` name nothing, or a module and its ancestor.
+    """
+
+    def __init__(self, root: nn.Module, options: Options) -> None:
+        self._by_name = bool(options.modules)
+        self._refused: set[nn.Module] = set()
+        self._candidates: Mapping[str, nn.Module]
+        if options.modules:
+            self._candidates = select(root, options.modules, options.exclude)
+        else:
+            self._candidates = _candidates(root, excluded(root, options.exclude))
+
+    def candidates(self) -> Mapping[str, nn.Module]:
+        """Name and module of everything that a step may call as a graph."""
+        return self._candidates
+
+    def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
+        """The calls to try first, those without autograd among them.
+
+        Args:
+            observation: An observed step.
+            note: Says what is left out, and why.
+        """
+        times = Counter(call.module for call in observation.calls)
+        if not self._by_name:
+            found = []
+            for call in observation.calls:
+                if call.parent is None:
+                    inside = self._largest([call], times, observation)
+                    found += inside
+                    if not inside and call.module not in self._refused:
+                        note(_left_out(call.name, self._obstacle(call, times, observation)))
+            return found
+        for name, module in self._candidates.items():
+            if module not in times:
+                note(_left_out(name, "no observed step calls it"))
+        chosen = []
+        for call in observation.calls:
+            obstacle = _obstacle(call.module, observation)
+            if obstacle is not None:
+                note(_left_out(call.name, obstacle))
+            elif (reason := call.obstacle()) is not None:
+                note(f"a call of `{call.name}` stays eager: it {reason}")
+            elif call.module not in self._refused:
+                chosen.append(call)
+        return chosen
+
+    def without(
+        self, refused: ObservedCall, calls: Sequence[ObservedCall], observation: Observation
+    ) -> list[ObservedCall]:
+        """The calls to try next, after one of them was refused; that module stays eager."""
+        self._refused.add(refused.module)
+        left = [call for call in calls if call.module is not refused.module]
+        if self._by_name:
+            return left
+        times = Counter(call.module for call in observation.calls)
+        inside = [call for call in observation.calls if call.parent is refused]
+        chosen = {*left, *self._largest(inside, times, observation)}
+        return [call for call in observation.calls if call in chosen]
+
+    def _largest(
+        self, calls: Sequence[ObservedCall], times: Mapping[nn.Module, int], observed: Observation
+    ) -> list[ObservedCall]:
+        """These calls, or what they call where they cannot be graphs, in the order of the step."""
+        found: list[ObservedCall] = []
+        for call in calls:
+            if call.module in self._refused or self._obstacle(call, times, observed) is not None:
+                inside = [c for c in observed.calls if c.parent is call]
+                found += self._largest(inside, times, observed)
+            else:
+                found.append(call)
+        return found
+
+    @staticmethod
+    def _obstacle(
+        call: ObservedCall, times: Mapping[nn.Module, int], observed: Observation
+    ) -> str | None:
+        reason = call.obstacle()
+        if reason is None and times[call.module] > 1:
+            reason = f"is called {times[call.module]} times in a step; modules=[...] may name it"
+        return _obstacle(call.module, observed) or (reason and f"it {reason}")
+
+
+def _left_out(name: str, reason: str | None) -> str:
+    return f"`{name}` is not graphed: {reason or 'no module in it can be'}"
+
+
+def _candidates(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
+    """Every submodule with parameters, none of what is left out or inside of a compiled one."""
+    closed = {name for name, module in root.named_modules() if name and is_compiled(module)}
+    closed |= left_out
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if name
+        and name not in left_out
+        and not any(name.startswith(f"{outer}.") for outer in closed)
+        and next(module.parameters(), None) is not None
+    }
+
+
+def _obstacle(module: nn.Module, observation: Observation) -> str | None:
+    """Why no call of a module is a graph, in a sentence; None if they may be."""
+    if any(call.recomputed for call in observation.calls if call.module is module):
+        return "it is recomputed in the backward pass (activation checkpointing)"
+    for name, inner in module.named_modules():
+        # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
+        if name and not all(map(_is_of_torch, module_hooks(inner))):
+            return f"it has a hook on `{name}` inside of it, which a replay would not call"
+    return None
+
+
+def _is_of_torch(hook: Callable[..., object]) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.")

@@ -1,0 +1,194 @@
+"""What stands in place of a graphed module's ``forward``: for each call it decides who answers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.errors import CaptureError, ReplayError, SignatureError
+from lightning_graphs.training.modules.capture import CallRefused, Site, capture_alone, enter
+from lightning_graphs.training.modules.observation import ObservedCall
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.statistics import Statistics
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class Stage:
+    """What all graphed modules of a fit share.
+
+    Attributes:
+        options: The callback's options.
+        pool: Of the graphs of calls without autograd, which may be replayed in any order.
+        statistics: Where decisions are counted and said.
+        stepping: A training step's own code is running, and no backward pass.
+        stale: A parameter has moved: no graph may be right any longer.
+        elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
+            and goes on with them; None while a step runs eagerly.
+        missed: Why a call of the present step found no graph; empty if all did.
+    """
+
+    options: Options
+    pool: GraphPool
+    statistics: Statistics
+    stepping: bool = False
+    stale: bool = False
+    elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
+    missed: str = ""
+
+
+class GraphedForward:
+    """Stands for ``module.forward``: a call with a graph is replayed, others run the original.
+
+    In a training step the n-th call of the module under autograd has the n-th of its sites. Calls
+    without autograd need no backward and share graphs by signature.
+
+    Args:
+        name: Qualified name of the module.
+        module: The module.
+        stage: Shared with the other modules of the fit.
+
+    Attributes:
+        original: The module's own ``forward``.
+        sites: Graphs of the present step's calls.
+    """
+
+    def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
+        self.original: Callable[..., Any] = module.forward
+        self.__wrapped__ = self.original  # inspect.signature shows the original's arguments
+        self.sites: Sequence[Site | None] = ()
+        self._name = name
+        self._module = module
+        self._stage = stage
+        self._calls = 0
+        self._had_own = "forward" in vars(module)
+        self._without_autograd: PlanCache[Signature, Site] = PlanCache(
+            stage.options.max_graphs, stage.options.capture_after, self._release
+        )
+        vars(module)["forward"] = self
+
+    def begin(self, sites: Sequence[Site | None]) -> None:
+        """Begin a step with these graphs."""
+        self.sites = sites
+        self._calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the module."""
+        stage = self._stage
+        if torch.is_grad_enabled():
+            if stage.stepping:
+                return self._answer_in_step(args, kwargs)
+        elif stage.stepping or stage.options.eval_graphs:
+            return self._answer_without_autograd(args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def _answer_in_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        index = self._calls
+        self._calls = index + 1
+        missed = "no step that was captured calls it so often, or in this order"
+        if index < len(self.sites):
+            site = self.sites[index]
+            if site is None:  # a call that was seen, and stays eager
+                return self.original(*args, **kwargs)
+            # Out of order it would overwrite what a pending backward pass needs.
+            if site.graphed.is_next:
+                try:
+                    site.record.replays += 1
+                    return site.graphed(*args, **kwargs)
+                except SignatureError as error:
+                    missed = str(error)
+                except ReplayError as error:
+                    missed = str(error)
+                    self._stage.stale |= site.is_as_captured
+                site.record.replays -= 1
+        elsewhere = self._stage.elsewhere
+        if elsewhere is None:
+            return self.original(*args, **kwargs)
+        site = None if self._stage.stale else elsewhere(self._module, index, (args, kwargs))
+        if site is not None:
+            site.record.replays += 1
+            return site.graphed(*args, **kwargs)
+        self._stage.missed = f"a call of `{self._name}` runs eagerly: {missed}"
+        return self.original(*args, **kwargs)
+
+    def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        sites = self._without_autograd.plans()
+        site = next((site for site in sites if site.accepts(args, kwargs)), None)
+        if site is None:
+            site = self._captured_without_autograd(args, kwargs)
+        if site is not None:
+            try:
+                returned = site.graphed(*args, **kwargs)
+            except ReplayError:
+                self._stage.stale = True
+            else:
+                site.record.replays += 1
+                return returned
+        return self.original(*args, **kwargs)
+
+    def _captured_without_autograd(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Site | None:
+        stage = self._stage
+        call = ObservedCall.now(
+            self._name, self._module, args, kwargs, stage.pool.backend.device_type
+        )
+        modes = Modes.current(stage.pool.backend.device_type)
+        try:
+            signature, _ = Signature.of(
+                args, kwargs, modes=modes, extra=(call.training, call.frozen)
+            )
+            if not self._without_autograd.is_due(signature):
+                return None
+            try:
+                site = capture_alone(call, stage.pool, original_forward)
+            except CallRefused:
+                self._without_autograd.refuse(signature)
+                raise
+        except CaptureError as error:
+            stage.statistics.note(f"`{self._name}` runs eagerly without autograd: {error}")
+            return None
+        enter([site], stage.statistics, "; without autograd")
+        self._without_autograd.add(signature, site)
+        return site
+
+    def _release(self, site: Site) -> None:
+        site.release(self._stage.statistics)
+
+    def forget(self) -> None:
+        """Release every graph."""
+        self.sites = ()
+        self._without_autograd.clear()
+
+    def remove(self) -> None:
+        """Give the module its own ``forward`` back; may be called again."""
+        self.forget()
+        if vars(self._module).get("forward") is self:
+            del vars(self._module)["forward"]
+            if self._had_own:
+                vars(self._module)["forward"] = self.original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """The original, bound to the copied module, which no graph knows."""
+        copied: Callable[..., Any] = copy.deepcopy(self.original, memo)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the original; whoever loads it needs nothing of this package."""
+        return getitem, ([self.original], 0)
+
+
+def original_forward(module: nn.Module) -> Callable[..., Any]:
+    """The module's own ``forward``, whether or not something stands in its place."""
+    forward = module.forward
+    return forward.original if isinstance(forward, GraphedForward) else forward

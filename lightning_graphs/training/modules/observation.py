@@ -1,0 +1,251 @@
+"""One real step, watched: which modules were called with what, and when their backward ran."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.core.torch_private import (
+    current_autograd_node,
+    version_of,
+    will_execute,
+)
+from lightning_graphs.core.tree import alias_groups, leaves_of, substitute
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(eq=False, slots=True)
+class ObservedCall:
+    """One call of a module in the observed step.
+
+    Attributes:
+        name: Qualified name of the module.
+        module: The module.
+        args: Its positional arguments, detached from the autograd graph.
+        kwargs: Its keyword arguments, likewise.
+        autocast: Data type of autocast; None while it was off.
+        grad_enabled: Whether autograd was recording.
+        frozen: The module's parameters that required no gradient.
+        training: The train/eval flag of each of its submodules.
+        parent: The call of another observed module that made this one.
+        requires_grad: Whether an output requires grad.
+        recomputed: The call was made by a backward pass, as activation checkpointing does.
+        backwards: How often a backward pass went through its outputs.
+        twice_differentiable: A backward pass was run with ``create_graph=True``.
+        sources: For each argument that other observed calls returned, by its index among the
+            tensors of the arguments, these calls and the index of the tensor in what they returned.
+        partial: A backward pass left the module's parameters out.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: torch.dtype | None
+    grad_enabled: bool
+    frozen: frozenset[nn.Parameter]
+    training: tuple[bool, ...]
+    parent: ObservedCall | None
+    requires_grad: bool = False
+    recomputed: bool = False
+    backwards: int = 0
+    twice_differentiable: bool = False
+    partial: bool = False
+    sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+
+    @classmethod
+    def now(
+        cls,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        device_type: str,
+        parent: ObservedCall | None = None,
+    ) -> ObservedCall:
+        """A call that is made now, with autocast of this type of device."""
+        autocast = torch.is_autocast_enabled(device_type)
+        return cls(
+            name,
+            module,
+            args,
+            kwargs,
+            torch.get_autocast_dtype(device_type) if autocast else None,
+            torch.is_grad_enabled(),
+            frozenset(p for p in module.parameters() if not p.requires_grad),
+            tuple(m.training for m in module.modules()),
+            parent,
+            recomputed=current_autograd_node() is not None,
+        )
+
+    def obstacle(self) -> str | None:
+        """Why this call cannot be a graph, in words that follow its name; None if it can.
+
+        What its code does is not looked at.
+        """
+        if self.twice_differentiable:
+            return "is differentiated twice (create_graph=True)"
+        if self.backwards > 1:
+            return "has more than one backward pass through it (retain_graph=True)"
+        return None
+
+
+@dataclass(slots=True)
+class Observation:
+    """What one step did.
+
+    Attributes:
+        calls: Calls in the order of their beginning.
+        passes: Forward and backward passes of these calls in the order in which they ran.
+    """
+
+    calls: list[ObservedCall] = field(default_factory=list)
+    passes: list[tuple[ObservedCall, Direction]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A tensor that an observed call has returned; kept alive, so that its address stays its own.
+
+    Attributes:
+        call: The call.
+        output: Index among the tensors that it returned.
+        tensor: The tensor, detached.
+        version: How often its memory had been written then.
+    """
+
+    call: ObservedCall
+    output: int
+    tensor: Tensor
+    version: int
+
+    def is_(self, argument: Tensor) -> bool:
+        """Whether an argument is this tensor, unchanged."""
+        mine = self.tensor
+        return (
+            version_of(mine) == self.version
+            and argument.shape == mine.shape
+            and argument.stride() == mine.stride()
+            and argument.dtype == mine.dtype
+            and argument.device == mine.device
+        )
+
+
+class StepObserver:
+    """Watches modules through forward hooks; with :meth:`remove` nothing of it is left.
+
+    Args:
+        modules: Name and module of all that is watched.
+        device_type: Device type whose autocast counts.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], device_type: str) -> None:
+        self.observation = Observation()
+        self._made: dict[int, list[_Made]] = {}
+        self._device_type = device_type
+        self._open: list[ObservedCall] = []
+        self._handles: list[RemovableHandle] = []
+        for name, module in modules.items():
+            self._watch(name, module)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._begin(name, module, args, kwargs)
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            self._end(module, output)
+
+        # The last hook before forward sees its arguments, the first one after it its outputs.
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, prepend=True))
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        args, kwargs = _detached((args, dict(kwargs)))
+        parent = self._open[-1] if self._open else None
+        call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
+        self._find_sources(call)
+        self._open.append(call)
+        self.observation.calls.append(call)
+
+    def _find_sources(self, call: ObservedCall) -> None:
+        """Note which arguments are what an observed call has returned, unchanged since."""
+        arguments = [leaf for leaf in leaves_of((call.args, call.kwargs)) if torch.is_tensor(leaf)]
+        for i, first in enumerate(alias_groups(arguments)):
+            found = [m for m in self._made.get(arguments[i].data_ptr(), ()) if m.is_(arguments[i])]
+            if found and first == i:
+                call.sources[i] = [(made.call, made.output) for made in found]
+
+    def _end(self, module: nn.Module, output: Any) -> None:
+        while self._open and self._open[-1].module is not module:
+            self._open.pop()  # an exception of the user's left it
+        if not self._open:
+            return
+        call = self._open.pop()
+        self.observation.passes.append((call, "forward"))
+        tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        for i, tensor in enumerate(tensors):
+            made = _Made(call, i, tensor.detach(), version_of(tensor))
+            self._made.setdefault(tensor.data_ptr(), []).append(made)
+        outputs = [tensor for tensor in tensors if tensor.requires_grad]
+        call.requires_grad = bool(outputs)
+        if not outputs or call.recomputed:
+            return
+        trainable = next((p for p in module.parameters() if p.requires_grad), None)
+
+        def backward(_: Any) -> None:
+            call.backwards += 1
+            call.twice_differentiable |= torch.is_grad_enabled()
+            if trainable is not None:
+                node = torch.autograd.graph.get_gradient_edge(trainable).node
+                call.partial |= not will_execute(node)
+            if call.backwards == 1:
+                self.observation.passes.append((call, "backward"))
+
+        self._handles.append(
+            torch.autograd.graph.register_multi_grad_hook(outputs, backward, mode="all")
+        )
+
+    def remove(self) -> None:
+        """Take every hook off; may be called again."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._open.clear()
+        self._made.clear()
+
+
+@contextlib.contextmanager
+def as_observed(call: ObservedCall) -> Iterator[None]:
+    """Let a module be in the state in which the observed call found it.
+
+    Grad mode, train/eval flags and ``requires_grad`` of its parameters count.
+    """
+    modules = list(call.module.modules())
+    parameters = list(call.module.parameters())
+    flags = [m.training for m in modules]
+    required = [p.requires_grad for p in parameters]
+    for module, flag in zip(modules, call.training, strict=True):
+        module.training = flag
+    for parameter in parameters:
+        parameter.requires_grad_(parameter not in call.frozen)
+    try:
+        with torch.set_grad_enabled(call.grad_enabled):
+            yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag
+        for parameter, require in zip(parameters, required, strict=True):
+            parameter.requires_grad_(require)
+
+
+def _detached(tree: Any) -> Any:
+    """The tree with leaves of their own for autograd; the same tensor stays the same tensor."""
+    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    return substitute(tree, [leaves[id(t)] for t in tensors])

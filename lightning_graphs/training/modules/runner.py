@@ -1,0 +1,104 @@
+"""Steps whose submodules are graphs, under Lightning's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.gradients import PersistentGradients
+from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.modules.steps import ModuleGraphs
+from lightning_graphs.training.modules.updating import CapturedUpdate
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.statistics import Statistics
+
+
+class ModuleRunner:
+    """Stands in for the strategy's methods where submodules are graphed.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        calls: The strategy's own methods.
+        options: The callback's options.
+        pool: Owner of graphs, memory and stream.
+        statistics: Where decisions are counted.
+        warmup_steps: Steps that run eagerly first.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        options: Options,
+        pool: GraphPool,
+        statistics: Statistics,
+        *,
+        warmup_steps: int,
+    ) -> None:
+        self._calls = calls
+        self._statistics = statistics
+        self._warmup_left = warmup_steps
+        gradients = PersistentGradients()
+        # First: it may refuse the options, and changes nothing.
+        self._graphs = ModuleGraphs(module, options, pool, gradients, statistics)
+        self._update: CapturedUpdate | None = None
+        if module.automatic_optimization and len(trainer.optimizers) == 1:
+            self._update = CapturedUpdate(
+                trainer, module, calls, options, pool, gradients, statistics
+            )
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        """What keeps the optimizer capturable; None if its step runs eagerly."""
+        return self._update.capturable if self._update is not None else None
+
+    def close(self) -> None:
+        """Release every graph and give every module its forward back; may be called again."""
+        if self._update is not None:
+            self._update.close()
+            self._update = None
+        self._graphs.close()
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step's code, with graphs for the calls that have one."""
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            self._statistics.eager += 1
+            return self._calls.training_step(*args, **kwargs)
+        self._graphs.begin(args)
+        stage = self._graphs.stage
+        stage.stepping = True
+        try:
+            return self._calls.training_step(*args, **kwargs)
+        finally:
+            stage.stepping = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass; what it recomputes is not replayed."""
+        stage = self._graphs.stage
+        stepping, stage.stepping = stage.stepping, False
+        try:
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        finally:
+            stage.stepping = stepping
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Take the optimizer step as a graph where it is one, or else as the strategy does."""
+        update = self._update
+        if update is None or optimizer is not update.optimizer or self._warmup_left > 0:
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        result = closure()
+        if result is None or not update.step():
+            return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+        return result

@@ -1,0 +1,94 @@
+"""Which submodules the user has named, by name pattern or by class."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_graphs.training.options import OptionError
+
+
+def select(
+    root: nn.Module, patterns: Sequence[str], exclude: Sequence[str]
+) -> dict[str, nn.Module]:
+    """The submodules that ``patterns`` name and ``exclude`` does not.
+
+    A pattern is matched against qualified names, one part between dots at a time, so that
+    ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
+    may be the name of a class, or its dotted path where several classes have that name.
+
+    Args:
+        root: The module whose ``named_modules()`` are searched; it is not selected itself.
+        patterns: Patterns or class names.
+        exclude: The same, of what is left out.
+
+    Returns:
+        Name and module, in the order of ``named_modules()``, each module once.
+
+    Raises:
+        OptionError: a pattern matches nothing, or several classes, or a module and its ancestor.
+    """
+    named = _submodules(root)
+    found = _all_matches(named, patterns, "modules") - _all_matches(named, exclude, "exclude")
+    chosen = [name for name in named if name in found]
+    for name in chosen:
+        ancestor = next((other for other in chosen if name.startswith(f"{other}.")), None)
+        if ancestor is not None:
+            raise OptionError(
+                "A module and one of its own ancestors cannot both be graphed.",
+                f"modules={list(patterns)!r} name `{ancestor}` and `{name}`",
+                f"leave out one of them: exclude=[{ancestor!r}]",
+            )
+    return {name: named[name] for name in chosen}
+
+
+def excluded(root: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """The names of the submodules that ``exclude`` means where nothing is selected by name.
+
+    Raises:
+        OptionError: a pattern matches nothing, or several classes.
+    """
+    return _all_matches(_submodules(root), patterns, "exclude")
+
+
+def _submodules(root: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in root.named_modules() if name}
+
+
+def _all_matches(named: dict[str, nn.Module], patterns: Sequence[str], option: str) -> set[str]:
+    return set().union(*(_matches(named, pattern, option) for pattern in patterns))
+
+
+def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]:
+    by_name = {name for name in named if _fits(name.split("."), pattern.split("."))}
+    if by_name:
+        return by_name
+    kinds = {type(module) for module in named.values()}
+    classes = {kind for kind in kinds if pattern in (kind.__name__, _path(kind))}
+    if len(classes) > 1:
+        paths = " or ".join(sorted(map(_path, classes)))
+        raise OptionError(
+            "A class is named by its dotted path where several have the same name.",
+            f"{option} has {pattern!r}, which is {paths}",
+            "write one of those",
+        )
+    if classes:
+        return {name for name, module in named.items() if type(module) in classes}
+    known = [*named, *sorted({kind.__name__ for kind in kinds})]
+    near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5) or known[:3]
+    raise OptionError(
+        f"Every entry of {option} names a submodule or the class of one.",
+        f"{pattern!r} matches nothing",
+        f"the nearest names are {', '.join(near)}",
+    )
+
+
+def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

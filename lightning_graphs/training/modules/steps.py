@@ -1,0 +1,345 @@
+"""The graphs of the steps of a fit: which step is observed, captured, replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.gradients import PersistentGradients
+from lightning_graphs.training.modules.capture import (
+    CallRefused,
+    CapturedCalls,
+    Site,
+    capture_calls,
+    pattern_of,
+)
+from lightning_graphs.training.modules.choice import Choice
+from lightning_graphs.training.modules.dispatch import (
+    Arguments,
+    GraphedForward,
+    Stage,
+    original_forward,
+)
+from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.statistics import Statistics
+
+_TRAINING = attrgetter("training")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_SEARCH = 16
+"""How many steps, for each sighting before a capture, are observed in search of another one."""
+
+
+class Flags(NamedTuple):
+    """What a step's graphs depend on beside its batch.
+
+    Attributes:
+        training: Train/eval flag of every module.
+        requires_grad: Of every parameter.
+        hooked: Which parameters have hooks; empty if none has.
+    """
+
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    hooked: tuple[bool, ...]
+
+
+class StepKind(NamedTuple):
+    """What is known of a step before it runs.
+
+    Attributes:
+        signature: Of its batch; None for batches that have none.
+        flags: The flags.
+    """
+
+    signature: Signature | None
+    flags: Flags
+
+    def change(self, to: StepKind) -> str:
+        """What is different in another kind, for a person to read."""
+        lines = []
+        if self.signature is not None and to.signature is not None:
+            lines = self.signature.diff(to.signature)
+        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
+        pairs = zip(names, self.flags, to.flags, strict=True)
+        lines += [f"{name} changed" for name, before, after in pairs if before != after]
+        return "; ".join(lines) or "a step calls its modules differently"
+
+
+class StepOfModules:
+    """The graphs for steps of one kind that make the same calls.
+
+    Args:
+        kind: The kind of step.
+        pattern: The calls.
+        captured: Their graphs.
+    """
+
+    def __init__(self, kind: StepKind, pattern: Hashable, captured: CapturedCalls) -> None:
+        self.kind = kind
+        self.key = (kind, pattern)
+        self.captured = captured
+        signature = kind.signature
+        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
+
+    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
+        """Whether a step with these arguments is of this kind."""
+        if flags != self.kind.flags:
+            return False
+        return self._call is None or self._call.match(args, {}) is not None
+
+
+@dataclass(slots=True)
+class _Search:
+    """Steps of a kind that was captured are observed: one of them made other calls.
+
+    Attributes:
+        kind: The kind.
+        left: How many steps are observed yet.
+        reason: What is said if nothing comes of it.
+    """
+
+    kind: StepKind
+    left: int
+    reason: str
+
+
+class ModuleGraphs:
+    """Observes, captures and replays the calls of chosen submodules, step by step.
+
+    Args:
+        module: The user's module.
+        options: The callback's options.
+        pool: Whose memory, stream and backend the graphs use.
+        gradients: Where the gradients of parameters go.
+        statistics: Where decisions are counted.
+
+    Attributes:
+        stage: What decides over the calls while a step runs.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        options: Options,
+        pool: GraphPool,
+        gradients: PersistentGradients,
+        statistics: Statistics,
+    ) -> None:
+        apart = GraphPool(stream=pool.stream, backend=pool.backend.name)
+        self.stage = Stage(options, apart, statistics)
+        self._options = options
+        self._pool = pool
+        self._gradients = gradients
+        self._statistics = statistics
+        self._choice = Choice(module, options)
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+        self._forwards: dict[nn.Module, GraphedForward] = {}
+        self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
+            options.max_graphs, options.capture_after, self._release
+        )
+        self._last: StepOfModules | None = None
+        self._observed: tuple[StepKind, StepObserver] | None = None
+        self._search: _Search | None = None
+        self._complete: set[StepKind] = set()
+
+    def close(self) -> None:
+        """Release every graph and give every module its forward back; may be called again."""
+        self._stop_observing()
+        for forward in self._forwards.values():
+            forward.remove()
+        self._forwards.clear()
+        self._cache.clear()
+        self._last = None
+        self.stage.pool.close()
+
+    def _release(self, step: StepOfModules) -> None:
+        step.captured.release(self._statistics)
+        if not any(other.kind == step.kind for other in self._cache.plans()):
+            self._complete.discard(step.kind)
+
+    # ------------------------------------------------------------------ each step
+
+    def begin(self, args: tuple[Any, ...]) -> None:
+        """Begin a step with this batch: with graphs, or eagerly and perhaps observed.
+
+        Raises:
+            CaptureError: nothing of the step that was observed can be captured, and
+                ``on_failure="raise"``.
+        """
+        stage = self.stage
+        if self._observed is not None:
+            self._look_back()
+        elif stage.missed:
+            self._go_searching()
+        if stage.stale:
+            self._forget("a parameter or buffer of a graphed module has changed its memory")
+        step = self._step_of(args)
+        if step is not None and any(step.captured.hook_tables):
+            self._forget("a hook was registered inside of a graphed module")
+            step = self._step_of(args)
+        stage.missed = ""
+        if step is None:
+            self._statistics.eager += 1
+            stage.elsewhere = None
+            for forward in self._forwards.values():
+                forward.begin(())
+            return
+        self._statistics.replayed += 1
+        stage.elsewhere = self._elsewhere
+        step.captured.begin()
+        sites = step.captured.sites
+        for module, forward in self._forwards.items():
+            forward.begin(sites.get(module, ()))
+
+    def _flags(self) -> Flags:
+        parameters = self._parameters
+        hooked: tuple[bool, ...] = ()
+        if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
+            hooked = tuple(bool(gradient_hooks(p) or accumulation_hooks(p)) for p in parameters)
+        training = tuple(map(_TRAINING, self._modules))
+        return Flags(training, tuple(map(_REQUIRES_GRAD, parameters)), hooked)
+
+    def _step_of(self, args: tuple[Any, ...]) -> StepOfModules | None:
+        """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
+        batch = args[:1]
+        flags = self._flags()
+        step = self._last
+        if step is None or not step.fits(batch, flags):
+            step = next((s for s in self._cache.plans() if s.fits(batch, flags)), None)
+        if step is not None:
+            if self._search is not None and self._search.kind == step.kind:
+                self._observe(step.kind)
+                return None
+            if step is not self._last:
+                self._last = self._cache.get(step.key)
+            return step
+        kind = StepKind(self._signature(batch), flags)
+        if self._cache.is_due(kind):
+            self._observe(kind)
+        return None
+
+    def _signature(self, batch: tuple[Any, ...]) -> Signature | None:
+        modes = Modes.current(self._pool.backend.device_type)
+        try:
+            return Signature.of(batch, {}, names=("batch",), modes=modes)[0]
+        except CaptureError:
+            return None  # the modules' own arguments decide
+
+    def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> Site | None:
+        """Go on with another captured step of this kind that makes this call, if one does."""
+        assert self._last is not None
+        # Every graph is whole in itself as long as no backward pass needs another's memory.
+        if self._last.captured.is_waiting:
+            return None
+        for step in self._cache.plans():
+            sites = step.captured.sites.get(module, ())
+            site = sites[index] if index < len(sites) else None
+            if step.kind == self._last.kind and site is not None and site.accepts(*call):
+                self._last = self._cache.get(step.key)
+                step.captured.begin()
+                for other, forward in self._forwards.items():
+                    forward.sites = step.captured.sites.get(other, ())
+                return site
+        return None
+
+    # ------------------------------------------------------------------ observation and capture
+
+    def _observe(self, kind: StepKind) -> None:
+        observer = StepObserver(self._choice.candidates(), self._pool.backend.device_type)
+        self._observed = kind, observer
+
+    def _stop_observing(self) -> None:
+        if self._observed is not None:
+            self._observed[1].remove()
+            self._observed = None
+
+    def _look_back(self) -> None:
+        """Capture what the last step has shown."""
+        assert self._observed is not None
+        kind, observer = self._observed
+        self._stop_observing()
+        observation = observer.observation
+        calls = self._choice.first(observation, self._statistics.note)
+        search = self._search
+        if search is not None and search.kind == kind:
+            key = (kind, pattern_of(calls, observation))
+            if self._cache.get(key) is not None or not self._cache.is_due(key):
+                search.left -= 1
+                if search.left == 0:
+                    self._give_up(search)
+                return
+            self._search = None
+        self._capture(kind, calls, observation)
+
+    def _capture(self, kind: StepKind, calls: list[ObservedCall], observation: Observation) -> None:
+        captured = None
+        while calls and captured is None:
+            try:
+                captured = capture_calls(
+                    calls, observation, self._pool, self._gradients.of, original_forward
+                )
+            except CallRefused as error:
+                if self._options.on_failure == "raise" and self._options.modules:
+                    raise
+                calls = self._choice.without(error.call, calls, observation)
+                self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
+        if captured is None:
+            self._cache.refuse(kind)
+            self._refused()
+            return
+        before = self._last
+        step = StepOfModules(kind, pattern_of(calls, observation), captured)
+        captured.enter(self._statistics)
+        for call in calls:
+            if call.module not in self._forwards:
+                self._forwards[call.module] = GraphedForward(call.name, call.module, self.stage)
+        self._statistics.captures += 1
+        self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
+        if before is not None:
+            change = before.kind.change(kind)
+            self._statistics.recaptured(f"captured other graphs, because {change}", change)
+        self._cache.add(step.key, step)
+        self._last = step
+
+    def _refused(self) -> None:
+        if self._options.on_failure == "raise":
+            raise CaptureError(
+                "GraphCapture(scope='modules') needs a submodule that can be captured.",
+                "none of them could be",
+                "on_failure='eager' trains without graphs and says why for each",
+            )
+        self._statistics.note("steps run eagerly: no submodule of them could be captured")
+
+    def _go_searching(self) -> None:
+        """A call of the last step found no graph: look for a step that makes such calls."""
+        if self._search is None and self._last is not None:
+            kind = self._last.kind
+            if kind not in self._complete:
+                left = _SEARCH * (self._options.capture_after + 1)
+                self._search = _Search(kind, left, self.stage.missed)
+
+    def _give_up(self, search: _Search) -> None:
+        self._search = None
+        self._complete.add(search.kind)
+        self._statistics.note(search.reason)
+
+    def _forget(self, reason: str) -> None:
+        self.stage.stale = False
+        self._statistics.recaptured(f"recapturing, because {reason}", reason)
+        self._cache.clear()
+        self._last = None
+        self._search = None
+        for forward in self._forwards.values():
+            forward.forget()

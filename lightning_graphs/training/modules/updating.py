@@ -1,0 +1,216 @@
+"""The optimizer step as a graph of its own, where submodules are graphs and the step is not."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.torch_private import has_step_hooks
+from lightning_graphs.errors import GraphError
+from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.gradients import (
+    AttachedGradients,
+    PersistentGradients,
+    gradients_set_aside,
+)
+from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.lightning_private import (
+    announce_optimizer_step,
+    call_gradient_hooks,
+)
+from lightning_graphs.training.live_numbers import (
+    GraphNumbers,
+    NumbersFrozenError,
+    cycles_momentum,
+)
+from lightning_graphs.training.moves import Moves
+from lightning_graphs.training.observers import Observers
+from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.precision import scaler_of
+from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.step import state_as_known
+
+
+@dataclass(slots=True)
+class UpdatePlan:
+    """A captured optimizer step.
+
+    Attributes:
+        gradients: The gradients that it reads.
+        graph: Unscales and clips them where nobody looks in between, and takes the step.
+        numbers: The optimizer's live numbers inside of it; None if all are frozen.
+    """
+
+    gradients: AttachedGradients
+    graph: CUDAGraph
+    numbers: GraphNumbers | None
+
+
+class CapturedUpdate:
+    """Takes the optimizer steps of a fit as graph launches.
+
+    Args:
+        trainer: The trainer, with one optimizer.
+        module: Its module, with automatic optimization.
+        calls: The strategy's own methods.
+        options: The callback's options.
+        pool: Captures and owns the graphs.
+        gradients: Where captured modules write the gradients of their parameters.
+        statistics: Where it is said why the step runs eagerly.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        options: Options,
+        pool: GraphPool,
+        gradients: PersistentGradients,
+        statistics: Statistics,
+    ) -> None:
+        self.optimizer: Optimizer = trainer.optimizers[0]
+        self.capturable: CapturableOptimizer | None = None
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._pool = pool
+        self._gradients = gradients
+        self._statistics = statistics
+        self._observers = Observers.of(trainer, module)
+        self._moves = Moves(expected=cycles_momentum(trainer))
+        self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
+            options.max_graphs, options.capture_after, self._release
+        )
+        self._bind()
+
+    def _bind(self, obstacle: str | None = None) -> None:
+        scaled = scaler_of(self._trainer.precision_plugin) is not None
+        device_type = self._pool.backend.device_type
+        obstacle = obstacle or capture_obstacle(self.optimizer, device_type, scaled=scaled)
+        if scaled and self._observers.before_step:
+            obstacle = obstacle or "hooks look at gradients between unscaling and the step"
+        before, self.capturable = self.capturable, None
+        if obstacle is not None:
+            self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
+            return
+        self.capturable = CapturableOptimizer(
+            self.optimizer, self._module.device, before, live=self._moves.live
+        )
+        groups = self.optimizer.param_groups
+        self._parameters = [p for group in groups for p in group["params"]]
+        self._body = StepBody(
+            self._trainer,
+            self._module,
+            self._calls,
+            self.optimizer,
+            self.capturable,
+            self._observers,
+        )
+
+    def step(self) -> bool:
+        """Take the step on the gradients that there are, with the hooks before it.
+
+        Returns:
+            False if nothing was done, and the strategy has to do it.
+        """
+        if self.capturable is None:
+            return False
+        plan = self._plan(self.capturable)
+        if plan is None:
+            return False
+        if self._observers.before_step:
+            call_gradient_hooks(self._trainer, self._module, self.optimizer)
+            if not plan.gradients.complete():
+                self.optimizer.step()
+                return True
+        else:
+            announce_optimizer_step(self._trainer, self._module, self.optimizer)
+        plan.gradients.adopt()
+        self._moves.replayed()
+        self.capturable.refresh(plan.numbers)
+        plan.graph.replay()
+        return True
+
+    def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
+        if capturable.replaced():
+            self._rebind("the optimizer's state or parameter groups were replaced")
+            return None
+        if has_step_hooks(self.optimizer):
+            self._rebind("a step hook was registered on the optimizer")
+            return None
+        decision = self._moves.look(capturable.hyper_parameters(), can_live=capturable.can_live)
+        if decision is not None:
+            self._rebind(*decision)
+            return None
+        trainer = self._trainer
+        key = (
+            capturable.hyper_parameters(),
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+            tuple([p.grad is not None for p in self._parameters]),
+        )
+        plan = self._cache.get(key)
+        if plan is None and self._cache.is_due(key):
+            try:
+                plan = self._captured(capturable)
+            except NumbersFrozenError as error:
+                self._rebind(self._moves.frozen(error))
+                return None
+            except GraphError as error:
+                self._cache.refuse(key)
+                self._statistics.note(f"the optimizer step runs eagerly: {error}")
+                return None
+            self._cache.add(key, plan)
+        return plan
+
+    def _captured(self, capturable: CapturableOptimizer) -> UpdatePlan:
+        with_gradient = [p for p in self._parameters if p.grad is not None]
+        others = [p for p in self._parameters if p.grad is None]
+        gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
+        live = capturable.numbers
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(gradients_set_aside(self._parameters))
+            stack.enter_context(state_as_known(self.optimizer))
+            stack.enter_context(torch.no_grad())
+            rates = capturable.live_rates()
+            stack.enter_context(rates_exchanged(self._trainer, self.optimizer, rates))
+            gradients.attach()
+            captured = stack.enter_context(self._pool.capture(keep_graph=live is not None))
+            self._body.update(updating=nullcontext if live is None else live.marked)
+        try:
+            numbers = live.find(captured) if live is not None else None
+        except GraphError:
+            self._pool.release(captured)
+            raise
+        return UpdatePlan(gradients, captured, numbers)
+
+    def _rebind(self, reason: str, obstacle: str | None = None) -> None:
+        if obstacle is None:
+            self._statistics.recaptured(f"recapturing the optimizer step, because {reason}", reason)
+        self._cache.clear()
+        if self.capturable is not None:
+            self.capturable.restore()
+        self._moves.rebound()
+        self._bind(obstacle)
+
+    def _release(self, plan: UpdatePlan) -> None:
+        self._pool.release(plan.graph)
+
+    def close(self) -> None:
+        """Release the graphs and give the optimizer back as it came; may be called again."""
+        self._cache.clear()
+        if self.capturable is not None:
+            self.capturable.restore()
+            self.capturable = None

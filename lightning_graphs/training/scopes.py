@@ -1,0 +1,156 @@
+"""Which part of a step becomes graphs: the whole, chosen submodules, or what turns out to work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.interception import StepHandler, StrategyCalls, calls_of
+from lightning_graphs.training.modules.runner import ModuleRunner
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.runner import StepRunner
+from lightning_graphs.training.statistics import Statistics
+
+
+class Runner(StepHandler, Protocol):
+    """What runs the steps of a fit."""
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        """What keeps the optimizer capturable at present."""
+
+    def close(self) -> None:
+        """Release every graph and give back what was changed; may be called again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What every runner is made of.
+
+    Attributes:
+        trainer: The trainer.
+        module: Its module.
+        options: The callback's options.
+        pool: Owner of graphs, memory and stream.
+        statistics: Where decisions are counted.
+        progress: Mirror of the values for the progress bar; None without a GPU.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    options: Options
+    pool: GraphPool
+    statistics: Statistics
+    progress: ProgressValues | None
+
+    def step_runner(self) -> StepRunner:
+        """Graphs of whole steps."""
+        calls = calls_of(self.trainer.strategy)
+        return StepRunner(
+            self.trainer,
+            self.module,
+            calls,
+            self.options,
+            self.pool,
+            self.statistics,
+            self.progress,
+        )
+
+    def module_runner(
+        self, calls: StrategyCalls | None = None, *, warmed_up: bool = False
+    ) -> ModuleRunner:
+        """Graphs of submodules.
+
+        Args:
+            calls: The strategy's own methods, where they are exchanged already.
+            warmed_up: The optimizer has stepped often enough.
+        """
+        if self.progress is not None:
+            self.progress.follows = True
+        return ModuleRunner(
+            self.trainer,
+            self.module,
+            calls or calls_of(self.trainer.strategy),
+            self.options,
+            self.pool,
+            self.statistics,
+            warmup_steps=0 if warmed_up else self.options.warmup_steps,
+        )
+
+
+def runner_for(fit: Fit) -> Runner:
+    """The runner that the options ask for; the strategy's methods must not be exchanged yet."""
+    if fit.options.scope == "step":
+        return fit.step_runner()
+    if fit.options.scope == "modules":
+        return fit.module_runner()
+    reason = why_no_whole_step(fit.trainer, fit.module)
+    if reason:
+        fit.statistics.note(f"submodules become graphs, not the whole step: {reason}")
+        return fit.module_runner()
+    return AutoRunner(fit)
+
+
+def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
+    """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
+    if not module.automatic_optimization:
+        return "the module optimizes manually, and scope='step' needs automatic optimization"
+    if len(trainer.optimizers) != 1:
+        return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
+    return ""
+
+
+class AutoRunner:
+    """Whole steps as graphs; submodules, from the next step on, where the first capture fails.
+
+    Args:
+        fit: The fit. Its option ``on_failure`` is about the submodules.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+        self._calls = calls_of(fit.trainer.strategy)
+        self._runner: StepRunner | ModuleRunner = replace(
+            fit, options=replace(fit.options, on_failure="eager")
+        ).step_runner()
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        """What keeps the optimizer capturable at present."""
+        return self._runner.capturable
+
+    def close(self) -> None:
+        """Release every graph and give back what was changed; may be called again."""
+        self._runner.close()
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run a stepping micro-batch in the present scope."""
+        return self._chosen().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step's code in the present scope."""
+        return self._runner.training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass in the present scope."""
+        return self._runner.backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _chosen(self) -> StepRunner | ModuleRunner:
+        """The runner for the step that begins; here alone the scope changes."""
+        runner = self._runner
+        if isinstance(runner, StepRunner) and runner.has_failed:
+            runner.close()
+            self._runner = self._fit.module_runner(self._calls, warmed_up=True)
+        return self._runner

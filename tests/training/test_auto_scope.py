@@ -1,0 +1,160 @@
+"""``scope="auto"``: the whole step if it can be captured, else submodules, else eager steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.training.fits import GradientTrace, Net, adamw, batches, compare, fit_twice, prepare
+from tests.training.leftovers import assert_nothing_left
+from tests.training.test_modules import Blocks
+
+AUTO = {"scope": "auto", "on_failure": "eager"}
+SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
+
+
+def test_a_step_that_can_be_captured_is_one_graph(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, capture=AUTO)
+    compare(eager, captured)
+    assert {record.scope for record in captured.statistics.graphs} == {"step"}
+    assert captured.statistics.modules == []
+
+
+class Counted(Blocks):
+    """State of every kind that a failed attempt to capture the step must not change."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.norm = nn.BatchNorm1d(16)
+        self.register_buffer("seen", torch.zeros(()))
+        self.python_side = 0
+
+    def loss(self, batch: Any) -> Tensor:
+        self.seen += 1
+        self.python_side += 1
+        x = self.norm(self.net(batch["x"]))
+        for block in self.blocks:
+            x = block(x, scale=x.detach().std())["hidden"][0]
+        loss = nn.functional.cross_entropy(self.head(x).float(), batch["y"])
+        self.log("dice", torch.rand((), device=x.device), on_step=True, on_epoch=True)
+        return loss * 2 if loss.item() > 0.5 else loss
+
+
+@SAYS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1, "trace": GradientTrace},
+        {"precision": "bf16-mixed"},
+    ],
+)
+def test_submodules_where_the_step_reads_a_value(
+    backend: str, tmp_path: Path, options: Any
+) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Counted, capture=AUTO, **options)
+    compare(eager, captured, replayed=False)
+    assert captured.module.python_side == eager.module.python_side
+    assert_nothing_left(captured)
+    statistics = captured.statistics
+    assert statistics.modules == ["net", "norm", *[f"blocks.{i}" for i in range(3)], "head"]
+    assert statistics.replayed > 10
+    (reason,) = statistics.fallbacks
+    assert "item" in reason
+    assert "test_auto_scope.py:" in reason
+
+
+@SAYS
+def test_submodules_begin_with_the_next_step(backend: str, tmp_path: Path) -> None:
+    capture = {**AUTO, "capture_after": 0, "warmup_steps": 1}
+    _, captured = fit_twice(backend, tmp_path, module=Counted, capture=capture, validation=0)
+    # One warm-up step, one whose capture failed, one that was observed; the rest is replayed.
+    assert captured.statistics.eager == 3
+    assert captured.statistics.replayed == 17
+
+
+class Nothing(LightningModule):
+    """Its only layer reads a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Reading(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.layer(batch["x"]), batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return adamw(self)
+
+
+class Reading(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() > 0 else 0.5)
+
+
+@SAYS
+def test_eager_steps_where_nothing_can_be_captured(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Nothing, capture=AUTO, validation=0)
+    compare(eager, captured, replayed=False)
+    statistics = captured.statistics
+    assert statistics.replayed == 0
+    whole, layer, nothing = statistics.fallbacks
+    for reason in (whole, layer):
+        assert "item" in reason
+        assert "test_auto_scope.py:" in reason
+    assert "`layer`" in layer
+    assert nothing == "steps run eagerly: no submodule of them could be captured"
+    assert_nothing_left(captured)
+
+
+@SAYS
+def test_raise_means_that_nothing_could_be_captured(backend: str, tmp_path: Path) -> None:
+    capture = {**AUTO, "on_failure": "raise"}
+    fit = prepare(backend, tmp_path, True, module=Nothing, capture=capture, validation=0)
+    with pytest.raises(Exception, match="needs a submodule that can be captured"):
+        fit.run()
+    assert_nothing_left(fit)
+
+
+class Stepwise(Net):
+    """Its optimizer calls the training step several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.125, max_iter=3)
+
+
+@SAYS
+def test_an_optimizer_that_calls_the_step_itself(backend: str, tmp_path: Path) -> None:
+    class Module(Stepwise):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    fits = fit_twice(
+        backend, tmp_path, module=Module, capture=AUTO, data=lambda: batches(6), validation=0
+    )
+    compare(*fits, replayed=False)
+    assert "LBFGS calls the training step several times" in fits[1].statistics.fallbacks[0]
+    assert fits[1].statistics.replayed > 10
+
+
+if torch.cuda.is_available():
+
+    @pytest.mark.gpu
+    @SAYS
+    def test_submodules_under_loss_scaling(tmp_path: Path) -> None:
+        eager, captured = fit_twice(
+            "cuda", tmp_path, module=Counted, capture=AUTO, precision="16-mixed"
+        )
+        compare(eager, captured, replayed=False)
+        assert captured.statistics.replayed > 10
+        scales = [
+            float(one.trainer.precision_plugin.scaler.get_scale()) for one in (eager, captured)
+        ]
+        assert scales[0] == scales[1]

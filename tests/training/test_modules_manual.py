@@ -1,0 +1,224 @@
+"""Manual optimization with graphed submodules: GANs, several optimizers, several calls a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from tests.training.fits import Fit, batches, compare, fit_twice
+from tests.training.leftovers import assert_nothing_left
+
+LOGITS = nn.functional.binary_cross_entropy_with_logits
+
+
+def rates(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2**-7, fused=True)
+
+
+class Gan(LightningModule):
+    """Generator and discriminator on ``{"x": f32[N, 8]}``, each called twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8)
+        )
+        self.critic = nn.Sequential(
+            nn.Linear(8, 16), nn.LeakyReLU(0.25), nn.Dropout(0.25), nn.Linear(16, 1)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        noise = torch.randn(len(real), 4, device=real.device)
+        self.toggle_optimizer(judging)
+        fake = self.generator(noise).detach()
+        loss = judged(self.critic(real), 1.0) + judged(self.critic(fake), 0.0)
+        self.take(judging, loss)
+        self.untoggle_optimizer(judging)
+        self.toggle_optimizer(generating)
+        self.take(generating, judged(self.critic(self.generator(noise)), 1.0))
+        self.untoggle_optimizer(generating)
+        self.log("judging", loss, on_step=True, on_epoch=True)
+
+    def take(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.critic(batch["x"]).mean())
+
+    def configure_optimizers(self) -> Any:
+        return rates(self.generator.parameters()), rates(self.critic.parameters())
+
+
+def judged(logits: Tensor, target: float) -> Tensor:
+    return LOGITS(logits.float(), torch.full_like(logits, target).float())
+
+
+class Untoggled(Gan):
+    """Generator first; the critic learns from the generator's loss, too, until it is zeroed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        fake = self.generator(torch.randn(len(real), 4, device=real.device))
+        self.take(generating, judged(self.critic(fake), 1.0))
+        loss = judged(self.critic(real), 1.0) + judged(self.critic(fake.detach()), 0.0)
+        self.take(judging, loss)
+
+
+class Accumulating(Gan):
+    """Optimizers step every other batch; gradients are clipped, rates scheduled by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        fake = self.generator(torch.randn(len(real), 4, device=real.device))
+        self.manual_backward(judged(self.critic(real), 1.0) / 2)
+        self.manual_backward(judged(self.critic(fake), 0.0) / 2)
+        if batch_idx % 2:
+            for optimizer in (generating, judging):
+                self.clip_gradients(optimizer, 0.25, "norm")
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Alternating(Gan):
+    """Every third batch trains the generator, the others the critic."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        noise = torch.randn(len(real), 4, device=real.device)
+        if batch_idx % 3 == 2:
+            self.toggle_optimizer(generating)
+            self.take(generating, judged(self.critic(self.generator(noise)), 1.0))
+            self.untoggle_optimizer(generating)
+            return
+        self.toggle_optimizer(judging)
+        with torch.no_grad():
+            fake = self.generator(noise)
+        self.take(judging, judged(self.critic(real), 1.0) + judged(self.critic(fake), 0.0))
+        self.untoggle_optimizer(judging)
+
+
+class Penalized(Gan):
+    """The critic's slope between real and fake is kept at one, as in WGAN-GP."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        noise = torch.randn(len(real), 4, device=real.device)
+        fake = self.generator(noise).detach()
+        loss = self.critic(fake).mean() - self.critic(real).mean() + self.penalty(real, fake)
+        self.take(judging, loss)
+        self.take(generating, -self.critic(self.generator(noise)).mean())
+
+    def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+        share = torch.rand(len(real), 1, device=real.device)
+        between = (share * real + (1 - share) * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+        return ((slope.norm(dim=1) - 1) ** 2).mean()
+
+
+MODULES = {"modules": ["generator", "critic"], "scope": "modules"}
+
+
+def trained(backend: str, root: Path, module: Callable[[], Any], **options: Any) -> Fit:
+    """A fit with the callback that gave the values of the one without."""
+    tolerance = options.pop("tolerance", 0.0)
+    options = {"capture": MODULES, "data": lambda: batches(12), **options}
+    eager, captured = fit_twice(backend, root, module=module, **options)
+    assert_nothing_left(captured)
+    compare(eager, captured, replayed=False, tolerance=tolerance)
+    assert captured.statistics.replayed > 0
+    return captured
+
+
+def replays(fit: Fit) -> dict[str, int]:
+    """How many calls of each module were replayed."""
+    counts: dict[str, int] = {}
+    for record in fit.statistics.graphs:
+        counts[record.scope] = counts.get(record.scope, 0) + record.replays
+    return counts
+
+
+@pytest.mark.parametrize("module", [Gan, Untoggled])
+def test_both_networks_are_called_twice_in_a_step(
+    backend: str, tmp_path: Path, module: Any
+) -> None:
+    fit = trained(backend, tmp_path, module)
+    steps = fit.statistics.replayed
+    assert steps > 10
+    assert fit.statistics.captures == 1
+    assert fit.statistics.fallbacks == fit.statistics.recaptures == []
+    fakes = 2 if module is Gan else 1
+    assert replays(fit) == {"module generator": fakes * steps, "module critic": 3 * steps}
+
+
+def test_steps_that_train_now_one_and_now_the_other(backend: str, tmp_path: Path) -> None:
+    fit = trained(backend, tmp_path, Alternating, data=lambda: batches(24))
+    assert fit.statistics.captures == 2
+    assert fit.statistics.recaptures == ["a step calls its modules differently"]
+    assert fit.statistics.fallbacks == []
+    counts = replays(fit)
+    assert counts["module generator"] > 10
+    assert counts["module critic"] > 20
+
+
+def test_the_default_scope_says_why_it_takes_modules(backend: str, tmp_path: Path) -> None:
+    capture = {**MODULES, "scope": "auto"}
+    with pytest.warns(UserWarning, match="submodules become graphs, not the whole step: .* manu"):
+        fit = trained(backend, tmp_path, Gan, capture=capture)
+    assert fit.statistics.modules == ["generator", "critic"]
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_networks_that_are_called_repeatedly_are_not_chosen_unasked(
+    backend: str, tmp_path: Path
+) -> None:
+    capture = {"scope": "modules", "on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, module=Gan, capture=capture)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed == 0
+    assert captured.statistics.fallbacks == [
+        f"`{name}` is not graphed: it is called {times} times in a step; modules=[...] may name it"
+        for name, times in (("generator", 2), ("critic", 3))
+    ] + ["steps run eagerly: no submodule of them could be captured"]
+
+
+def test_a_gradient_penalty_stays_eager(backend: str, tmp_path: Path) -> None:
+    reason = r"a call of `critic` stays eager: it is differentiated twice \(create_graph=True\)"
+    with pytest.warns(UserWarning, match=reason):
+        fit = trained(backend, tmp_path, Penalized, tolerance=1e-5)
+    steps = fit.statistics.replayed
+    assert replays(fit) == {"module generator": 2 * steps, "module critic": 3 * steps}
+
+
+def test_accumulation_by_hand(backend: str, tmp_path: Path) -> None:
+    fit = trained(backend, tmp_path, Accumulating)
+    assert fit.statistics.fallbacks == []
+
+
+def test_an_unfinished_backward_spoils_nothing(backend: str, tmp_path: Path) -> None:
+    class Skipping(Gan):
+        """Some steps end before their backward pass."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            generating, _ = self.optimizers()
+            fake = self.generator(torch.randn(8, 4, device=self.device))
+            loss = judged(self.critic(fake), 1.0)
+            if batch_idx % 5 != 4:
+                self.take(generating, loss)
+
+    fit = trained(backend, tmp_path, Skipping)
+    assert fit.statistics.fallbacks == []

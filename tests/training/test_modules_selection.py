@@ -1,0 +1,125 @@
+"""Which submodules a name, a pattern or a class means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_graphs.training.modules.selection import select
+from lightning_graphs.training.options import OptionError
+from tests.training.fits import Net, prepare
+from tests.training.leftovers import assert_nothing_left
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.LayerNorm(2)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.backbone = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        self.tied = self.encoder.norm
+
+
+def names(*patterns: str, exclude: Any = ()) -> list[str]:
+    return list(select(Model(), patterns, exclude))
+
+
+LAYERS = [f"encoder.layers.{i}" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("backbone", ["backbone"]),
+        ("encoder.layers.*", LAYERS),
+        ("encoder.layers.[02]", [LAYERS[0], LAYERS[2]]),
+        ("*.layers.1.inner", ["encoder.layers.1.inner"]),
+        ("Layer", LAYERS),
+        (f"{__name__}.Layer", LAYERS),
+        ("torch.nn.modules.normalization.LayerNorm", ["encoder.norm"]),
+    ],
+)
+def test_a_pattern_means_these(pattern: str, expected: list[str]) -> None:
+    assert names(pattern) == expected
+
+
+def test_several_patterns_select_in_the_order_of_the_model() -> None:
+    assert names("backbone", "encoder.layers.*") == [*LAYERS, "backbone"]
+    assert names("encoder.layers.*", "Layer") == LAYERS
+
+
+@pytest.mark.parametrize("exclude", ["encoder.layers.1", "encoder.layers.[1]"])
+def test_what_is_excluded_is_left_out(exclude: str) -> None:
+    assert names("encoder.layers.*", exclude=[exclude]) == [LAYERS[0], LAYERS[2]]
+
+
+def test_excluding_settles_what_would_be_inside_of_another() -> None:
+    assert names("encoder.*", "Layer", exclude=["encoder.layers"]) == [*LAYERS, "encoder.norm"]
+
+
+def test_the_modules_selected_are_those_of_the_model() -> None:
+    model = Model()
+    assert select(model, ["backbone", "Encoder"], ()) == {
+        "encoder": model.encoder,
+        "backbone": model.backbone,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [("backbon", "backbone"), ("encoder.layer.*", "encoder.layers"), ("Layers", "Layer")],
+)
+def test_a_pattern_that_matches_nothing_is_refused(pattern: str, nearest: str) -> None:
+    with pytest.raises(OptionError, match=rf"matches nothing\n.*nearest names are .*{nearest}"):
+        names(pattern)
+    with pytest.raises(OptionError, match="Every entry of exclude names a submodule"):
+        names("backbone", exclude=[pattern])
+
+
+def test_a_module_and_its_ancestor_are_refused() -> None:
+    with pytest.raises(OptionError, match="name `encoder` and `encoder.layers.0`"):
+        names("encoder", "Layer")
+    with pytest.raises(OptionError, match=r"exclude=\['backbone'\]"):
+        names("backbone", "backbone.0")
+
+
+def test_a_class_name_that_several_classes_have_is_refused() -> None:
+    other = type("Layer", (nn.Linear,), {"__module__": "elsewhere"})
+    model = Model()
+    model.other = other(2, 2)
+    with pytest.raises(OptionError, match=rf"elsewhere.Layer or .*{__name__}.Layer"):
+        select(model, ["Layer"], ())
+    assert list(select(model, ["elsewhere.Layer"], ())) == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules": ["nett"]}, "the nearest names are net"),
+        ({"modules": ["net", "Linear"]}, "A module and one of its own ancestors"),
+        ({"exclude": ["nett"]}, "Every entry of exclude"),
+    ],
+)
+def test_a_fit_is_refused_before_its_first_step(
+    backend: str, tmp_path: Path, options: Any, message: str
+) -> None:
+    fit = prepare(backend, tmp_path, True, capture={"scope": "modules", **options})
+    with pytest.raises(OptionError, match=message):
+        fit.run()
+    assert fit.trainer.global_step == 0
+    assert_nothing_left(fit)

@@ -1,0 +1,76 @@
+"""Where memory allows no copy of the state, a smaller check runs and says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_graphs.core.graph import is_current_stream_capturing
+from lightning_graphs.training import verification
+from lightning_graphs.training.verification import VerificationError
+from tests.training.fits import FullTrace, Net, Trace, compare, prepare
+from tests.training.leftovers import assert_nothing_left
+from tests.training.test_verification import HIDDEN, Everything, ReadsGlobal
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_missing_memory", lambda *_: "9 MiB are free")
+
+
+@pytest.mark.usefixtures("no_memory")
+@pytest.mark.parametrize("trace", [Trace, FullTrace])
+def test_without_memory_for_a_copy_the_forward_pass_is_verified(
+    backend: str, tmp_path: Path, trace: type[Trace]
+) -> None:
+    options: dict[str, Any] = {"module": Everything, "trace": trace, "max_epochs": 1}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="only the forward pass was verified: 9 MiB") as caught:
+        captured.run()
+    assert sum("verified" in str(w.message) for w in caught) == 1
+    compare(eager, captured)
+
+
+@pytest.mark.usefixtures("no_memory")
+@pytest.mark.parametrize("trace", [Trace, FullTrace])
+def test_the_smaller_check_finds_a_wrong_loss(
+    backend: str, tmp_path: Path, trace: type[Trace]
+) -> None:
+    options: dict[str, Any] = {"module": ReadsGlobal, "trace": trace}
+    raising = prepare(backend, tmp_path, True, capture={"verify": 3}, **options)
+    wrong = pytest.raises(VerificationError, match="at step 12, the loss differs")
+    with pytest.warns(UserWarning, match="only the forward"), wrong:
+        raising.run()
+    assert_nothing_left(raising)
+    going_on = prepare(
+        backend, tmp_path, True, capture={"verify": 3, "on_failure": "eager"}, **options
+    )
+    refused = pytest.warns(UserWarning, match="a step runs eagerly: (?s:.*)the loss differs")
+    with pytest.warns(UserWarning, match="only the forward"), refused:
+        going_on.run()
+    assert going_on.statistics.replayed == 8
+    assert going_on.trainer.global_step == 20
+
+
+def test_an_eager_run_without_memory(backend: str, tmp_path: Path) -> None:
+    class Large(Net):
+        """Its backward pass finds no memory beside the graph."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            capturing = is_current_stream_capturing()
+            if HIDDEN["captured"] == 2.0 and not capturing and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
+            HIDDEN["captured"] = 2.0 if capturing else 1.0
+            return loss
+
+    HIDDEN.clear()
+    eager = prepare(backend, tmp_path, False, module=Large).run()
+    captured = prepare(backend, tmp_path, True, module=Large)
+    with pytest.warns(UserWarning, match="only the forward pass was verified: Tried to allocate 2"):
+        captured.run()
+    compare(eager, captured)
