@@ -21,6 +21,9 @@ from lightning_graphs import GraphCapture
 SETTLED_AFTER = 10
 """Batches of an epoch that are not timed: warm-up, capture and the first refresh of the bar."""
 
+EXIT_STATUS = "On a CPU the exit status is 1 if any loss differs."
+"""For the descriptions of the examples; see :func:`run`."""
+
 
 @dataclass
 class Run:
@@ -92,9 +95,9 @@ def on_gpu(options: argparse.Namespace) -> bool:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that every example has."""
     flag = parser.add_argument
-    flag("--epochs", type=int, default=4, help="epochs (default: 4)")
+    flag("--epochs", type=int, default=4, help="epochs (default: %(default)s)")
     flag("--max-steps", type=int, default=-1, help="end after so many steps (default: no limit)")
-    flag("--batch-size", type=int, default=32, help="examples in a batch (default: 32)")
+    flag("--batch-size", type=int, default=32, help="examples in a batch (default: %(default)s)")
     flag("--precision", help="for the Trainer (default: bf16-mixed on a GPU, 32-true on a CPU)")
     flag("--devices", default="1", help="for the Trainer (default: 1)")
     flag("--strategy", default="auto", help="for the Trainer (default: auto)")
@@ -105,6 +108,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="auto (default): cuda where torch sees a GPU, otherwise emulated, on the CPU",
     )
     flag("--seed", type=int, default=0, help="of both fits (default: 0)")
+
+
+def run(parser: argparse.ArgumentParser, train: Callable[[argparse.Namespace], Comparison]) -> int:
+    """Trains as the flags say, prints both fits, and returns the exit status.
+
+    Args:
+        parser: Has the flags of :func:`add_flags` and those of the example.
+        train: Calls :func:`compare`.
+    """
+    options = parser.parse_args()
+    check_flags(parser, options)
+    prepare()
+    comparison = train(options)
+    gpu = on_gpu(options)
+    report(comparison, gpu)
+    return 1 if not gpu and comparison.largest_difference > 0 else 0
 
 
 def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -122,6 +141,7 @@ def compare(
     make_module: Callable[[], LightningModule],
     make_data: Callable[[], LightningDataModule],
     options: argparse.Namespace,
+    **capture: Any,
 ) -> Comparison:
     """Trains twice from the same seed, without and with :class:`GraphCapture`.
 
@@ -129,10 +149,11 @@ def compare(
         make_module: Makes the module; it logs ``val_accuracy`` in ``validation_step``.
         make_data: Makes the data; it shuffles by a generator of its own.
         options: The flags of :func:`add_flags`.
+        capture: Options of :class:`GraphCapture`.
     """
     backend = "cuda" if on_gpu(options) else "emulated"
     runs = []
-    for graphs in (None, GraphCapture(backend=backend)):
+    for graphs in (None, GraphCapture(backend=backend, **capture)):
         say("\nEager:" if graphs is None else "\nWith GraphCapture:")
         torch.manual_seed(options.seed)
         runs.append(_fit(make_module(), make_data(), graphs, options))
@@ -184,6 +205,7 @@ def prepare() -> None:
     for message in (
         ".*does not have many workers.*",
         ".*`isinstance.treespec, LeafSpec.` is deprecated.*",
+        ".*`is_gradient_checkpointing` is deprecated.*",  # peft asks transformers for it
     ):
         warnings.filterwarnings("ignore", message)
 
@@ -204,6 +226,7 @@ def report(comparison: Comparison, gpu: bool) -> None:
         rows.append(("ms per step", f"{eager.ms_per_step:.2f}", f"{captured.ms_per_step:.2f}"))
     rows += [
         ("captured graphs", "", str(done.captures)),
+        ("nodes in them", "", _nodes(captured.graphs)),
         ("replayed steps", "", str(done.replayed)),
         ("eager steps", str(len(eager.losses)), str(len(captured.losses) - done.replayed)),
     ]
@@ -226,6 +249,12 @@ def report(comparison: Comparison, gpu: bool) -> None:
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a captured step is "
             f"{eager.ms_per_step / captured.ms_per_step:.2f} times as fast."
         )
+
+
+def _nodes(graphs: GraphCapture) -> str:
+    """Nodes of the graphs, in the order of their capture; a dash where they cannot be counted."""
+    counts = [record.nodes for record in graphs.report.graphs]
+    return " + ".join(str(count) for count in counts if count is not None) or "-"
 
 
 def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

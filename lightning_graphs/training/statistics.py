@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
+from time import perf_counter
 
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_graphs.core.backend import Backend, PoolHandle
+from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.signature import Signature
+from lightning_graphs.errors import GraphError
+from lightning_graphs.reporting import GraphRecord, Report, StepTime
 from lightning_graphs.training.conditions import Conditions
+
+
+@dataclass(slots=True)
+class CaptureCost:
+    """What one capture took.
+
+    Attributes:
+        ms: Milliseconds.
+        added: Bytes that each memory pool has more than before.
+    """
+
+    ms: float = 0.0
+    added: dict[PoolHandle, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -20,6 +42,12 @@ class Statistics:
         captures: Steps captured, a signature each.
         fallbacks: Reason of each refusal, in order.
         recaptures: What changed, for each capture after the first.
+        modules: Names of the submodules that have graphs.
+        graphs: A record for each captured signature.
+        times: The steps that were timed.
+        verdict: What the times say.
+        backend: Name of the backend; empty while nothing is captured.
+        device: The device in words.
     """
 
     eager: int = 0
@@ -27,6 +55,15 @@ class Statistics:
     captures: int = 0
     fallbacks: list[str] = field(default_factory=list)
     recaptures: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    graphs: list[GraphRecord] = field(default_factory=list)
+    times: list[StepTime] = field(default_factory=list)
+    verdict: str = ""
+    backend: str = ""
+    device: str = ""
+    _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(
+        default_factory=dict, repr=False
+    )
 
     def note(self, reason: str) -> None:
         """Warn, once for each reason, that something runs eagerly."""
@@ -38,6 +75,127 @@ class Statistics:
         """Say that another capture is made, and keep what changed."""
         self.recaptures.append(change)
         rank_zero_info(f"GraphCapture: {sentence}")
+
+    def chosen(self, names: Sequence[str]) -> None:
+        """Say, once for each, which submodules have graphs."""
+        new = [name for name in names if name not in self.modules]
+        if new:
+            self.modules += new
+            rank_zero_info(f"GraphCapture: graphs for {', '.join(new)}")
+
+    def captured(
+        self,
+        signature: str,
+        graphs: Sequence[CUDAGraph],
+        cost: CaptureCost,
+        *,
+        scope: str = "step",
+    ) -> GraphRecord:
+        """Keep a record of what was captured, and return it.
+
+        Args:
+            signature: The signature in words: what is captured again under the same words
+                continues their record.
+            graphs: Its graphs, in the order of their replay.
+            cost: What :func:`capture_cost` measured.
+            scope: What of the step it is.
+        """
+        counts = [graph.node_counts() for graph in graphs]
+        counted = all(counts)
+        same = (r for r in self.graphs if (r.scope, r.signature) == (scope, signature))
+        record = next(same, None)
+        if record is None:
+            record = GraphRecord(signature=signature, scope=scope, captures=0)
+            self.graphs.append(record)
+        record.parts = len(graphs)
+        record.nodes = sum(sum(count.values()) for count in counts) if counted else None
+        record.kernels = sum(count.get("kernel", 0) for count in counts) if counted else None
+        record.captures += 1
+        record.capture_ms = cost.ms
+        if graphs[0].backend.name == "cuda":
+            pools = {graph.pool() for graph in graphs}
+            record.pool_mib = sum(cost.added.get(pool, 0) for pool in pools) / 2**20
+        self._alive[graphs[0]] = record, tuple(graphs)
+        return record
+
+    def count_replay(self, first: CUDAGraph) -> None:
+        """Count a replay, by the first of its graphs."""
+        self.replayed += 1
+        self._alive[first][0].replays += 1
+
+    def released(self, first: CUDAGraph) -> None:
+        """Forget the graphs of a capture, by the first of them; their record stays."""
+        self._alive.pop(first, None)
+
+    def inspect(self) -> None:
+        """Keep nodes and edges of the graphs that are replayed most, if their templates live."""
+        busiest = max(self._alive.values(), key=lambda pair: pair[0].replays, default=None)
+        if busiest is not None:
+            record, graphs = busiest
+            try:
+                record.graphs = tuple(graph.inspection() for graph in graphs)
+            except GraphError:  # no template, or no cuda-python
+                return
+
+    def report(self) -> Report:
+        """The report as it is now; what happens later does not change it."""
+        return Report(
+            backend=self.backend,
+            device=self.device,
+            torch=torch.__version__,
+            graphs=tuple(copy(record) for record in self.graphs),
+            eager=self.eager,
+            replayed=self.replayed,
+            fallbacks=tuple(self.fallbacks),
+            recaptures=tuple(self.recaptures),
+            times=tuple(sorted(self.times, key=lambda time: time.step)),
+            verdict=self.verdict,
+        )
+
+
+@contextmanager
+def capture_cost(backend: Backend) -> Iterator[CaptureCost]:
+    """Measure time and pool memory of the captures in the body."""
+    cost = CaptureCost()
+    before = _pool_sizes(backend)
+    started = perf_counter()
+    yield cost
+    cost.ms = (perf_counter() - started) * 1e3
+    after = _pool_sizes(backend)
+    cost.added = {pool: size - before.get(pool, 0) for pool, size in after.items()}
+
+
+def _pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
+    """Bytes that torch's allocator holds for each memory pool; empty without a GPU.
+
+    All are listed: a pool is asked for by its handle only at one's peril (see ``liveness``).
+    """
+    sizes: dict[PoolHandle, int] = {}
+    if backend.name == "cuda":
+        for segment in torch.cuda.memory_snapshot():
+            pool = tuple(segment["segment_pool_id"])
+            sizes[pool] = sizes.get(pool, 0) + segment["total_size"]
+    return sizes
+
+
+def in_words(signature: Signature) -> str:
+    """A step's signature, short: its tensors, and its part in an accumulation window."""
+    phases = [found.phase for found in signature.extra if isinstance(found, Conditions)]
+    parts = [str(phase) for phase in phases if phase.window != 1]
+    return "; ".join([tensors_in_words(signature), *parts])
+
+
+def tensors_in_words(signature: Signature) -> str:
+    """The tensors of a call: ``x f32[32,128], y i64[32]``."""
+    pairs = zip(signature.tensor_names, signature.specs, strict=True)
+    return ", ".join(f"{_bare(n)} {spec.against(spec)}" for n, spec in pairs) or "no tensor"
+
+
+def _bare(name: str) -> str:
+    # A batch in a dictionary is known by its keys.
+    path = name.removeprefix("batch")
+    is_key = path[:2] in ("['", '["') and path[-2:] in ("']", '"]') and path.count("[") == 1
+    return path[2:-2] if is_key else name
 
 
 def difference(before: Signature, after: Signature) -> str:

@@ -1,0 +1,164 @@
+"""A report for the terminal: one line at the end of the warm-up, a table at the end of the fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import indent, shorten
+from typing import Any
+
+from lightning_graphs.reporting.report import GraphRecord, Report
+
+COLUMNS = (
+    "signature",
+    "scope",
+    "nodes",
+    "kernels",
+    "capture ms",
+    "pool MiB",
+    "replays",
+    "eager ms/step",
+    "replay ms/step",
+    "speed-up",
+)
+TIMES_OF_A_REHEARSAL = (
+    "Rehearsed on the CPU: the emulated backend replays operator by operator, and its times say "
+    "nothing about a GPU."
+)
+_ROWS = 20
+_WIDEST = 48
+COLUMNS_OF_WORDS = 2
+"""So many columns, from the left, hold words; the others hold numbers."""
+
+_LINE = 100
+"""Characters of a line where the terminal has fewer, or there is none."""
+
+
+def cells(record: GraphRecord, report: Report) -> tuple[str, ...]:
+    """A record of a report as text, in the order of :data:`COLUMNS`; a dash for the unknown."""
+    speed_up = record.speed_up if report.times_mean_something else None
+    return (
+        record.signature,
+        record.scope,
+        _number(record.nodes, ",d"),
+        _number(record.kernels, ",d"),
+        _number(record.capture_ms, ".0f"),
+        _number(record.pool_mib, ",.1f"),
+        _number(record.replays, ",d"),
+        _number(record.eager_ms, ".3f"),
+        _number(record.replay_ms, ".3f"),
+        "-" if speed_up is None else f"{speed_up:.2f}x",
+    )
+
+
+def notes(report: Report) -> list[str]:
+    """What is said below the table, a sentence each, reasons indented below theirs."""
+    said = [f"{report.replayed:,d} steps replayed, {report.eager:,d} eager."]
+    if report.times and not report.times_mean_something:
+        said.append(TIMES_OF_A_REHEARSAL)
+    if report.verdict:
+        said.append(report.verdict)
+    for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
+        if reasons:
+            said += [f"{title}:", *(indent(reason, "  ") for reason in reasons[:_ROWS])]
+        if len(reasons) > _ROWS:
+            said.append(f"  and {len(reasons) - _ROWS:,d} more")
+    return said
+
+
+def summary_line(report: Report) -> str:
+    """The report in one line: number, size and cost of the graphs, and what they gain."""
+    graphs = report.graphs
+    nodes = [record.nodes for record in graphs]
+    parts = [f"{len(graphs)} graph{'s' * (len(graphs) != 1)}"]
+    if graphs and None not in nodes:
+        parts.append(f"{sum(count or 0 for count in nodes):,d} nodes")
+    if graphs:
+        parts.append(f"captured in {sum(record.capture_ms for record in graphs):.0f} ms")
+    pools = [record.pool_mib for record in graphs if record.pool_mib is not None]
+    if pools:
+        parts.append(f"{sum(pools):,.1f} MiB")
+    busiest = report.busiest
+    if busiest is not None and busiest.speed_up is not None and report.times_mean_something:
+        parts.append(
+            f"{busiest.replay_ms:.3f} ms a step instead of {busiest.eager_ms:.3f} ms "
+            f"({busiest.speed_up:.2f}x)"
+        )
+    if report.fallbacks:
+        parts.append(f"{len(report.fallbacks)} fallback{'s' * (len(report.fallbacks) != 1)}")
+    return "GraphCapture: " + ", ".join(parts)
+
+
+def render(report: Report) -> str:
+    """The table and what is to be said below it, as text, as :func:`show` prints it."""
+    console = _console(no_color=True, force_terminal=False)
+    if console is None:
+        lines = _plain_table(_rows(report)) if report.graphs else []
+        return "\n".join([*lines, *notes(report)])
+    with console.capture() as captured:
+        _print(console, report)
+    text: str = captured.get()
+    return text.rstrip("\n")
+
+
+def show(report: Report) -> None:
+    """Print the table: with rich where it is installed, otherwise as aligned text."""
+    console = _console()
+    if console is None:
+        print(render(report))
+    else:
+        _print(console, report)
+
+
+def _console(**options: Any) -> Any:
+    """A console of rich, None where rich is missing."""
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console(highlight=False, soft_wrap=True, **options)
+    console.width = max(console.width, _LINE)
+    return console
+
+
+def _print(console: Any, report: Report) -> None:
+    """Print to a console of rich."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    if report.graphs:
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        for i, column in enumerate(COLUMNS):
+            # Numbers take what they need, and the signature what is left.
+            words = i < COLUMNS_OF_WORDS
+            header = column if words else column.replace(" ", "\n")
+            justify: Any = "left" if words else "right"
+            table.add_column(header, justify=justify, no_wrap=not words, overflow="fold")
+        for row in _rows(report):
+            table.add_row(*map(Text, row))  # brackets of a shape are no markup
+        console.print(table)
+    console.print("\n".join(notes(report)), markup=False)
+
+
+def _rows(report: Report) -> list[tuple[str, ...]]:
+    rows = [cells(record, report) for record in report.graphs[:_ROWS]]
+    rows = [(shorten(row[0], _WIDEST, placeholder=" ..."), *row[1:]) for row in rows]
+    hidden = len(report.graphs) - _ROWS
+    if hidden > 0:
+        rows.append((f"and {hidden:,d} more", *[""] * (len(COLUMNS) - 1)))
+    return rows
+
+
+def _plain_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < COLUMNS_OF_WORDS else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [COLUMNS, *rows]
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

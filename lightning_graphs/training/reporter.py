@@ -1,0 +1,112 @@
+"""What a fit tells of its graphs: a line when they have settled, a table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_graphs.reporting import render, summary_line
+from lightning_graphs.training.interception import StepHandler, intercept
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.profit import judge
+from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.timing import StepTiming, stopwatch_for
+
+
+class FitReporter:
+    """Times the first steps of a fit, draws the conclusion, and says how it went.
+
+    Args:
+        trainer: The trainer.
+        options: The callback's options.
+        statistics: What the steps are counted in.
+        handler: What runs the steps.
+        switch_off: Releases the graphs and lets the steps run eagerly from now on.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: Options,
+        statistics: Statistics,
+        handler: StepHandler,
+        switch_off: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._statistics = statistics
+        self._handler = handler
+        self._switch_off = switch_off
+        device = trainer.strategy.root_device
+        statistics.device = device.type
+        if device.type == "cuda":
+            statistics.device = torch.cuda.get_device_name(device)
+        self._stopwatch = stopwatch_for(device)
+        self._off_since: int | None = None
+        self._decides = options.profit_gate and self._stopwatch.meaningful
+        self.timing = StepTiming(
+            handler,
+            statistics,
+            self._stopwatch,
+            self._settled,
+            manual=not trainer.lightning_module.automatic_optimization,
+            verified=self._is_verified,
+            wait=self._decides and trainer.world_size > 1,
+        )
+
+    def _settled(self) -> None:
+        """Say what the graphs gain, once it is known, and be out of the way from then on."""
+        intercept(self._trainer.strategy, self._handler)
+        slower = not self._judge()
+        rank_zero_info(summary_line(self._statistics.report()))
+        if self._decides and self._trainer.world_size > 1:
+            slower = bool(self._trainer.strategy.broadcast(slower))
+        if self._statistics.verdict:
+            hint = ""
+            if slower and not self._options.profit_gate:
+                hint = ". GraphCapture(profit_gate=True) switches itself off then"
+            rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
+        if slower and self._decides:
+            self._switch_off()
+            self._off_since = self._batches()
+            self._statistics.note(f"switched off by profit_gate: {self._statistics.verdict}")
+        self._log()
+
+    def _is_verified(self) -> bool:
+        """Whether the coming step is compared with the eager one, which takes time."""
+        every = self._options.verify
+        return isinstance(every, int) and self._trainer.global_step % every == 0
+
+    def _batches(self) -> int:
+        """Index of the present micro-batch in the whole fit."""
+        return self._trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def _judge(self) -> bool:
+        """Whether graphs pay off as far as one can tell; the verdict is kept."""
+        if not self._stopwatch.meaningful:
+            return True
+        verdict = judge(self._statistics.graphs)
+        self._statistics.verdict = verdict.sentence if verdict is not None else ""
+        return verdict is None or verdict.profitable
+
+    def finish(self) -> None:
+        """End the report; to be called at the end of a fit, while the graphs still live."""
+        self.timing.read(wait=True)
+        if self._off_since is not None:
+            self._statistics.eager += self._batches() - self._off_since
+        self._judge()
+        self._statistics.inspect()
+        self._log()
+
+    def tell(self) -> None:
+        """Show the table, on rank 0."""
+        rank_zero_info(f"GraphCapture:\n{render(self._statistics.report())}")
+
+    def _log(self) -> None:
+        if self._options.log_metrics:
+            figures = self._statistics.report().metrics()
+            for logger in self._trainer.loggers:
+                logger.log_metrics(figures, step=self._trainer.global_step)

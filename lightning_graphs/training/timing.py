@@ -1,0 +1,252 @@
+"""How long the first steps of a fit take, eager and replayed, without making anyone wait."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.reporting import GraphRecord, StepTime
+from lightning_graphs.training.interception import StepHandler
+from lightning_graphs.training.statistics import Statistics
+
+SAMPLES = 8
+"""Steps that are timed for each signature, of either kind."""
+
+_LONGEST = 256
+"""Micro-batches after which timing ends, whatever is still missing."""
+
+Mark = TypeVar("Mark")
+
+
+class Stopwatch(Protocol[Mark]):
+    """Takes marks, and later tells the time between two of them.
+
+    Attributes:
+        meaningful: Whether the times say anything about graphs.
+    """
+
+    @property
+    def meaningful(self) -> bool: ...
+
+    def mark(self) -> Mark: ...
+
+    def milliseconds(self, start: Mark, end: Mark, *, wait: bool) -> float | None:
+        """Time between two marks; None if the device has not come so far and ``wait`` is False."""
+
+
+class HostStopwatch:
+    """For the emulated backend: nothing runs asynchronously, and a replay saves nothing."""
+
+    meaningful = False
+
+    def mark(self) -> float:
+        return perf_counter()
+
+    def milliseconds(self, start: float, end: float, *, wait: bool) -> float | None:
+        return (end - start) * 1e3
+
+
+class DeviceStopwatch:
+    """CUDA events on the current stream: the GPU's own clock, and no wait while steps run."""
+
+    meaningful = True
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(
+        self, start: torch.cuda.Event, end: torch.cuda.Event, *, wait: bool
+    ) -> float | None:
+        if wait:
+            end.synchronize()
+        return start.elapsed_time(end) if end.query() else None
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch[Any]:
+    """What measures steps on that device."""
+    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What had happened when a step began."""
+
+    disturbances: tuple[int, ...]
+    eager: int
+    replays: tuple[int, ...]
+
+    @classmethod
+    def of(cls, done: Statistics) -> _Counts:
+        captures = done.captures, sum(record.captures for record in done.graphs)
+        disturbances = (*captures, len(done.fallbacks), len(done.recaptures))
+        return cls(disturbances, done.eager, tuple(record.replays for record in done.graphs))
+
+
+@dataclass(slots=True)
+class _Sample(Generic[Mark]):
+    """A step under way, then one whose time is not known yet."""
+
+    step: int
+    batch: Hashable
+    start: Mark
+    counted: _Counts
+    end: Mark | None = None
+    records: tuple[GraphRecord, ...] = ()
+
+
+class StepTiming:
+    """Stands between the strategy and another handler for as long as steps are timed.
+
+    A step is a micro-batch, from the begin of ``training_step`` to the end of the backward pass
+    or, where the optimizer steps, of that; with manual optimization it is ``training_step``. Of
+    each shape the first eager step (kernels are loaded, state is made) is left out, and so is every
+    step with a capture, a refusal or a verification in it.
+
+    Args:
+        handler: What runs the steps.
+        statistics: Tells what a step turned out to be, and receives the times.
+        stopwatch: Measures.
+        settled: Called at the end of a step of the optimizer, once every graph has its times.
+        manual: The module optimizes manually.
+        verified: Tells whether the coming step is run both ways.
+        wait: Let the end of timing wait for the device, so that it comes at the same step on all
+            ranks.
+    """
+
+    def __init__(
+        self,
+        handler: StepHandler,
+        statistics: Statistics,
+        stopwatch: Stopwatch[Any],
+        settled: Callable[[], None],
+        *,
+        manual: bool = False,
+        verified: Callable[[], bool] = bool,
+        wait: bool = False,
+    ) -> None:
+        self._handler = handler
+        self._statistics = statistics
+        self._stopwatch = stopwatch
+        self._settled = settled
+        self._manual = manual
+        self._verified = verified
+        self._wait = wait
+        self._stepping = False
+        self._steps = 0
+        self._open: _Sample[Any] | None = None
+        self._pending: deque[_Sample[Any]] = deque()
+        self._taken: Counter[Hashable] = Counter()
+        self._replays: Counter[int] = Counter()
+        self._times: defaultdict[Hashable, list[float]] = defaultdict(list)
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; a step begins here."""
+        self._open = None
+        if not self._verified():
+            batch = (_shapes_of(args), self._stepping)
+            counts = _Counts.of(self._statistics)
+            self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counts)
+        self._steps += 1
+        result = self._handler.training_step(*args, **kwargs)
+        if self._manual:
+            self._close()
+            self._settle()
+        return result
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it; a step ends here unless the optimizer steps."""
+        result = self._handler.backward(closure_loss, optimizer, *args, **kwargs)
+        if not (self._stepping or self._manual):
+            self._close()
+        return result
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run it; a step ends here, and perhaps the timing."""
+        self._stepping = True
+        try:
+            result = self._handler.optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        if not self._manual:
+            self._close()
+            self._settle()
+        return result
+
+    # ------------------------------------------------------------------ samples
+
+    def _close(self) -> None:
+        sample, self._open = self._open, None
+        if sample is None:
+            return
+        before, now = sample.counted, _Counts.of(self._statistics)
+        if before.disturbances != now.disturbances:
+            return
+        graphs = zip(self._statistics.graphs, now.replays, before.replays, strict=True)
+        sample.records = tuple(record for record, after, earlier in graphs if after > earlier)
+        if not sample.records and now.eager == before.eager:
+            return
+        first = int(not sample.records)
+        key = self._key(sample)
+        self._taken[key] += 1
+        self._replays.update(map(id, sample.records))
+        if first < self._taken[key] <= first + SAMPLES:
+            sample.end = self._stopwatch.mark()
+            self._pending.append(sample)
+
+    @staticmethod
+    def _key(sample: _Sample[Any]) -> Hashable:
+        return sample.batch, tuple(map(id, sample.records))
+
+    def _settle(self) -> None:
+        complete = self._complete()
+        self.read(wait=complete and self._wait)
+        if complete and not self._pending:
+            self._settled()
+
+    def _complete(self) -> bool:
+        if self._steps >= _LONGEST:
+            return True
+        replays = [self._replays[id(record)] for record in self._statistics.graphs]
+        return bool(replays) and min(replays) >= SAMPLES
+
+    def read(self, *, wait: bool = False) -> None:
+        """Take over the times that the device knows by now.
+
+        Args:
+            wait: Wait for those that it does not know yet.
+        """
+        while self._pending:
+            sample = self._pending[0]
+            ms = self._stopwatch.milliseconds(sample.start, sample.end, wait=wait)
+            if ms is None:
+                return
+            self._pending.popleft()
+            self._keep(sample, ms)
+
+    def _keep(self, sample: _Sample[Any], ms: float) -> None:
+        kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"
+        self._statistics.times.append(StepTime(step=sample.step, kind=kind, ms=ms))
+        self._times[self._key(sample)].append(ms)
+        eager = self._times[sample.batch, ()]
+        for record in sample.records:
+            record.replay_ms = median(self._times[self._key(sample)])
+            record.eager_ms = median(eager) if eager else None
+
+
+def _shapes_of(args: tuple[Any, ...]) -> Hashable:
+    leaves = leaves_of(args[:1])
+    return tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
