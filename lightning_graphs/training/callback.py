@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,15 @@ from typing_extensions import override
 
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.reporting import Report
+from lightning_graphs.training.diagnosis import Diagnosis
+from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.runner import StepRunner
+from lightning_graphs.training.reporter import FitReporter
+from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
 
@@ -35,7 +39,15 @@ class GraphCapture(Callback):
         trainer = Trainer(callbacks=[GraphCapture()])
 
     Args:
-        scope: ``"step"``: the whole training step.
+        scope: ``"step"``: the whole training step is captured. ``"modules"``: submodules are,
+            each with its backward; manual optimization and data-dependent code between them work.
+            ``"auto"``: the whole step if it can be captured, otherwise submodules.
+        modules: Which submodules: patterns of qualified names, matched between dots
+            (``"encoder.layers.*"``), or names of classes. By default the largest that a step calls
+            once and that can be captured.
+        exclude: Submodules that are left out, named likewise.
+        eval_graphs: Submodules have graphs for calls without autograd outside of training steps,
+            too, as in validation.
         warmup_steps: Real training steps that run eagerly before the first capture.
         capture_after: How often a batch signature (structure, shapes, dtypes) must have been seen
             before it gets a graph of its own.
@@ -45,6 +57,16 @@ class GraphCapture(Callback):
             ``"raise"``: it raises.
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
             trainer, inactive on a CPU trainer.
+        verify: Run a captured step eagerly as well, from the same state, and compare everything
+            that both computed: ``"first"``: after each capture; K: after each capture and at every
+            K-th optimizer step; ``"off"``: never. A replay that differs follows ``on_failure``.
+        profit_gate: The first steps are timed, and where replayed ones are not faster than eager
+            ones, the callback says so. With True it also switches itself off.
+        log_metrics: Log the report's figures as ``graphs/...``, once the first steps have been
+            timed and at the end of the fit.
+        doctor: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
+            and a table lists everything that stands in the way of a capture, with the line and
+            the remedy. It is kept as ``diagnosis``.
 
     Raises:
         OptionError: an option has an impossible value.
@@ -53,25 +75,46 @@ class GraphCapture(Callback):
     def __init__(
         self,
         *,
-        scope: Literal["step"] = "step",
+        scope: Literal["auto", "step", "modules"] = "auto",
+        modules: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        eval_graphs: bool = False,
         warmup_steps: int = 3,
         capture_after: int = 2,
         max_graphs: int = 8,
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
+        verify: Literal["first", "off"] | int = "first",
+        profit_gate: bool = False,
+        log_metrics: bool = False,
+        doctor: bool = False,
     ) -> None:
         super().__init__()
         self.options = Options(
             scope=scope,
+            modules=modules,
+            exclude=exclude,
+            eval_graphs=eval_graphs,
             warmup_steps=warmup_steps,
             capture_after=capture_after,
             max_graphs=max_graphs,
             on_failure=on_failure,
             backend=backend,
+            verify=verify,
+            profit_gate=profit_gate,
+            log_metrics=log_metrics,
+            doctor=doctor,
         )
         self.statistics = Statistics()
-        self._runner: StepRunner | None = None
+        self.diagnosis: Diagnosis | None = None
+        self._runner: Runner | None = None
+        self._reporter: FitReporter | None = None
         self._fit = contextlib.ExitStack()
+
+    @property
+    def report(self) -> Report:
+        """What the graphs of the present fit, or else of the last one, did up to now."""
+        return self.statistics.report()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -101,6 +144,9 @@ class GraphCapture(Callback):
         """
         self._release()
         self.statistics = Statistics()
+        if self.options.doctor:
+            self._observe(trainer, pl_module)
+            return
         if not self._is_active(trainer, pl_module):
             return
         device = trainer.strategy.root_device
@@ -115,15 +161,30 @@ class GraphCapture(Callback):
                     _install(stack, BatchTransfer(trainer.strategy, device))
             pool = GraphPool(stream=stream, backend=name)
             stack.callback(pool.close)
-            calls = calls_of(trainer.strategy)
-            runner = StepRunner(
-                trainer, pl_module, calls, self.options, pool, self.statistics, progress
+            runner = runner_for(
+                Fit(trainer, pl_module, self.options, pool, self.statistics, progress)
             )
             stack.callback(runner.close)
-            intercept(trainer.strategy, runner)
+
+            def switch_off() -> None:
+                runner.close()
+                release(trainer.strategy)
+                if progress is not None:
+                    progress.mirrored = frozenset()
+                self._runner = None
+
+            self.statistics.backend = name
+            reporter = FitReporter(trainer, self.options, self.statistics, runner, switch_off)
+            intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy)
             self._fit = stack.pop_all()
-        self._runner = runner
+        self._runner, self._reporter = runner, reporter
+
+    def _observe(self, trainer: Trainer, module: LightningModule) -> None:
+        reason = _reason_to_stay_out(trainer) or why_no_whole_step(trainer, module)
+        doctor = Doctor(trainer, module, calls_of(trainer.strategy), self.options, reason)
+        self._fit.callback(doctor.finish)
+        self.diagnosis = doctor.diagnosis
 
     def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
         device = trainer.strategy.root_device
@@ -133,10 +194,12 @@ class GraphCapture(Callback):
                 'GraphCapture(backend="emulated") rehearses there.'
             )
             return False
-        reason = _reason_to_stay_out(trainer, module)
+        reason = _reason_to_stay_out(trainer)
+        if self.options.scope == "step":
+            reason = reason or why_no_whole_step(trainer, module)
         if reason and self.options.on_failure == "raise":
             raise CaptureError(
-                "GraphCapture(scope='step') captures one optimizer's step on one device.",
+                "GraphCapture captures training on one device; scope='step' one optimizer's step.",
                 reason,
                 "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
             )
@@ -157,8 +220,13 @@ class GraphCapture(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand stream, strategy and optimizer back and release the graphs."""
+        """Hand stream, strategy and optimizer back, release the graphs, and show the report."""
+        reporter = self._reporter
+        if reporter is not None:
+            reporter.finish()
         self._release()
+        if reporter is not None:
+            reporter.tell()
 
     @override
     def on_exception(
@@ -173,26 +241,20 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._runner = None
+        self._runner = self._reporter = None
         self._fit.close()
 
 
 _BACKEND_OF: Mapping[str, str] = {"cuda": "cuda", "cpu": "emulated"}
 
 
-def _reason_to_stay_out(trainer: Trainer, module: LightningModule) -> str:
+def _reason_to_stay_out(trainer: Trainer) -> str:
     """Why this fit is not captured, in one sentence; empty if it is."""
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if not module.automatic_optimization:
-        return "the module optimizes manually, and scope='step' needs automatic optimization"
     if trainer.world_size > 1:
-        return f"scope='step' captures on one device, and the trainer has {trainer.world_size}"
-    if len(trainer.optimizers) != 1:
-        return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
-    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        return "LBFGS calls the training step several times for each update"
+        return f"it captures on one device, and the trainer has {trainer.world_size}"
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
     return ""

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import replaced
 
 _COUNTERS = ("global_step", "current_epoch")
 
+COUNTER = Obstacle(
+    "A captured step runs no Python code: a counter that it reads would stand still.",
+    "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
+    "a hook fills",
+    kind="python-state",
+    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
+    "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
+)
+LOGGED_NUMBER = Obstacle(
+    "A captured step runs no Python code: a Python number that it logs would stand still.",
+    "log the tensor itself, without item() or float(), or log from on_train_batch_end",
+    kind="python-state",
+    code='self.log("loss", loss)  # the tensor',
+)
+
 
 def refuse_frozen(name: str) -> NoReturn:
     """Raise for a Python value that changes from step to step and is read in a captured one."""
-    raise CaptureError(
-        "A captured step runs no Python code: a counter that it reads would stand still.",
-        f"{name} is read at {CallSiteFinder().here().describe()}",
-        "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
-        "a hook fills",
-    )
+    observed = f"{name} is read at {CallSiteFinder().here().describe()}"
+    raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
 
 
 class StandIn(abc.ABC):
@@ -115,18 +127,28 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
 
 
 @contextlib.contextmanager
-def counters_refused(trainer: Trainer) -> Iterator[None]:
+def counters_watched(
+    trainer: Trainer, on_read: Callable[[str], object] = refuse_frozen
+) -> Iterator[None]:
     """While capturing, reading ``global_step`` or ``current_epoch`` is refused.
 
     The trainer's class is exchanged for a subclass: both are properties, and the module's own
     ``global_step`` and ``current_epoch`` read the trainer's.
+
+    Args:
+        trainer: The trainer.
+        on_read: Called with the counter's name; where it returns, the read goes on.
     """
     original = type(trainer)
 
-    def refusing(name: str) -> property:
-        return property(lambda _: refuse_frozen(f"trainer.{name}"))
+    def watching(name: str) -> property:
+        def read(owner: Trainer) -> Any:
+            on_read(f"trainer.{name}")
+            return getattr(original, name).__get__(owner)
 
-    watched = type(original.__name__, (original,), {name: refusing(name) for name in _COUNTERS})
+        return property(read)
+
+    watched = type(original.__name__, (original,), {name: watching(name) for name in _COUNTERS})
     trainer.__class__ = watched
     try:
         yield
@@ -139,7 +161,7 @@ class LoggedNumbers:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
-        self.changing: dict[str, str] = {}
+        self.changing: dict[str, CallSite] = {}
 
     @contextlib.contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
@@ -149,7 +171,7 @@ class LoggedNumbers:
         def watched(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(value, (int, float)):
                 if self._values.get(name, value) != value:
-                    self.changing[name] = CallSiteFinder().here().describe()
+                    self.changing[name] = CallSiteFinder().here()
                 self._values[name] = value
             return log(name, value, *args, **kwargs)
 
@@ -164,8 +186,8 @@ class LoggedNumbers:
         """
         for name, site in self.changing.items():
             raise CaptureError(
-                "A captured step runs no Python code: a Python number that it logs would stand "
-                "still.",
-                f"self.log({name!r}, ...) logged different numbers during warm-up, at {site}",
-                "log the tensor itself, without item() or float(), or log from on_train_batch_end",
+                LOGGED_NUMBER.rule,
+                f"self.log({name!r}, ...) logged different numbers during warm-up, at "
+                f"{site.describe()}",
+                LOGGED_NUMBER.remedy,
             )

@@ -11,6 +11,7 @@ from typing import Any
 import lightning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
+from torch import Tensor
 
 _KNOWN_VERSIONS = ("2.5.", "2.6.")
 
@@ -49,6 +50,12 @@ def step_progress(results: Any) -> dict[str, Any]:
         for _, entry in results.valid_items()
         if entry.meta.prog_bar and entry.meta.on_step
     }
+
+
+def step_value(results: Any, entry: Any) -> Tensor | None:
+    """What an entry of :func:`training_results` shows of this step; None if it is no tensor."""
+    value = results._get_cache(entry, True)
+    return value if isinstance(value, Tensor) else None
 
 
 def skips_backward(trainer: Trainer) -> bool:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import clone_all, version_of
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.errors import CaptureError
@@ -26,6 +27,19 @@ from lightning_graphs.training.progress import ProgressValues
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
+METRIC_VALUE = Obstacle(
+    "The value of a metric is not part of a captured step: metrics are updated after it.",
+    "hand it to self.log only, or compute what the loss needs with torch functions",
+    kind="metric-value",
+    code='self.log("accuracy", self.accuracy(logits, y))  # and nothing else with its value',
+)
+LOGGED_EARLY = Obstacle(
+    "What a captured step logs is read after the step.",
+    "hand over a copy: value.clone()",
+    kind="logged-early",
+    code='self.log("loss", loss.clone())',
+)
+
 
 class Deferred(StandIn):
     """What a metric returns while a step is captured: it has no value before the replay."""
@@ -35,11 +49,8 @@ class Deferred(StandIn):
         self.value: Any = None
 
     def refuse(self) -> NoReturn:
-        raise CaptureError(
-            "The value of a metric is not part of a captured step: metrics are updated after it.",
-            f"the value of {self.name} is used in training_step",
-            "hand it to self.log only, or compute what the loss needs with torch functions",
-        )
+        observed = f"the value of {self.name} is used in training_step"
+        raise CaptureError(METRIC_VALUE.rule, observed, METRIC_VALUE.remedy)
 
 
 class _MetricCall:
@@ -126,7 +137,7 @@ class LogRecorder:
         """Replace ``log`` of the module and the entry points of its metrics by recorders."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(self._module, "log", self._record_log))
-            for name, metric in _metrics(self._module):
+            for name, metric in metrics_of(self._module):
                 for method in ("forward", "update", "compute", "reset"):
                     recorder = self._metric_recorder(metric, method, f"metric `{name}`")
                     stack.enter_context(replaced(metric, method, recorder))
@@ -172,11 +183,8 @@ class LogRecorder:
         """
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
-                raise CaptureError(
-                    "What a captured step logs is read after the step.",
-                    f"a tensor given to {name} is changed in place afterwards",
-                    "hand over a copy: value.clone()",
-                )
+                observed = f"a tensor given to {name} is changed in place afterwards"
+                raise CaptureError(LOGGED_EARLY.rule, observed, LOGGED_EARLY.remedy)
         self._versions.clear()
         if self._progress is not None:
             shown = [c for c in self._calls if isinstance(c, _LogCall) and c.prog_bar]
@@ -201,7 +209,7 @@ def _value(argument: Any) -> Any:
     return argument.value if isinstance(argument, Deferred) else argument
 
 
-def _metrics(module: LightningModule) -> list[tuple[str, nn.Module]]:
+def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
     """The outermost torchmetrics objects of a module; none if torchmetrics was never imported."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.torch_private import has_step_hooks
+from lightning_graphs.training.live_numbers import GraphNumbers, LiveNumbers
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on
@@ -65,12 +66,18 @@ class CapturableOptimizer:
 
     Capturable means: ``step`` counters on the device and, where torch has one, the fused kernel.
     Learning rates stay Python floats in ``param_groups``; during a capture they are device tensors,
-    which :meth:`refresh` fills when a scheduler has moved the float.
+    which :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group
+    (betas, momentum, weight decay) are frozen by a capture and conditions of it, or are kept live.
 
     Args:
         optimizer: The optimizer; :func:`capture_obstacle` must have found nothing against it.
         device: Where its parameters live.
         before: What kept it capturable until now, and is restored.
+        live: Keep the other numbers live, where its kernel is fused.
+
+    Attributes:
+        can_live: Whether its numbers could be kept live: its kernel is fused.
+        numbers: The numbers that are kept live; None if all are frozen.
     """
 
     def __init__(
@@ -78,6 +85,8 @@ class CapturableOptimizer:
         optimizer: Optimizer,
         device: torch.device,
         before: CapturableOptimizer | None = None,
+        *,
+        live: bool = False,
     ) -> None:
         self.optimizer = optimizer
         self._device = device
@@ -85,14 +94,14 @@ class CapturableOptimizer:
         self._groups = optimizer.param_groups
         self._state = optimizer.state
         loaded = self._given.copy()
-        fused = _fusable(optimizer)
+        self.can_live = _fusable(optimizer)
         for group in self._groups:
             if "capturable" in group and device.type == "cuda":
                 group["capturable"] = True
-            if fused and "fused" in group:
+            if self.can_live and "fused" in group:
                 group["fused"], group["foreach"] = True, False
-        known = before._given if before is not None else []
-        for i, (group, given) in enumerate(zip(self._groups, known, strict=False)):
+        earlier = before._given if before is not None else []
+        for i, (group, given) in enumerate(zip(self._groups, earlier, strict=False)):
             # A state that was saved during the fit by hand comes back with flags that are ours.
             if loaded[i] == _flags(group):
                 self._given[i] = given
@@ -102,17 +111,14 @@ class CapturableOptimizer:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
         self._filled: list[float] = [float("nan")] * len(self._groups)
+        self.numbers = LiveNumbers(self._groups) if live and self.can_live else None
+        known = self.numbers.keys if self.numbers is not None else [frozenset()] * len(self._groups)
         self._frozen = [
             (group, key)
-            for group in self._groups
+            for group, numbers in zip(self._groups, known, strict=True)
             for key, value in group.items()
-            if key not in _LIVE and not isinstance(value, Tensor)
+            if key not in _LIVE | numbers and not isinstance(value, Tensor)
         ]
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether one kernel updates all parameters and takes ``found_inf`` from the device."""
-        return all(group.get("fused") for group in self._groups)
 
     def replaced(self) -> bool:
         """Whether ``load_state_dict`` or ``add_param_group`` put other state in its place."""
@@ -126,10 +132,17 @@ class CapturableOptimizer:
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""
         values = [(key, group[key]) for group, key in self._frozen]
-        return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
+        frozen = tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
+        return frozen if self.numbers is None else frozen + self.numbers.conditions()
 
-    def refresh(self) -> None:
-        """Bring the learning rates on the device up to date; no work while they stand still."""
+    def refresh(self, numbers: GraphNumbers | None = None) -> None:
+        """Bring learning rates and numbers up to date; no work while they stand still.
+
+        Args:
+            numbers: Those inside of the graph that is replayed next.
+        """
+        if numbers is not None:
+            numbers.refresh()
         for i, group in enumerate(self._groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # a scheduler fills it in place

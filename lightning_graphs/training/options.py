@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_graphs.errors import GraphError
 
 OnFailure = Literal["eager", "raise"]
-Scope = Literal["step"]
+Scope = Literal["auto", "step", "modules"]
+Verify = Literal["first", "off"] | int
 BackendChoice = Literal["auto", "cuda", "emulated"]
 
 
@@ -20,15 +22,22 @@ class OptionError(GraphError, ValueError):
 class Options:
     """Plain values only, so that a configuration file can hold them; see ``GraphCapture``."""
 
-    scope: Scope = "step"
+    scope: Scope = "auto"
+    modules: Sequence[str] | None = None
+    exclude: Sequence[str] = ()
+    eval_graphs: bool = False
     warmup_steps: int = 3
     capture_after: int = 2
     max_graphs: int = 8
     on_failure: OnFailure = "eager"
     backend: BackendChoice = "auto"
+    verify: Verify = "first"
+    profit_gate: bool = False
+    log_metrics: bool = False
+    doctor: bool = False
 
     def __post_init__(self) -> None:
-        _require_one_of("scope", self.scope, ("step",))
+        _require_one_of("scope", self.scope, ("auto", "step", "modules"))
         _require_one_of("on_failure", self.on_failure, ("eager", "raise"))
         _require_one_of("backend", self.backend, ("auto", "cuda", "emulated"))
         _require_at_least(
@@ -36,6 +45,22 @@ class Options:
         )
         _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
         _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
+        if isinstance(self.verify, str):
+            _require_one_of("verify", self.verify, ("first", "off"))
+        else:
+            _require_at_least("verify", self.verify, 1, "'first', 'off', or every how many steps")
+        _require_names("modules", self.modules or ())
+        _require_names("exclude", self.exclude)
+        _require_bool("eval_graphs", self.eval_graphs)
+        _require_bool("profit_gate", self.profit_gate)
+        _require_bool("log_metrics", self.log_metrics)
+        if self.modules and self.scope == "step":
+            raise OptionError(
+                "modules names submodules, and scope='step' captures whole steps.",
+                f"scope='step', modules={list(self.modules)!r}",
+                "write scope='modules', or leave out modules",
+            )
+        _require_bool("doctor", self.doctor)
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -43,6 +68,26 @@ def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         listed = ", ".join(map(repr, choices))
         raise OptionError(
             f"{name} is one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
+        )
+
+
+def _require_names(name: str, value: object) -> None:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(entry, str) and entry for entry in value)
+    ):
+        raise OptionError(
+            f"{name} is a list of names of submodules, of patterns or of classes.",
+            f"{name}={value!r}",
+            f'write {name}=["encoder.layers.*"]',
+        )
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(
+            f"{name} is True or False.", f"{name}={value!r}", f"write {name}=True or {name}=False"
         )
 
 

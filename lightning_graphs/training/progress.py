@@ -1,4 +1,4 @@
-"""Values for the progress bar without a stall: mirrored to pinned memory by the graph itself.
+"""Values for the progress bar without a stall: mirrored to pinned memory, by the graph itself.
 
 Lightning reads every value with ``prog_bar=True`` at the end of every batch, whatever the refresh
 rate of the bar. On a GPU that waits for the step to finish, and nothing runs while the CPU prepares
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_graphs.training.lightning_private import (
     step_progress,
+    step_value,
     training_results,
     updates_loggers,
 )
@@ -24,7 +25,10 @@ _SLOTS = 64
 
 
 class ProgressValues:
-    """The values that captured steps log with ``prog_bar=True``.
+    """The values that steps log with ``prog_bar=True``.
+
+    Whole steps copy them as part of the graph. Of other steps they are copied when Lightning asks,
+    where :attr:`follows` is set.
 
     On the bar a value may be one step old. It is exact where Lightning waits for the device anyway:
     at steps that are logged, at the last batch of an epoch, and in loggers and ``callback_metrics``
@@ -32,6 +36,10 @@ class ProgressValues:
 
     Args:
         trainer: The trainer; everything runs on its one CUDA device.
+
+    Attributes:
+        mirrored: Names that the replayed step has copied.
+        follows: Copy the values of steps that are no graphs as a whole.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -42,6 +50,7 @@ class ProgressValues:
         self._slots: dict[str, int] = {}
         self._results: Any = training_results(trainer)
         self.mirrored: frozenset[str] = frozenset()
+        self.follows = False
 
     def install(self) -> None:
         """Answer for the results collection when it is asked for the metrics of a step."""
@@ -55,25 +64,33 @@ class ProgressValues:
 
     def capture(self, values: Mapping[str, Tensor]) -> frozenset[str]:
         """Copy scalars to the host, as part of a capture; the names that found a place."""
-        for name in values:
-            if len(self._slots) < _SLOTS:
-                self._slots.setdefault(name, len(self._slots))
-        placed = [name for name in values if name in self._slots]
-        for name in placed:
-            slot = self._slots[name]
-            self._host[slot : slot + 1].copy_(
-                values[name].detach().float().reshape(1), non_blocking=True
-            )
-        return frozenset(placed)
+        return frozenset(name for name in values if self._copied(name, values[name]))
+
+    def _copied(self, name: str, value: Tensor) -> bool:
+        """Copy a scalar to its place on the host; False if there is none left."""
+        if name not in self._slots:
+            if len(self._slots) == _SLOTS:
+                return False
+            self._slots[name] = len(self._slots)
+        slot = self._slots[name]
+        place = self._host[slot : slot + 1]
+        place.copy_(value.detach().float().reshape(1), non_blocking=True)
+        return True
 
     def _metrics(self, on_step: bool) -> Any:
         """What the collection returns, with mirrored numbers instead of a read for each."""
         results = self._results
         original = type(results).metrics
-        if not on_step or not self.mirrored or self._must_be_exact():
+        if not on_step or not (self.mirrored or self.follows) or self._must_be_exact():
             return original(results, on_step)
         entries = step_progress(results)
         late = {n: e for n, e in entries.items() if e.meta.name in self.mirrored}
+        if self.follows:
+            values = {n: step_value(results, e) for n, e in entries.items()}
+            on_gpu = {n: v for n, v in values.items() if v is not None and v.is_cuda}
+            late = {
+                n: entries[n] for n, v in on_gpu.items() if self._copied(entries[n].meta.name, v)
+            }
         numbers = {n: float(self._values[self._slots[e.meta.name]]) for n, e in late.items()}
         if any(number != number for number in numbers.values()):
             return original(results, on_step)  # no replay has finished yet, or a real NaN

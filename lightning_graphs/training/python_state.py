@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.errors import CaptureError
 
@@ -23,16 +24,34 @@ _CONTAINERS = (list, dict, set, deque)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
 _LIVE_IN_LIBRARIES = ("p", "momentum")
 
+STORED = Obstacle(
+    "A captured step runs no Python code: what it stores in attributes would stand still.",
+    "store it from on_train_batch_end, from the values that training_step returns; change buffers "
+    "in place",
+    kind="python-state",
+    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
+)
+DRAWN = Obstacle(
+    "A captured step runs no Python code: a number that it draws would stand still.",
+    "draw on the device (torch.rand(..., device=...)), or in the data loader",
+    kind="python-state",
+    code="share = torch.rand((), device=self.device)  # in place of random.random()",
+)
+
 
 class AttributeReads:
     """Plain attributes of modules that captured steps have read: numbers, flags and texts.
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
     hook which anneals a weight or changes a dropout rate gets a graph for the new value.
+
+    Args:
+        on_use: Called with the name of every attribute that is read or set, and whether it is set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
         self._reads: dict[str, tuple[Any, Any]] = {}
+        self._on_use = on_use
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -68,18 +87,29 @@ class AttributeReads:
 
     def _watched(self, kind: type, path: str) -> type:
         inherited: Any = kind.__getattribute__
+        inherited_set: Any = kind.__setattr__
 
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
             if key == "_hparams" or _is_attribute(kind, key):
                 name = f"{path}.{'hparams' if key == '_hparams' else key}"
+                if self._on_use is not None:
+                    self._on_use(name, False)
                 if isinstance(value, _PLAIN):
                     self._reads.setdefault(name, (owner, key))
                 else:
                     self._note_items(name, value)
             return value
 
-        return type(kind)(kind.__name__, (kind,), {"__getattribute__": read})
+        def write(owner: Any, key: str, value: Any) -> None:
+            assert self._on_use is not None
+            self._on_use(f"{path}.{key}", True)
+            inherited_set(owner, key, value)
+
+        watched: dict[str, Any] = {"__getattribute__": read}
+        if self._on_use is not None:
+            watched["__setattr__"] = write
+        return type(kind)(kind.__name__, (kind,), watched)
 
     def _note(self, owner: Any, path: str, key: str) -> None:
         self._reads.setdefault(f"{path}.{key}", (owner, key))
@@ -122,59 +152,58 @@ def nothing_left_behind(module: LightningModule) -> Iterator[None]:
     Raises:
         CaptureError: the body has left something: a replay would not leave it again.
     """
-    attributes = _Attributes(module)
-    generators = _Generators(module)
+    attributes = Attributes(module)
+    generators = Generators(module)
     try:
         yield
     finally:
-        changed = attributes.restore()
-        drawn = generators.restore()
+        changed = attributes.changed()
+        drawn = generators.drawn()
+        attributes.restore()
+        generators.restore()
     if changed:
-        raise CaptureError(
-            "A captured step runs no Python code: what it stores in attributes would stand still.",
-            f"training_step changes {', '.join(sorted(set(changed))[:3])}",
-            "store it from on_train_batch_end, from the values that training_step returns; change "
-            "buffers in place",
-        )
+        names = ", ".join(changed[:3])
+        raise CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
     if drawn:
-        raise CaptureError(
-            "A captured step runs no Python code: a number that it draws would stand still.",
-            f"training_step draws from {', '.join(drawn)}",
-            "draw on the device (torch.rand(..., device=...)), or in the data loader",
-        )
+        names = ", ".join(drawn)
+        raise CaptureError(DRAWN.rule, f"training_step draws from {names}", DRAWN.remedy)
 
 
-class _Attributes:
+class Attributes:
     """What the attributes of a module tree hold, and what the containers among them hold."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables: list[tuple[str, dict[str, Any]]] = []
         self._containers: list[tuple[str, Any, Any]] = []
         for path, owner in module.named_modules():
             name = f"self.{path}" if path else "self"
             table = vars(owner)
-            self._tables.append((name, table))
             self._containers.append((name, table, table.copy()))
             for key, value in table.items():
                 if type(value) in _CONTAINERS:
                     own = name if key in ("_parameters", "_buffers", "_modules") else ""
                     self._containers.append((own or f"{name}.{key}", value, value.copy()))
 
-    def restore(self) -> list[str]:
-        """Put everything back; returns the names of what was changed."""
-        changed = []
+    def changed(self) -> list[str]:
+        """The names of what is no longer as it was."""
+        names: set[str] = set()
         for name, container, before in self._containers:
             if isinstance(container, dict):
-                keys = [k for k in {**before, **container} if _differs(container, before, k)]
-                changed += [f"{name}.{key}" for key in keys]
-                if keys:
+                keys = {**before, **container}
+                names.update(f"{name}.{key}" for key in keys if _differs(container, before, key))
+            elif not _same(container, before):
+                names.add(name)
+        return sorted(names)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for _, container, before in self._containers:
+            if isinstance(container, dict):
+                if any(_differs(container, before, key) for key in {**before, **container}):
                     container.clear()
                     container.update(before)
             elif not _same(container, before):
-                changed.append(name)
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(before)
-        return changed
 
 
 def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
@@ -190,7 +219,7 @@ def _same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
 
 
-class _Generators:
+class Generators:
     """The states of the random generators that Python code on the host draws from."""
 
     def __init__(self, module: LightningModule) -> None:
@@ -200,19 +229,24 @@ class _Generators:
         # On a CPU, torch's generator is that of the captured operators themselves.
         self._torch = torch.get_rng_state() if module.device.type != "cpu" else None
 
-    def restore(self) -> list[str]:
-        """Put the states back; returns the names of the generators that were drawn from."""
-        drawn = []
+    def drawn(self) -> list[str]:
+        """The names of the generators that were drawn from."""
+        names = []
         if random.getstate() != self._random:
-            random.setstate(self._random)
-            drawn.append("Python's random")
+            names.append("Python's random")
         if self._legacy is not None and not _equal(self._numpy.random.get_state(), self._legacy):
-            self._numpy.random.set_state(self._legacy)
-            drawn.append("numpy.random")
+            names.append("numpy.random")
         if self._torch is not None and not torch.equal(torch.get_rng_state(), self._torch):
+            names.append("torch's generator of the CPU")
+        return names
+
+    def restore(self) -> None:
+        """Put the states back."""
+        random.setstate(self._random)
+        if self._legacy is not None:
+            self._numpy.random.set_state(self._legacy)
+        if self._torch is not None:
             torch.set_rng_state(self._torch)
-            drawn.append("torch's generator of the CPU")
-        return drawn
 
 
 def _equal(now: Any, before: Any) -> bool:

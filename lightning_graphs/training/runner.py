@@ -15,6 +15,7 @@ from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.interception import StrategyCalls
@@ -23,6 +24,8 @@ from lightning_graphs.training.lightning_private import (
     call_gradient_hooks,
     skips_backward,
 )
+from lightning_graphs.training.live_numbers import NumbersFrozenError, cycles_momentum
+from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
@@ -30,8 +33,9 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, StepPlan
+from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
 
 
@@ -46,6 +50,10 @@ class StepRunner:
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
         progress: Mirror of the values for the progress bar; None without a GPU.
+
+    Attributes:
+        capturable: What keeps the optimizer capturable; None if its step runs eagerly.
+        has_failed: A capture was refused while there was no graph of any step.
     """
 
     def __init__(
@@ -65,6 +73,7 @@ class StepRunner:
         self._pool = pool
         self._statistics = statistics
         self._notices = Notices(options, statistics)
+        self._verify = options.verify
         self._cache: PlanCache[Any, StepPlan] = PlanCache(
             options.max_graphs, options.capture_after, self._release
         )
@@ -74,9 +83,11 @@ class StepRunner:
         self._active: StepPlan | None = None
         self._last: StepPlan | None = None
         self._stepping = False
+        self.has_failed = False
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._observers = Observers.of(trainer, module)
         self.capturable: CapturableOptimizer | None = None
+        self._moves = Moves(expected=cycles_momentum(trainer))
         self._bind()
 
     def _bind(self, optimizer_obstacle: str | None = None) -> None:
@@ -90,19 +101,36 @@ class StepRunner:
         before = self.capturable
         self.capturable = None
         if obstacle is None:
-            self.capturable = CapturableOptimizer(self._optimizer, self._module.device, before)
+            self.capturable = CapturableOptimizer(
+                self._optimizer, self._module.device, before, live=self._moves.live
+            )
         else:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
-        self._capture = StepCapture(
+        body = StepBody(
             self._trainer,
             self._module,
             self._calls,
+            self._optimizer,
+            self.capturable,
+            self._observers,
+        )
+        self._capture = StepCapture(
+            self._trainer,
+            self._module,
+            body,
             self._pool,
             self._optimizer,
             self.capturable,
             self._observers,
             self._reads,
             self._progress,
+        )
+        verify = self._verify
+        self._every = verify if isinstance(verify, int) else 0
+        self._verification = (
+            Verification(self._trainer, self._module, body, self._optimizer, self.capturable)
+            if verify != "off"
+            else None
         )
         self._watch = FitWatch(
             self._trainer, self._module, self._optimizer, self.capturable, self._reads
@@ -111,6 +139,9 @@ class StepRunner:
     def _release(self, plan: StepPlan) -> None:
         if self._last is plan:
             self._last = None
+        self._statistics.released(plan.forward)
+        if plan is self._active:  # the rest of its step is still to come: the pool keeps it
+            return
         for graph in plan.graphs:
             self._pool.release(graph)
 
@@ -155,7 +186,7 @@ class StepRunner:
             self._capture.update_eagerly()
             return
         plan.gradients.adopt()
-        self.capturable.refresh()
+        self.capturable.refresh(plan.numbers)
         assert plan.step is not None
         plan.step.replay()
 
@@ -169,10 +200,9 @@ class StepRunner:
         # The base class only calls the hooks; the plugin's scaling is in the graph.
         Precision.pre_backward(plugin, closure_loss, self._module)
         if plan.backward is not None:
-            self._adopt(plan)
+            plan.adopt()
             plan.backward.replay()
-        plan.gradients.attach(zeroed=not self._accumulates(plan))
-        plan.outside.attach()
+        plan.attach()
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
             self._active = None
@@ -194,7 +224,9 @@ class StepRunner:
         conditions = self._conditions()
         plan = self._find(args[0], conditions)
         if plan is None:
-            plan = self._captured(args, conditions)
+            return self._captured(args, conditions)
+        if self._every and self._trainer.global_step % self._every == 0:
+            return self._verified(plan, args)
         return plan
 
     def _find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
@@ -221,7 +253,7 @@ class StepRunner:
         """Capture this batch's step if its signature is due; None means: run it eagerly."""
         modes = Modes.current(self._pool.backend.device_type)
         try:
-            _refuse_iterator(args[0])
+            refuse_iterator(args[0])
             signature, tensors = Signature.of(
                 (args[0],), {}, names=("batch",), modes=modes, extra=(conditions,)
             )
@@ -234,7 +266,13 @@ class StepRunner:
         known = len(self._reads)
         try:
             self._numbers.refuse_changing()
-            plan = self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
+            with capture_cost(self._pool.backend) as cost:
+                plan = self._capture.capture(
+                    args[0], tensors, args[1:], signature, conditions.phase
+                )
+        except NumbersFrozenError as error:
+            self._rebind(self._moves.frozen(error))
+            return None
         except GraphError as error:
             self._refused(signature, error)
             return None
@@ -245,10 +283,29 @@ class StepRunner:
             plan.call = CallPlan(signature, check_modes=True)
         known_signatures = self._cache.keys()
         self._notices.captured(signature, known_signatures[0] if known_signatures else None)
+        self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)
         self._last = plan
         plan.inputs.copy_in(tensors)
+        return self._verified(plan, args)
+
+    def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
+        """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
+        if self._verification is not None:
+            try:
+                self._verification.check(plan, args)
+            except GraphError as error:
+                self._refused(plan.call.signature, error)
+                return None
         return plan
+
+    def _prove(self, plan: StepPlan, proof: Callable[[Any], None], returned: Any) -> None:
+        """Compare what a replay handed out, where there was no memory for a full check."""
+        plan.proof = None
+        try:
+            proof(returned)
+        except GraphError as error:
+            self._refused(plan.call.signature, error)
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._statistics.eager += 1
@@ -261,29 +318,24 @@ class StepRunner:
         return self._calls.training_step(*args, **kwargs)
 
     def _replay(self, plan: StepPlan) -> Any:
-        self._statistics.replayed += 1
+        self._statistics.count_replay(plan.forward)
         self._notices.replayed()
+        self._moves.replayed()
         if self.capturable is not None:
-            self.capturable.refresh()
+            self.capturable.refresh(plan.numbers if plan.step is None else None)
         if plan.backward is None:
-            self._adopt(plan)
+            plan.adopt()
         plan.forward.replay()
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
         plan.logs.reissue()
-        return plan.outputs.hand_out()
+        returned = plan.outputs.hand_out()
+        if plan.proof is not None:
+            self._prove(plan, plan.proof, returned)
+        return returned
 
     # ------------------------------------------------------------------ conditions
-
-    def _adopt(self, plan: StepPlan) -> None:
-        """Bring in the gradients of earlier steps to which this one adds its own."""
-        if self._accumulates(plan):
-            plan.gradients.adopt()
-        plan.outside.adopt()
-
-    def _accumulates(self, plan: StepPlan) -> bool:
-        return not plan.phase.zeroing or self._observers.own_zero_grad
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
@@ -291,27 +343,32 @@ class StepRunner:
         if reason is not None:
             self._rebind(reason)
         conditions = self._watch.conditions(self._stepping)
-        restless = self._watch.restless(conditions.hyper_parameters)
-        if restless is not None:
-            self._rebind(restless, restless)
-            conditions = self._watch.conditions(self._stepping)
+        if self.capturable is not None:
+            can_live = self.capturable.can_live
+            decision = self._moves.look(conditions.hyper_parameters, can_live=can_live)
+            if decision is not None:
+                self._rebind(*decision)
+                conditions = self._watch.conditions(self._stepping)
         return conditions
 
     def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
         """Drop every graph, and look at the fit anew."""
-        self._notices.rebound(reason)
+        if optimizer_obstacle is None:
+            self._notices.rebound(reason)
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
+        self._moves.rebound()
         self._bind(optimizer_obstacle)
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         self._notices.refused(error)
+        self.has_failed |= not len(self._cache)
         if signature is not None:
             self._cache.refuse(signature)
 
 
-def _refuse_iterator(batch: Any) -> None:
+def refuse_iterator(batch: Any) -> None:
     if isinstance(batch, Iterator):
         raise CaptureError(
             "A captured step gets its batch: a replay takes none from an iterator.",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,12 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Signature
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
-    counters_refused,
+    counters_watched,
     rates_exchanged,
-    refuse_stand_ins,
 )
 from lightning_graphs.training.gradients import (
     AttachedGradients,
@@ -33,16 +34,11 @@ from lightning_graphs.training.gradients import (
     PersistentGradients,
     gradients_set_aside,
 )
-from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.precision import (
-    scaler_of,
-    stepping_on_the_device,
-    unscale,
-    without_autocast_cache,
-)
+from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 
@@ -63,7 +59,10 @@ class StepPlan:
         backward: Replayed in place of the backward pass; None if it is part of ``forward``.
         step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
         steps: Whether the optimizer step is captured at all.
+        numbers: The optimizer's live numbers inside of it; None if all are frozen.
         graphs: All of its graphs, in the order of their capture.
+        adds: Whether its gradients are added to those of earlier steps.
+        proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
     call: CallPlan
@@ -77,7 +76,21 @@ class StepPlan:
     backward: CUDAGraph | None = None
     step: CUDAGraph | None = None
     steps: bool = False
+    numbers: GraphNumbers | None = None
     graphs: list[CUDAGraph] = field(default_factory=list)
+    adds: bool = False
+    proof: Callable[[Any], None] | None = None
+
+    def adopt(self) -> None:
+        """Bring in the gradients of earlier steps to which this one adds its own."""
+        if self.adds:
+            self.gradients.adopt()
+        self.outside.adopt()
+
+    def attach(self) -> None:
+        """Make ``.grad`` of every parameter what it is after the backward pass."""
+        self.gradients.attach(zeroed=not self.adds)
+        self.outside.attach()
 
 
 class RaisedInCapture(CaptureError):
@@ -90,7 +103,7 @@ class StepCapture:
     Args:
         trainer: The trainer.
         module: Its module.
-        calls: The strategy's own methods.
+        body: What a step computes.
         pool: Captures and owns the graphs.
         optimizer: The trainer's optimizer.
         capturable: Makes its step capturable; None if it cannot be captured.
@@ -103,7 +116,7 @@ class StepCapture:
         self,
         trainer: Trainer,
         module: LightningModule,
-        calls: StrategyCalls,
+        body: StepBody,
         pool: GraphPool,
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
@@ -115,7 +128,7 @@ class StepCapture:
         self._progress = progress
         self._trainer = trainer
         self._module = module
-        self._calls = calls
+        self._body = body
         self._pool = pool
         self._optimizer = optimizer
         self._capturable = capturable
@@ -145,24 +158,35 @@ class StepCapture:
         """
         inputs = StaticInputs(tensors)
         arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
+        adds = not phase.zeroing or self._observers.own_zero_grad
         targets = GradientTargets(
             self._optimizer,
             [p for p in self._module.parameters() if p.requires_grad],
             self._persistent,
             keeps=self._keeps_gradients(phase),
-            adds=not phase.zeroing or self._observers.own_zero_grad,
+            adds=adds,
             holds=phase.stepping and not phase.zeroing,
         )
         recorder = LogRecorder(self._module, self._progress)
-        segments = _Segments(self._pool)
+        live = self._capturable.numbers if phase.stepping and self._capturable else None
+        segments = _Segments(self._pool, keep_graph=live is not None)
         try:
             with (
                 gradients_set_aside(targets.parameters),
-                _state_as_known(self._optimizer),
+                state_as_known(self._optimizer),
                 self._environment(recorder),
             ):
-                output = self._run(arguments, phase, segments, targets, recorder)
+                with segments.capturing("forward"):
+                    output = self._body.run(
+                        arguments,
+                        phase,
+                        recorder,
+                        cut=segments.cut,
+                        keep=targets.keep,
+                        updating=nullcontext if live is None else live.marked,
+                    )
                 gradients, outside = targets.attached()
+            numbers = live.find(segments.graphs[-1]) if live is not None else None
         except torch.OutOfMemoryError as error:
             segments.abandon()
             raise CaptureError(
@@ -196,7 +220,9 @@ class StepCapture:
             segments.named.get("backward"),
             segments.named.get("step"),
             phase.stepping and self._capturable is not None,
+            numbers,
             segments.graphs,
+            adds,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -212,7 +238,7 @@ class StepCapture:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            stack.enter_context(counters_refused(self._trainer))
+            stack.enter_context(counters_watched(self._trainer))
             rates: list[Any] = [FrozenNumber("the learning rate")] * len(
                 self._optimizer.param_groups
             )
@@ -220,48 +246,6 @@ class StepCapture:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             yield
-
-    def _run(
-        self,
-        arguments: tuple[Any, ...],
-        phase: Phase,
-        segments: _Segments,
-        targets: GradientTargets,
-        recorder: LogRecorder,
-    ) -> OutputPlan:
-        """The step as Lightning does it, without the hooks, cut where somebody looks."""
-        with segments.capturing("forward"):
-            returned = self._calls.training_step(*arguments)
-            refuse_stand_ins(returned)
-            output = OutputPlan(returned, static=False)
-            loss = _loss_of(returned) / phase.window
-            recorder.finish()
-            if self._observers.before_backward:
-                segments.cut("backward")
-            self._backward(loss)
-            targets.keep()
-            if phase.stepping and self._capturable is not None:
-                unscale(self._plugin, self._optimizer)
-                if self._observers.before_step:
-                    segments.cut("step")
-                else:
-                    self._clip()
-                self._update()
-        return output
-
-    def _backward(self, loss: Tensor) -> None:
-        scaler = scaler_of(self._plugin)
-        if scaler is not None:
-            loss = scaler.scale(loss)
-        self._plugin.backward(loss, self._module, self._optimizer)
-
-    def _clip(self) -> None:
-        trainer = self._trainer
-        self._module.configure_gradient_clipping(
-            self._optimizer,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
 
     def update_eagerly(self) -> None:
         """Take the optimizer step on gradients that a graph computed and hooks have changed.
@@ -278,22 +262,13 @@ class StepCapture:
             )
         self._optimizer.step()
 
-    def _update(self) -> None:
-        """Take the optimizer step, through the gradient scaler where there is one."""
-        scaler = scaler_of(self._plugin)
-        if scaler is None:
-            self._optimizer.step()
-            return
-        with stepping_on_the_device(self._optimizer):
-            scaler.step(self._optimizer)
-        scaler.update()
-
 
 class _Segments:
     """The graphs of one step: one, or more where the capture was cut."""
 
-    def __init__(self, pool: GraphPool) -> None:
+    def __init__(self, pool: GraphPool, *, keep_graph: bool) -> None:
         self._pool = pool
+        self._keep_graph = keep_graph
         self._open = contextlib.ExitStack()
         self._current: CUDAGraph | None = None
         self._name = ""
@@ -319,7 +294,7 @@ class _Segments:
     def _begin(self, name: str) -> None:
         self._name = name
         self._open = contextlib.ExitStack()
-        self._current = self._open.enter_context(self._pool.capture())
+        self._current = self._open.enter_context(self._pool.capture(keep_graph=self._keep_graph))
 
     def _end(self) -> None:
         self._open.close()
@@ -338,20 +313,8 @@ def _frozen(value: Any) -> Any:
     return FrozenNumber("batch_idx") if type(value) is int else value
 
 
-def _loss_of(returned: Any) -> Tensor:
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            "A captured training_step returns the loss, or a dict with it under 'loss'.",
-            f"it returned {type(returned).__qualname__}"
-            + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
-            "return a loss for every batch; a step that is sometimes skipped cannot be captured",
-        )
-    return loss
-
-
 @contextlib.contextmanager
-def _state_as_known(optimizer: Optimizer) -> Iterator[None]:
+def state_as_known(optimizer: Optimizer) -> Iterator[None]:
     """State that the optimizer makes inside of a capture would be made anew by every replay."""
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     made = 0

@@ -14,9 +14,6 @@ from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.python_state import AttributeReads
 
-_MOVES_TOLERATED = 3
-"""How often hyper-parameters may change before the optimizer step leaves the graph."""
-
 
 class FitWatch:
     """Reads the conditions of a fit, and finds what has invalidated its graphs.
@@ -44,8 +41,6 @@ class FitWatch:
         self._guard = AddressGuard.of_module(module)
         self._modules = list(module.modules())
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
-        self._moves = 0
-        self._last_hyper_parameters: tuple[tuple[str, Any], ...] | None = None
 
     def reason_to_rebind(self) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are."""
@@ -86,24 +81,3 @@ class FitWatch:
         trainer = self._trainer
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (*self._reads.values(), ("gradient clipping", clipping))
-
-    def restless(self, now: tuple[tuple[str, Any], ...]) -> str | None:
-        """Which hyper-parameters keep changing, so that the optimizer step is better eager.
-
-        Args:
-            now: The hyper-parameters of the coming step.
-
-        Returns:
-            The reason in words; None while they rest.
-        """
-        before, self._last_hyper_parameters = self._last_hyper_parameters, now
-        if before in (None, now):
-            return None
-        self._moves += 1
-        if self._moves < _MOVES_TOLERATED:
-            return None
-        pairs = zip(before or (), now, strict=False)
-        names = ", ".join(sorted({name for (name, a), (_, b) in pairs if a != b}))
-        cycled = names in ("betas", "momentum")
-        hint = "; OneCycleLR(..., cycle_momentum=False) leaves it alone" if cycled else ""
-        return f"a scheduler moves {names}, which a graph would freeze{hint}"

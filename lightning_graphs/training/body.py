@@ -1,0 +1,147 @@
+"""What a training step computes: the body that a capture records and a verification runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.conditions import Phase
+from lightning_graphs.training.frozen import refuse_stand_ins
+from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.observers import Observers
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.precision import scaler_of, stepping_on_the_device, unscale
+
+
+class StepBody:
+    """The step of one fit as Lightning does it, without the hooks.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        calls: The strategy's own methods.
+        optimizer: The trainer's optimizer.
+        capturable: Makes its step capturable; None if the body ends before it.
+        observers: Who looks in between.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer | None,
+        observers: Observers,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._optimizer = optimizer
+        self._capturable = capturable
+        self._observers = observers
+        self._plugin = trainer.precision_plugin
+
+    def run(
+        self,
+        arguments: tuple[Any, ...],
+        phase: Phase,
+        recorder: LogRecorder,
+        *,
+        cut: Callable[[str], None] = lambda _: None,
+        keep: Callable[[], None] = lambda: None,
+        updating: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> OutputPlan:
+        """Forward, loss, backward, clipping, update; the gradients are set up by the caller.
+
+        Args:
+            arguments: Of ``training_step``.
+            phase: Which part of an accumulation window it is.
+            recorder: Takes the calls of ``self.log`` and of metrics.
+            cut: Called with the name of the next part, where somebody looks in between.
+            keep: Called after the backward pass.
+            updating: Entered around the optimizer step.
+        """
+        output, loss = self.forward(arguments, recorder)
+        loss = loss / phase.window
+        if self._observers.before_backward:
+            cut("backward")
+        self._backward(loss)
+        keep()
+        if phase.stepping and self._capturable is not None:
+            self.update(cut, updating)
+        return output
+
+    def forward(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder
+    ) -> tuple[OutputPlan, Tensor]:
+        """What ``training_step`` returns, and the loss in it.
+
+        Raises:
+            CaptureError: it returns no loss, or something that is none of its own results.
+        """
+        returned = self._calls.training_step(*arguments)
+        refuse_stand_ins(returned)
+        output = OutputPlan(returned, static=False)
+        loss = loss_of(returned)
+        recorder.finish()
+        return output, loss
+
+    def _backward(self, loss: Tensor) -> None:
+        scaler = scaler_of(self._plugin)
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        self._plugin.backward(loss, self._module, self._optimizer)
+
+    def update(
+        self,
+        cut: Callable[[str], None] = lambda _: None,
+        updating: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
+        """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
+        unscale(self._plugin, self._optimizer)
+        if self._observers.before_step:
+            cut("step")
+        else:
+            self._clip()
+        with updating():
+            self._update()
+
+    def _clip(self) -> None:
+        trainer = self._trainer
+        self._module.configure_gradient_clipping(
+            self._optimizer,
+            gradient_clip_val=trainer.gradient_clip_val,
+            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+        )
+
+    def _update(self) -> None:
+        """Take the optimizer step, through the gradient scaler where there is one."""
+        scaler = scaler_of(self._plugin)
+        if scaler is None:
+            self._optimizer.step()
+            return
+        with stepping_on_the_device(self._optimizer):
+            scaler.step(self._optimizer)
+        scaler.update()
+
+
+def loss_of(returned: Any) -> Tensor:
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            "A captured training_step returns the loss, or a dict with it under 'loss'.",
+            f"it returned {type(returned).__qualname__}"
+            + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
+            "return a loss for every batch; a step that is sometimes skipped cannot be captured",
+        )
+    return loss

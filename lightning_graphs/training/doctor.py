@@ -1,0 +1,347 @@
+"""The doctor: everything that stands in the way of a captured step, from a few real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.observer import Call, Observer, changes
+from lightning_graphs.core.obstacles import COMPILED, DYNAMIC_SHAPE, HOST_COPY, HOST_DATA, Obstacle
+from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.torch_private import (
+    accumulation_hooks,
+    announced_as_cuda_capture,
+    gradient_hooks,
+    is_compiled,
+    module_hooks,
+    version_of,
+)
+from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.body import loss_of
+from lightning_graphs.training.diagnosis import Diagnosis
+from lightning_graphs.training.frozen import (
+    COUNTER,
+    LOGGED_NUMBER,
+    LoggedNumbers,
+    counters_watched,
+)
+from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
+from lightning_graphs.training.logs import LOGGED_EARLY, METRIC_VALUE, metrics_of
+from lightning_graphs.training.observers import Observers
+from lightning_graphs.training.obstacles import (
+    CHANGING_NUMBER,
+    CHANGING_SHAPE,
+    CONFIGURATION,
+    HOOK,
+    OBSERVER,
+    OPTIMIZER,
+)
+from lightning_graphs.training.optimizers import capture_obstacle
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.precision import scaler_of
+from lightning_graphs.training.python_state import (
+    DRAWN,
+    STORED,
+    AttributeReads,
+    Attributes,
+    Generators,
+)
+from lightning_graphs.training.runner import refuse_iterator
+from lightning_graphs.training.watched import WatchedInt, draws_watched, watched_in
+
+
+class Doctor:
+    """Observes the first training steps of a fit: real ones, eager, with the same results.
+
+    It stands in for the strategy's methods until :meth:`finish`.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        calls: The strategy's own methods.
+        options: The callback's options; ``warmup_steps`` steps are observed.
+        reason: Why the fit is not captured at all; empty if it may be.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        options: Options,
+        reason: str,
+    ) -> None:
+        self.diagnosis = Diagnosis()
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._all = self._left = options.warmup_steps
+        self._rehearsal = options.backend == "emulated"
+        self._active = self._finished = False
+        device = trainer.strategy.root_device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        self._observer = Observer(
+            self._note,
+            self._look,
+            generators,
+            until=Doctor._run.__code__,
+            device_type=device.type,
+            rehearsal=self._rehearsal,
+        )
+        self._metrics = metrics_of(module)
+        self._numbers = LoggedNumbers()
+        self._reads = AttributeReads(self._attribute_used)
+        self._attribute_sites: dict[tuple[str, bool], CallSite] = {}
+        self._drawn: set[str] = set()
+        self._logged: list[tuple[Tensor, int, CallSite]] = []
+        self._signatures: list[Signature] = []
+        self._earlier: dict[Signature, list[Call]] = {}
+        self._judge_fit(reason)
+        intercept(trainer.strategy, self)
+
+    def finish(self) -> None:
+        """Give the strategy back and print what was found; may be called again."""
+        if self._finished:
+            return
+        self._finished = True
+        release(self._trainer.strategy)
+        for name, site in self._numbers.changing.items():
+            self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
+        if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
+            change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
+            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change)
+        if self._trainer.is_global_zero:
+            self.diagnosis.show()
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step under observation, or the first one after it as it is."""
+        if self._left == 0:
+            self.finish()
+            return self._calls.training_step(*args, **kwargs)
+        self._left -= 1
+        self.diagnosis.steps += 1
+        batch, *rest = args
+        self._judge_batch(batch)
+        watched = [WatchedInt(v, "batch_idx", self._used) if type(v) is int else v for v in rest]
+        attributes, generators = Attributes(self._module), Generators(self._module)
+        tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+        self._observer.begin([*tensors, *self._module.parameters(), *self._module.buffers()])
+        with self._watching():
+            returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
+        self._judge_state(attributes, generators)
+        self._judge_returned(returned)
+        self._compare()
+        return returned
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, the pass itself under observation and the hooks around it not."""
+        if self._active or self._finished:
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        plugin = self._trainer.precision_plugin
+        backward = plugin.backward
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            with self._observing():
+                return self._run(backward, *args, **kwargs)
+
+        with replaced(plugin, "backward", observed):
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Leave the step to the strategy: whether it can be captured is known without running."""
+        return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what is observed; frames outside of this one are not looked at."""
+        return function(*args, **kwargs)
+
+    # ------------------------------------------------------------------ watching
+
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        self._active = True
+        try:
+            # Libraries leave out what a capture refuses, if they are told that there is one.
+            with announced_as_cuda_capture(), self._observer:
+                yield
+        finally:
+            self._active = False
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
+        with contextlib.ExitStack() as stack:
+            log = self._unobserved(self._module.log)
+            stack.enter_context(replaced(self._module, "log", log))
+            stack.enter_context(self._numbers.watching(self._module))
+            for _, metric in self._metrics:
+                for method in ("forward", "update", "compute", "reset"):
+                    plain = getattr(metric, method)
+                    stack.enter_context(replaced(metric, method, self._unobserved(plain)))
+            stack.enter_context(self._reads.watching(self._module))
+            stack.enter_context(counters_watched(self._trainer, self._used))
+            stack.enter_context(draws_watched(self._drew))
+            stack.enter_context(self._observing())
+            yield
+
+    def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._logged += [(t, version_of(t), self._observer.here()) for t in given]
+            with self._observer.looking_away():
+                result = function(*args, **kwargs)
+                self._observer.forbid(result, METRIC_VALUE)
+                return result
+
+        return call
+
+    def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
+        if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
+            return  # one remedy mends both
+        observed = "" if site.line else "in the backward pass"
+        self.diagnosis.add(obstacle, operator, site, observed=observed)
+
+    def _look(self, arguments: Any) -> None:
+        for number in watched_in(arguments):
+            number.used()
+
+    def _used(self, name: str) -> None:
+        if self._active and not self._observer.silent:
+            self.diagnosis.add(COUNTER, name, self._observer.here())
+
+    def _drew(self, name: str) -> None:
+        if self._active and not self._observer.silent:
+            self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
+            self.diagnosis.add(DRAWN, name, self._observer.here())
+
+    def _attribute_used(self, name: str, written: bool) -> None:
+        if self._active and not self._observer.silent:
+            self._attribute_sites[name, written] = self._observer.here()
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge_fit(self, reason: str) -> None:
+        """What shows before a step is taken."""
+        trainer, module, add = self._trainer, self._module, self.diagnosis.add
+        if reason:
+            add(CONFIGURATION, "Trainer", observed=reason)
+        configured = _definition(module.configure_optimizers)
+        for optimizer in trainer.optimizers:
+            scaled = scaler_of(trainer.precision_plugin) is not None
+            target = "cpu" if self._rehearsal else "cuda"
+            if why := capture_obstacle(optimizer, target, scaled=scaled):
+                name = type(optimizer).__name__
+                add(OPTIMIZER, name, configured, observed=why, effect="eager optimizer step")
+        finder = CallSiteFinder()
+        for path, child in module.named_modules():
+            if self._rehearsal and is_compiled(child):
+                add(COMPILED, path or "self")
+            for hook in module_hooks(child):
+                site = _definition(hook)
+                if not finder.is_library(site.file):
+                    add(HOOK, f"hook of {path or 'self'}", site, effect="does not run")
+        for name, parameter in module.named_parameters():
+            hooks = (gradient_hooks(parameter), accumulation_hooks(parameter))
+            for table in hooks:
+                for hook in table.values() if isinstance(table, dict) else ():
+                    add(HOOK, f"hook of {name}", _definition(hook), effect="does not run")
+        self._judge_observers()
+
+    def _judge_observers(self) -> None:
+        observers = Observers.of(self._trainer, self._module)
+        owners = [*self._trainer.callbacks, self._module]  # type: ignore[attr-defined]
+        for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
+            kind, _, hook = name.rpartition(".")
+            owner = next(owner for owner in owners if type(owner).__name__ == kind)
+            site = _definition(getattr(owner, hook))
+            self.diagnosis.add(OBSERVER, name, site, effect="further graph")
+
+    def _judge_batch(self, batch: Any) -> None:
+        try:
+            refuse_iterator(batch)
+            modes = Modes.current(self._trainer.strategy.root_device.type)
+            signature, _ = Signature.of((batch,), {}, names=("batch",), modes=modes)
+        except CaptureError as error:
+            self._refused("batch", error)
+        else:
+            self._signatures.append(signature)
+
+    def _judge_returned(self, returned: Any) -> None:
+        step = _definition(self._module.training_step)
+        for number in watched_in(returned):
+            self.diagnosis.add(COUNTER, number.name, step, observed="it is returned")
+        if self._module.automatic_optimization:
+            try:
+                loss_of(returned)
+            except CaptureError as error:
+                self._refused("training_step", error)
+
+    def _refused(self, what: str, error: CaptureError) -> None:
+        obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
+        self.diagnosis.add(
+            obstacle, what, _definition(self._module.training_step), observed=error.observed
+        )
+
+    def _judge_state(self, attributes: Attributes, generators: Generators) -> None:
+        """What the step has left behind in Python."""
+        step = _definition(self._module.training_step)
+        ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
+        for name in attributes.changed():
+            if not name.startswith(ours):
+                owner = name.rpartition(".")[0]
+                places = ((name, True), (name, False), (owner, False))
+                known = [self._attribute_sites[p] for p in places if p in self._attribute_sites]
+                self.diagnosis.add(STORED, name, known[0] if known else step)
+        for name in generators.drawn():
+            if name not in self._drawn:
+                self.diagnosis.add(DRAWN, name, step)
+        state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        for tensor, version, site in self._logged:
+            if id(tensor) not in state and version_of(tensor) != version:
+                self.diagnosis.add(LOGGED_EARLY, "self.log", site)
+        self._logged.clear()
+
+    def _compare(self) -> None:
+        """Python that only shows in its effect: other numbers than in a step of the same shapes."""
+        if len(self._signatures) < self.diagnosis.steps:
+            return
+        signature, calls = self._signatures[-1], list(self._observer.calls)
+        dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
+        for change in changes(self._earlier.get(signature, calls), calls):
+            consequence = dynamic and change.whole
+            others = [f for f in self.diagnosis.at(change.site) if f.operator != change.operator]
+            if not (consequence or others):
+                self.diagnosis.add(
+                    CHANGING_NUMBER, change.operator, change.site, observed=change.what
+                )
+        if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
+            self._earlier[signature] = calls
+
+
+def _definition(function: Any) -> CallSite:
+    """Where a function, a method or a callable object is defined; unknown for those of C."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return CallSite()
+    return CallSite(code.co_filename, code.co_firstlineno, code.co_name)

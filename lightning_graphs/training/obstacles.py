@@ -1,0 +1,46 @@
+"""What stands in the way of a captured step and is no operator: told to the user by the doctor."""
+
+from __future__ import annotations
+
+from lightning_graphs.core.obstacles import Obstacle
+
+CONFIGURATION = Obstacle(
+    "GraphCapture captures one optimizer's step on one device.",
+    "change that, or train without GraphCapture",
+    kind="configuration",
+    code="Trainer(devices=1, detect_anomaly=False)  # automatic optimization, one optimizer",
+)
+OPTIMIZER = Obstacle(
+    "The step of an optimizer is captured where it neither reads its state on the host nor calls "
+    "hooks.",
+    "use an optimizer of torch.optim with a fused kernel, or one with capturable=True",
+    kind="optimizer",
+    code="return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)",
+)
+HOOK = Obstacle(
+    "A replay runs no Python code: hooks of modules and tensors run once, while it is captured.",
+    "remove it; values that training_step returns can be looked at in on_train_batch_end, "
+    "gradients in on_after_backward",
+    kind="hook",
+    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
+    "    self.seen = outputs['hidden']  # training_step returns {'loss': ..., 'hidden': ...}",
+)
+OBSERVER = Obstacle(
+    "A hook that looks into a step runs between two graphs.",
+    "nothing, if it is needed; otherwise look from on_train_batch_end",
+    kind="observer",
+    code="def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx): ...",
+)
+CHANGING_SHAPE = Obstacle(
+    "A graph is captured for a batch signature that comes back.",
+    "pad to a few fixed lengths, and drop the short last batch",
+    kind="changing-shape",
+    code="DataLoader(data, batch_size=32, drop_last=True, collate_fn=pad_to_a_multiple)",
+)
+CHANGING_NUMBER = Obstacle(
+    "A captured step runs no Python code: the numbers and branches that it computes stand still.",
+    "make the number a tensor that a hook fills, and choose between values with torch.where",
+    kind="python-state",
+    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
+    "self.scale.fill_(number)  # in on_train_batch_start",
+)

@@ -1,0 +1,155 @@
+"""Everything that a training step changes: kept, put back, and read by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.buffers import StateSnapshot
+from lightning_graphs.core.tree import flatten
+from lightning_graphs.training.differences import Result, difference
+from lightning_graphs.training.precision import scaler_of
+
+
+class StepState:
+    """The state that a step of one fit changes, as it is now.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        optimizer: Its optimizer.
+        forward_only: Leave out what only backward pass and optimizer step change: parameters,
+            gradients, the optimizer's state and the loss scale.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        *,
+        forward_only: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = module.device
+        self._buffers = dict(module.named_buffers())
+        self._scaler = None if forward_only else scaler_of(trainer.precision_plugin)
+        self._parameters = {} if forward_only else _named_parameters(module, optimizer)
+        self._gradients = [p.grad for p in self._parameters.values()]
+        self._state = {} if forward_only else {p: dict(s) for p, s in optimizer.state.items()}
+        self._forward_only = forward_only
+        self._tensors = [
+            *self._buffers.values(),
+            *self._parameters.values(),
+            # No graph adds to a sparse gradient: it is never written in place.
+            *(g for g in self._gradients if g is not None and g.layout is torch.strided),
+            *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
+        ]
+        self._snapshot: StateSnapshot | None = None
+        self._generators: list[Tensor] = []
+        self._scale: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a copy."""
+        storages = [t.untyped_storage() for t in self._tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Copy the state; put it back at the end, whatever happened."""
+        self._snapshot = StateSnapshot(self._tensors)
+        self._generators = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            self._generators.append(torch.cuda.get_rng_state(self._device))
+        if self._scaler is not None:
+            self._scale = self._scaler.state_dict()
+        try:
+            yield
+        finally:
+            self.restore()
+            self._snapshot = None
+
+    def restore(self) -> None:
+        """Put the state back as it was when it was copied."""
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        for parameter, gradient in zip(self._parameters.values(), self._gradients, strict=True):
+            parameter.grad = gradient
+        if not self._forward_only:
+            table: dict[Any, Any] = self._optimizer.state
+            for parameter in [p for p in table if p not in self._state]:
+                del table[parameter]
+            for parameter, known in self._state.items():
+                table[parameter].clear()
+                table[parameter].update(known)
+        torch.set_rng_state(self._generators[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._generators[1], self._device)
+        if self._scaler is not None:
+            # With a scale given, `update` forgets a step that was left halfway.
+            self._scaler.update(self._scale["scale"])
+            self._scaler.load_state_dict(self._scale)
+
+    def moved(self, tensor: Tensor) -> float:
+        """How far a tensor of the state is from its copy, as a Euclidean norm."""
+        assert self._snapshot is not None
+        return difference(tensor, self._snapshot.saved(tensor)).norm
+
+    def results(self, returned: Any) -> list[Result]:
+        """What a step returned and what it changed, in the order of its computation.
+
+        Args:
+            returned: What ``training_step`` returned.
+        """
+        found = outputs(returned)
+        found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
+        gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
+        found += [
+            Result(gradients[name], p.grad, is_gradient=True)
+            for name, p in self._parameters.items()
+            if p.grad is not None
+        ]
+        for name, parameter in self._parameters.items():
+            found.append(Result(f"parameter `{name}`", parameter, gradients[name]))
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    title = f"the optimizer's `{key}` of `{name}`"
+                    found.append(Result(title, value, gradients[name]))
+        if self._scaler is not None:
+            found.append(Result("the loss scale", torch.tensor(self._scaler.get_scale())))
+        return found
+
+
+def outputs(returned: Any) -> list[Result]:
+    """The tensors that ``training_step`` returned; constants take part by their names."""
+    leaves: list[tuple[str, Any]] = []
+    flatten(returned, "output", leaves)
+    found = []
+    for name, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(Result("the loss" if name in _LOSSES else name, leaf))
+        else:
+            found.append(Result(f"{name} = {leaf!r}", torch.empty(0)))
+    return found
+
+
+_LOSSES = ("output", "output['loss']", 'output["loss"]')
+
+
+def _named_parameters(module: LightningModule, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The module's parameters, and those that only the optimizer has."""
+    named: dict[str, Tensor] = dict(module.named_parameters())
+    known = set(named.values())
+    for i, group in enumerate(optimizer.param_groups):
+        for k, parameter in enumerate(group["params"]):
+            if parameter not in known:
+                named[f"group {i}, parameter {k} of the optimizer"] = parameter
+    return named
