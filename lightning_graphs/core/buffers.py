@@ -84,7 +84,8 @@ class StaticInputs:
         self._groups = _grouped([tensors[i] for i in order], targets)
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
         self._differentiable = any(map(_REQUIRES_GRAD, tensors))
-        self.copy_in(tensors)
+        # Given buffers hold their values, and autograd may count writes to them.
+        self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
         for i, buffer in own.items():
             buffer.requires_grad_(tensors[i].requires_grad)
         self.tensors = [own[first] for first in firsts]

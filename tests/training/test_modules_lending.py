@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core.lending import LentMemory
@@ -23,7 +22,7 @@ class Chain(Net):
         super().__init__()
         self.net = nn.Linear(8, 16)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.25)) for _ in range(3)
+            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.25), nn.ReLU()) for _ in range(3)
         )
         self.head = nn.Linear(16, 3)
 
@@ -49,12 +48,14 @@ class Residual(Chain):
 class Changing(Chain):
     """What a block returned is written in place before the next block reads it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(3))
+
     def chain(self, x: Tensor) -> Tensor:
-        first = self.blocks[0](x)
-        second = self.blocks[1](first * 1.5)
-        with torch.no_grad():
-            second.mul_(0.5)
-        return self.blocks[2](second)
+        for block in self.blocks:
+            x = block(x).mul_(0.5)
+        return x
 
 
 class Keeping(Chain):
