@@ -209,14 +209,16 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of all tensors, in as little time as torch can.
 
     A few are copied one by one, at half the price of a foreach call. ``torch._foreach_clone`` is
-    younger than the oldest supported torch; a foreach copy is exact for every dtype on every
-    version.
+    younger than the oldest supported torch. Times one is exact for floating point, -0.0 and
+    infinities included, and allocates in C++; a foreach copy is exact for every dtype.
     """
     if len(tensors) < _WORTH_FOREACH:
         return [tensor.clone() for tensor in tensors]
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
         return list(clone(tensors))
+    if all(map(torch.is_floating_point, tensors)):
+        return list(torch._foreach_mul(tensors, 1.0))
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies

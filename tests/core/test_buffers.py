@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.buffers import AddressGuard, StateSnapshot, StaticInputs
 from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.torch_private import clone_all
 from lightning_graphs.errors import ReplayError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -283,3 +284,25 @@ def test_a_snapshot_tells_the_saved_values_of_views(device: torch.device) -> Non
     whole.fill_(-1.0)
     for view, known in zip(views, before, strict=True):
         assert torch.equal(snapshot.saved(view), known)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int64", "bool", "complex64"])
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("old_torch", [False, True])
+def test_copies_are_exact_and_keep_strides(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    count: int,
+    old_torch: bool,
+) -> None:
+    if old_torch:
+        monkeypatch.delattr(torch, "_foreach_clone", raising=False)
+    values = torch.tensor([[-0.0, 1e-40, 3.0], [float("inf"), -float("inf"), 0.1]])
+    tensors = [values.to(device, getattr(torch, dtype)).t() for _ in range(count)]
+    for tensor, copy in zip(tensors, clone_all(tensors), strict=True):
+        assert copy.data_ptr() != tensor.data_ptr()
+        assert (copy.stride(), copy.dtype) == (tensor.stride(), tensor.dtype)
+        assert torch.equal(copy, tensor)
+        if tensor.is_floating_point():
+            assert torch.equal(torch.signbit(copy), torch.signbit(tensor))
