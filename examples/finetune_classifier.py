@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import Comparison, add_flags, check_flags, compare, on_gpu, prepare, report, say
-from lightning.pytorch import LightningDataModule, LightningModule
+from comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from lightning.pytorch import LightningModule
 from stdlib_corpus import Corpus, Examples, from_csv, standard_library
+from tensors import InMemory, Rows
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import (
     AutoModelForSequenceClassification,
@@ -70,54 +70,19 @@ class Classifier(LightningModule):
         }
 
 
-class Encoded(Dataset[dict[str, Tensor]]):
-    """Tokenized texts, padded to one length, indexed by whole batches."""
-
-    def __init__(
-        self, examples: Examples, tokenizer: PreTrainedTokenizerBase, sequence_length: int
-    ) -> None:
-        encoded = tokenizer(
-            examples.texts,
-            padding="max_length",
-            truncation=True,
-            max_length=sequence_length,
-            return_tensors="pt",
-        )
-        self.tensors = {**encoded, "labels": torch.tensor(examples.labels)}
-        # Transformers takes a mask of four dimensions as it is. A flat one it reads on the host in
-        # every step, to leave it out of batches without padding; a captured step cannot do that.
-        self.tensors["attention_mask"] = encoded["attention_mask"][:, None, None, :].bool()
-
-    def __len__(self) -> int:
-        return len(self.tensors["labels"])
-
-    def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        return {name: tensor[indices] for name, tensor in self.tensors.items()}
-
-
-class Texts(LightningDataModule):
-    """Loaders over both parts; the order of the batches depends on the seed alone."""
-
-    def __init__(self, train: Encoded, validation: Encoded, options: argparse.Namespace) -> None:
-        super().__init__()
-        self._train, self._validation = train, validation
-        self._generator = torch.Generator().manual_seed(options.seed)
-        self._loader = partial(
-            DataLoader,
-            batch_size=options.batch_size,
-            collate_fn=_as_it_is,
-            pin_memory=on_gpu(options),
-        )
-
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader(self._train, shuffle=True, generator=self._generator)
-
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        return self._loader(self._validation)
-
-
-def _as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return batch
+def encode(examples: Examples, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Rows:
+    """Tokenized texts, padded to one length."""
+    encoded = tokenizer(
+        examples.texts,
+        padding="max_length",
+        truncation=True,
+        max_length=sequence_length,
+        return_tensors="pt",
+    )
+    # Transformers takes a mask of four dimensions as it is. A flat one it reads on the host in
+    # every step, to leave it out of batches without padding; a captured step cannot do that.
+    encoded["attention_mask"] = encoded["attention_mask"][:, None, None, :].bool()
+    return Rows(**encoded, labels=torch.tensor(examples.labels))
 
 
 def tokenizer_of(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -160,8 +125,19 @@ def small_or_base(gpu: bool) -> dict[str, int]:
     }
 
 
-def train(options: argparse.Namespace) -> Comparison:
-    """Trains twice, as the flags say."""
+def train(
+    options: argparse.Namespace,
+    *,
+    adapt: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+    learning_rate: float | None = None,
+) -> Comparison:
+    """Trains twice, as the flags say.
+
+    Args:
+        options: The flags of :func:`flags`.
+        adapt: Changes the model before it is trained.
+        learning_rate: Highest rate of the schedule; by default one that suits the whole model.
+    """
     gpu = on_gpu(options)
     corpus: Corpus = (
         from_csv(options.data) if options.data else standard_library(600 if gpu else 250)
@@ -172,26 +148,30 @@ def train(options: argparse.Namespace) -> Comparison:
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     length = 128 if gpu else 64
-    parts = [Encoded(part, tokenizer, length) for part in (corpus.train, corpus.validation)]
+    parts = [encode(part, tokenizer, length) for part in (corpus.train, corpus.validation)]
     say(
         f"{len(parts[0])} texts to train on, {len(parts[1])} to validate on, "
         f"{len(corpus.names)} labels: {', '.join(corpus.names[:10])}"
     )
     random_weights = 1e-4 if gpu else 1e-3
-    learning_rate = random_weights if options.model is None else 5e-5
+    rate = learning_rate or (random_weights if options.model is None else 5e-5)
     labels = len(corpus.names)
+
+    def make_module() -> Classifier:
+        model = make_model(options.model, labels, config)
+        return Classifier(model if adapt is None else adapt(model), labels, rate)
+
     return compare(
-        lambda: Classifier(make_model(options.model, labels, config), labels, learning_rate),
-        lambda: Texts(*parts, options),
+        make_module,
+        lambda: InMemory(*parts, options),
         options,
     )
 
 
-def flags() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Fine-tune a text classifier with and without captured training steps. "
-        "On a CPU the exit status is 1 if any loss differs."
-    )
+def flags(
+    description: str = "Fine-tune a text classifier with and without captured training steps.",
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=f"{description} {EXIT_STATUS}")
     parser.add_argument(
         "--model",
         metavar="NAME_OR_PATH",
@@ -208,14 +188,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    parser = flags()
-    options = parser.parse_args()
-    check_flags(parser, options)
-    prepare()
-    comparison = train(options)
-    gpu = on_gpu(options)
-    report(comparison, gpu)
-    return 1 if not gpu and comparison.largest_difference > 0 else 0
+    return run(flags(), train)
 
 
 if __name__ == "__main__":

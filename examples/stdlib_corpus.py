@@ -85,6 +85,31 @@ def standard_library(per_package: int, seed: int = 0) -> Corpus:
     return Corpus(list(PACKAGES), _unzip(train), _unzip(validation))
 
 
+def top_level_blocks(most: int, most_lines: int, seed: int = 0) -> tuple[list[str], list[str]]:
+    """Functions, classes and the like of the standard library.
+
+    Args:
+        most: Most blocks to train on; a quarter as many validate, from other files.
+        most_lines: Lines of a block at most.
+        seed: Decides which blocks are taken where there are more.
+
+    Returns:
+        Texts to train on, and texts to validate on.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(root.glob("*.py"))
+    files += [file for package in PACKAGES for file in _source_files(root / package)]
+    held_out = files[::VALIDATION_EVERY]
+    draw = random.Random(seed)
+
+    def drawn(part: list[Path], most: int) -> list[str]:
+        blocks = [block for file in part for block in _blocks(file, most_lines)]
+        return draw.sample(blocks, min(most, len(blocks)))
+
+    kept = [file for file in files if file not in held_out]
+    return drawn(kept, most), drawn(held_out, most // VALIDATION_EVERY)
+
+
 def from_csv(path: Path) -> Corpus:
     """The corpus of a CSV file with the columns ``text`` and ``label``.
 
@@ -138,6 +163,14 @@ def _split(file: Path) -> Iterator[str]:
     lines = [line for line in source.splitlines() if line.strip()]
     for start in range(0, len(lines) - LINES_PER_FRAGMENT + 1, LINES_PER_FRAGMENT):
         yield "\n".join(lines[start : start + LINES_PER_FRAGMENT])
+
+
+def _blocks(file: Path, most_lines: int) -> Iterator[str]:
+    """What two blank lines separate, as is the habit between top-level definitions."""
+    source = file.read_text(encoding="utf-8", errors="replace")
+    for block in source.split("\n\n\n"):
+        if block.strip() and block.strip("\n").count("\n") < most_lines:
+            yield block.strip("\n")
 
 
 def _unzip(pairs: list[tuple[str, int]]) -> Examples:

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import csv
+import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+for library in ("jsonargparse", "peft", "sklearn", "tokenizers", "transformers"):
+    pytest.importorskip(library)
+
+Example = Callable[[str], ModuleType]
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PROGRAMS = ("capture_training_step.py", "finetune_classifier.py")
+PROGRAMS = (
+    "capture_training_step",
+    "finetune_classifier",
+    "finetune_vision",
+    "gan_manual_optimization",
+    "lora_finetune",
+    "variable_length_lm",
+)
 
 # Advice on larger programs, which an example silences when it runs by itself.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
 
@@ -35,15 +52,20 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def classifier(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def example(monkeypatch: pytest.MonkeyPatch) -> Example:
+    """Imports an example, or what they share, by name."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    return import_module("finetune_classifier")
+    return import_module
 
 
 @pytest.fixture
-def corpus(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return import_module("stdlib_corpus")
+def classifier(example: Example) -> ModuleType:
+    return example("finetune_classifier")
+
+
+@pytest.fixture
+def corpus(example: Example) -> ModuleType:
+    return example("stdlib_corpus")
 
 
 @pytest.fixture
@@ -96,10 +118,169 @@ def test_the_captured_step_equals_the_eager_one() -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_example_explains_its_flags(name: str) -> None:
-    done = run_example(name, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--backend {auto,cuda,emulated}" in done.stdout
+def test_every_example_explains_its_flags(
+    example: Example,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        example(name).main()
+    assert "--backend {auto,cuda,emulated}" in capsys.readouterr().out
+
+
+def train(module: ModuleType, *arguments: str) -> Any:
+    """The comparison that an example makes with these flags, on the CPU."""
+    return module.train(module.flags().parse_args(["--backend", "emulated", *arguments]))
+
+
+@pytest.mark.parametrize("name", PROGRAMS[1:])
+def test_the_trainer_gets_its_flags(
+    example: Example, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    class Made(Exception):
+        pass
+
+    def trainer(**options: Any) -> None:
+        raise Made(options["devices"], options["strategy"], options["precision"])
+
+    monkeypatch.setattr(example("comparison"), "Trainer", trainer)
+    with pytest.raises(Made, match=r"^\('2', 'ddp', 'bf16-mixed'\)$"):
+        train(example(name), "--devices=2", "--strategy=ddp", "--precision=bf16-mixed")
+
+
+@pytest.mark.parametrize("model", ["vit", "resnet"])
+def test_an_image_classifier_learns_digits(example: Example, model: str) -> None:
+    result = train(example("finetune_vision"), "--model", model, "--max-steps", "45")
+    done = result.captured.graphs.statistics
+
+    # 1348 images: 42 whole batches and one of four.
+    assert len(result.pairs) == 45
+    assert result.largest_difference == 0.0
+    assert result.captured.accuracy == result.eager.accuracy > 0.5
+    assert mean(result.captured.losses[-10:]) < 0.7 * mean(result.captured.losses[:10])
+    assert (done.captures, done.replayed, done.fallbacks) == (1, 39, [])
+
+
+def test_only_adapters_and_the_head_learn(example: Example, reviews: Path) -> None:
+    module = example("lora_finetune")
+    flags = (
+        "--data",
+        str(reviews),
+        "--epochs",
+        "4",
+        "--batch-size",
+        "15",
+        "--learning-rate",
+        "1e-2",
+    )
+    result = train(module, *flags)
+    done = result.captured.graphs.statistics
+
+    assert len(result.pairs) == 24
+    assert result.largest_difference == 0.0
+    assert result.captured.accuracy == result.eager.accuracy > 0.9
+    assert mean(result.captured.losses[-6:]) < 0.5 * mean(result.captured.losses[:6])
+    assert (done.captures, done.replayed, done.fallbacks) == (1, 19, [])
+
+    config = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48}
+    encoder = example("finetune_classifier").make_model(None, 2, config)
+    parameters = module.adapted(encoder, 4).named_parameters()
+    learning = [name for name, value in parameters if value.requires_grad]
+    assert sum("lora_" in name for name in learning) == 2 * 8
+    assert [name for name in learning if "lora_" not in name] == [
+        f"base_model.model.classifier.modules_to_save.default.{name}" for name in ("weight", "bias")
+    ]
+
+
+def test_each_length_gets_a_graph(example: Example) -> None:
+    flags = ("--max-steps", "45", "--batch-size", "8", "--longest", "48", "--bucket", "24")
+    result = train(example("variable_length_lm"), *flags)
+    done = result.captured.graphs.statistics
+
+    assert len(result.pairs) == 45
+    assert result.largest_difference == 0.0
+    assert result.captured.accuracy == result.eager.accuracy > 0.02
+    assert mean(result.captured.losses[-10:]) < 0.95 * mean(result.captured.losses[:10])
+    # 24 and 48 tokens.
+    assert (done.captures, done.fallbacks) == (2, [])
+    assert done.replayed >= 30
+
+
+def test_at_most_so_many_lengths_have_a_graph(example: Example) -> None:
+    flags = ("--max-steps", "60", "--batch-size", "4", "--longest", "32", "--bucket", "8")
+    result = train(example("variable_length_lm"), *flags, "--max-graphs", "2")
+    done = result.captured.graphs.statistics
+    assert result.largest_difference == 0.0
+    # Four lengths share two graphs: one that comes back later is captured again.
+    assert done.captures > 2
+    assert done.fallbacks == []
+
+
+def test_texts_of_a_batch_have_one_padded_length(example: Example) -> None:
+    module = example("variable_length_lm")
+    lengths = [32, 64, 32, 32, 64, 32, 96]
+    buckets = module.Buckets(lengths, batch_size=2, seed=0)
+    batches = list(buckets)
+    assert len(batches) == len(buckets) == 3
+    assert sorted(lengths[i] for batch in batches for i in batch) == [32, 32, 32, 32, 64, 64]
+    assert all(lengths[a] == lengths[b] for a, b in batches)
+
+    texts = ["def f(x):\n    return x", "x = 1", "import os\nimport sys\n" * 9]
+    tokenizer = module.tokenizer_of(texts, 300, bucket=8, longest=32)
+    assert module.padded_lengths(texts, tokenizer) == [
+        min(32, -(-len(tokenizer.encode(text).attention_mask) // 8) * 8) for text in texts
+    ]
+
+
+def test_a_gan_trains_as_it_does_without_graphs(example: Example) -> None:
+    result = train(example("gan_manual_optimization"), "--max-steps", "200")
+    done = result.captured.graphs.statistics
+
+    # Two optimizers: two of Lightning's steps in each training step.
+    assert len(result.pairs) == 100
+    assert result.largest_difference == 0.0
+    assert result.captured.accuracy == result.eager.accuracy
+    # The discriminator's loss falls until the generator's drawings get better.
+    assert min(result.captured.losses) < 0.75 * result.captured.losses[0]
+    assert done.fallbacks == []
+    assert done.replayed >= 90
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """``python examples/cli/train.py fit ...``, in this process; returns its LightningCLI."""
+    folder = EXAMPLES / "cli"
+    given = ["fit", "--config", str(folder / "config.yaml"), *arguments]
+    monkeypatch.setattr(sys, "argv", ["train.py", *given])
+    monkeypatch.syspath_prepend(str(folder))
+    return runpy.run_path(str(folder / "train.py"), run_name="__main__")["cli"]
+
+
+def test_a_configuration_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Lightning 2.6 names an instantiator as newer versions of jsonargparse no longer do.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.chdir(tmp_path)
+    quiet = (
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--trainer.accelerator=cpu",
+        "--trainer.max_epochs=1",
+        f"--trainer.default_root_dir={tmp_path}",
+    )
+    captured = run_cli(monkeypatch, *quiet, "--trainer.callbacks.backend=emulated")
+    (tmp_path / "config.yaml").unlink()
+    eager = run_cli(monkeypatch, *quiet, "--trainer.callbacks=null")
+
+    [graphs] = [one for one in captured.trainer.callbacks if hasattr(one, "statistics")]
+    assert (graphs.statistics.captures, graphs.statistics.fallbacks) == (1, [])
+    assert graphs.statistics.replayed == 37
+    values = [dict(one.trainer.callback_metrics) for one in (captured, eager)]
+    assert values[0] == values[1]
+    assert values[0]["val_accuracy"] > 0.8
+    assert values[0]["loss"] < 0.8
 
 
 @pytest.mark.parametrize(

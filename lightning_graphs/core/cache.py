@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Plan = TypeVar("Plan")
@@ -25,7 +25,7 @@ class PlanCache(Generic[Key, Plan]):
         self._release = release
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
-        self._refused: set[Key] = set()
+        self._refused: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -52,9 +52,7 @@ class PlanCache(Generic[Key, Plan]):
             return False
         seen = self._seen.pop(key, 0)
         self._seen[key] = seen + 1
-        # Shapes without end must not make the book of sightings grow without end.
-        while len(self._seen) > 64 * self._capacity:
-            self._seen.popitem(last=False)
+        self._forget_oldest(self._seen)
         return seen >= self._capture_after
 
     def add(self, key: Key, plan: Plan) -> None:
@@ -67,7 +65,17 @@ class PlanCache(Generic[Key, Plan]):
 
     def refuse(self, key: Key) -> None:
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
-        self._refused.add(key)
+        self._refused[key] = None
+        self._forget_oldest(self._refused)
+
+    def is_refused(self, key: Key) -> bool:
+        """Whether :meth:`refuse` was called with ``key``."""
+        return key in self._refused
+
+    def _forget_oldest(self, book: OrderedDict[Key, Any]) -> None:
+        """Shapes without end must not make a book of keys grow without end."""
+        while len(book) > 64 * self._capacity:
+            book.popitem(last=False)
         if key in self._plans:
             self._release(self._plans.pop(key))
 

@@ -114,10 +114,10 @@ class Tolerance:
     So a replay may differ by one rounding, and by four times what two eager runs differ. A rounding
     is the one of the coarsest arithmetic in the step, relative to the tensor; of a gradient, also a
     sixteenth of it relative to all gradients together, since one that vanishes in exact arithmetic
-    (of a bias before a normalization) consists of the rounding of terms that cancel. Eager runs that differ by
-    more than eight roundings do so because something changes that is no part of the state, and a
-    replay froze it: beyond that their difference does not count. Differences are Euclidean norms
-    over a tensor: a largest element scatters from run to run, a norm hardly does.
+    (of a bias before a normalization) consists of the rounding of terms that cancel. Eager runs
+    that differ by more than eight roundings do so because something changes that is no part of the
+    state, and a replay froze it: beyond that their difference does not count. Differences are
+    Euclidean norms over a tensor: a largest element scatters from run to run, a norm hardly does.
 
     What an optimizer makes of a gradient that was not bit-equal may differ by half of the update:
     Adam divides by the gradient's own size, and rounding may turn the update of an element around

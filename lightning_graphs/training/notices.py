@@ -28,6 +28,7 @@ class Notices:
         self._statistics = statistics
         self._rebinds = 0
         self._rare = 0
+        self._said_rare = False
         self._seen_last: Signature | None = None
 
     def replayed(self) -> None:
@@ -56,7 +57,8 @@ class Notices:
         self._rare += 1
         before, self._seen_last = self._seen_last, signature
         many = self._rare > _RARE_TOLERATED * self._options.max_graphs
-        if many and before is not None and before != signature:
+        if many and not self._said_rare and before is not None and before != signature:
+            self._said_rare = True
             self._statistics.note(
                 f"steps run eagerly: in {self._rare} steps no batch signature came back often "
                 f"enough for a graph. The last two differ: {difference(before, signature)}"

@@ -261,7 +261,8 @@ class StepRunner:
             self._refused(None, error)
             return None
         if not self._cache.is_due(signature):
-            self._notices.rare(signature)
+            if not self._cache.is_refused(signature):
+                self._notices.rare(signature)
             return None
         known = len(self._reads)
         try:

@@ -64,7 +64,7 @@ def test_submodules_where_the_step_reads_a_value(
     assert_nothing_left(captured)
     statistics = captured.statistics
     assert statistics.modules == ["net", "norm", *[f"blocks.{i}" for i in range(3)], "head"]
-    assert statistics.replayed > 10
+    assert statistics.replayed >= 5
     (reason,) = statistics.fallbacks
     assert "item" in reason
     assert "test_auto_scope.py:" in reason

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_graphs
+from lightning_graphs.training.observers import Observers, moves_batches_itself
 from tests.training.fits import batches, close
 
 pl = pytest.importorskip("pytorch_lightning")
@@ -98,3 +99,9 @@ def test_its_command_line_takes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     cli = LightningCLI(Net, args=arguments, run=False, seed_everything_default=0)
     [graphs] = [one for one in cli.trainer.callbacks if isinstance(one, GraphCapture)]
     assert graphs.options.max_graphs == 3
+
+
+def test_its_base_classes_do_not_look_at_a_step(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=str(tmp_path))
+    assert Observers.of(trainer, Net()) == Observers((), (), own_zero_grad=False)
+    assert not moves_batches_itself(trainer, Net())

@@ -95,7 +95,8 @@ class ModuleRunner:
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Take the optimizer step as a graph where it is one, or else as the strategy does."""
-        update = self._update
+        # An optimizer without a graph may call its closure more than once, as LBFGS does.
+        update = self._update if self.capturable is not None else None
         if update is None or optimizer is not update.optimizer or self._warmup_left > 0:
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
         result = closure()
