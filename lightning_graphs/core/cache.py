@@ -67,6 +67,8 @@ class PlanCache(Generic[Key, Plan]):
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
         self._refused[key] = None
         self._forget_oldest(self._refused)
+        if key in self._plans:
+            self._release(self._plans.pop(key))
 
     def is_refused(self, key: Key) -> bool:
         """Whether :meth:`refuse` was called with ``key``."""
@@ -76,8 +78,6 @@ class PlanCache(Generic[Key, Plan]):
         """Shapes without end must not make a book of keys grow without end."""
         while len(book) > 64 * self._capacity:
             book.popitem(last=False)
-        if key in self._plans:
-            self._release(self._plans.pop(key))
 
     def clear(self) -> None:
         """Release every plan and forget every sighting; refusals stay."""

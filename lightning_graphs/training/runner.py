@@ -197,8 +197,10 @@ class StepRunner:
             return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         vars(self._optimizer).pop("zero_grad", None)
         plugin = self._trainer.precision_plugin
-        # The base class only calls the hooks; the plugin's scaling is in the graph.
-        Precision.pre_backward(plugin, closure_loss, self._module)
+        if self._observers.before_backward:  # they see the loss as the plugin has scaled it
+            closure_loss = plugin.pre_backward(closure_loss, self._module)
+        else:  # the base class only calls the hooks; the scale may have moved on in the graph
+            Precision.pre_backward(plugin, closure_loss, self._module)
         if plan.backward is not None:
             plan.adopt()
             plan.backward.replay()

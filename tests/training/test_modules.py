@@ -76,6 +76,51 @@ def test_precision(backend: str, tmp_path: Path, precision: str) -> None:
     compare(*fits)
 
 
+def test_autocast_caches_nothing_between_graphs_and_eager_code(
+    backend: str, tmp_path: Path
+) -> None:
+    class Tied(Blocks):
+        """A weight of a graphed block is also used outside of it, before and after."""
+
+        def loss(self, batch: Any) -> Tensor:
+            weight = self.blocks[0].inner.weight
+            x = self.net(batch["x"])
+            x = nn.functional.linear(x, weight)[:, :16]
+            x = self.blocks[0](x, scale=x.detach().std())["hidden"][0]
+            x = nn.functional.linear(x, weight)[:, 16:]
+            return nn.functional.cross_entropy(self.head(x).float(), batch["y"])
+
+    fits = fit_twice(
+        backend,
+        tmp_path,
+        module=Tied,
+        capture=named("blocks.0"),
+        precision="bf16-mixed",
+        validation=0,
+    )
+    # Eager training adds the three gradients in bfloat16, where its cache has one cast of three.
+    compare(*fits, tolerance=2e-2)
+
+
+def test_statistics_have_a_record_for_each_module(backend: str, tmp_path: Path) -> None:
+    _, captured = fit_twice(backend, tmp_path, module=Blocks, capture=CHOICES["all"], validation=0)
+    statistics = captured.statistics
+    assert statistics.modules == ["net", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert statistics.recaptures == []
+    assert (statistics.eager, statistics.replayed) == (6, 14)
+    records = {r.scope: r for r in statistics.graphs if r.scope.startswith("module ")}
+    assert list(records) == [f"module {name}" for name in statistics.modules]
+    for record in records.values():
+        assert (record.captures, record.parts, record.replays) == (1, 2, 14)
+        assert record.nodes is not None
+        assert record.nodes > 0
+        assert record.capture_ms > 0
+    assert records["module net"].signature == "args[0] f32[8,8]"
+    block = records["module blocks.1"].signature
+    assert "f32[8,16] requires_grad" in block
+    assert "kwargs['scale'] f32[]" in block.replace('"', "'")
+
+
 def test_shapes_that_change(backend: str, tmp_path: Path) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
@@ -83,3 +128,6 @@ def test_shapes_that_change(backend: str, tmp_path: Path) -> None:
     fits = fit_twice(backend, tmp_path, module=Blocks, capture=CHOICES["blocks"], data=data)
     compare(*fits)
     assert fits[1].statistics.captures == 2
+    assert fits[1].statistics.recaptures == [
+        'batch["x"]: f32[8,8] -> f32[6,8]; batch["y"]: i64[8] -> i64[6]'
+    ]

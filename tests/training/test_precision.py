@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import optim
 
-from tests.training.fits import FullTrace, GradientTrace, Net, Trace, compare, fit_twice
+from tests.training.fits import (
+    FullTrace,
+    GradientTrace,
+    Net,
+    Trace,
+    compare,
+    fit_twice,
+    prepare,
+)
 from tests.training.test_optimizers import RATE, made
 
 
@@ -90,3 +99,24 @@ if torch.cuda.is_available():
         plugins = [one.trainer.precision_plugin for one in (eager, captured)]
         scales = [float(plugin.scaler.get_scale()) for plugin in plugins]
         assert scales[0] == scales[1] < 2.0**16
+
+
+class SeesTheLoss(Trace):
+    """Notes the loss of which the gradients are taken: the scaled one."""
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        self.events.append(("on_before_backward", trainer.global_step, 0, loss.item()))
+
+
+def test_hooks_before_backward_see_the_scaled_loss(backend: str, tmp_path: Path) -> None:
+    device = "cuda" if backend == "cuda" else "cpu"
+
+    def plugins() -> list[Any]:
+        return [MixedPrecision("16-mixed", device, torch.amp.GradScaler(device, init_scale=512.0))]
+
+    options: dict[str, Any] = {"trace": SeesTheLoss}
+    eager = prepare(backend, tmp_path, False, plugins=plugins(), **options).run()
+    captured = prepare(backend, tmp_path, True, plugins=plugins(), **options).run()
+    compare(eager, captured)
+    losses = [event[3] for event in eager.trace.events if event[0] == "on_before_backward"]
+    assert max(losses) > 100  # scaled, and no other

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.backend import PoolHandle
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
-from lightning_graphs.core.gradients import GradientBuffers, new_buffers
+from lightning_graphs.core.gradients import GradientBuffers
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.order import ReplayOrder
@@ -29,6 +31,13 @@ from lightning_graphs.training.modules.observation import (
     Observation,
     ObservedCall,
     as_observed,
+)
+from lightning_graphs.training.python_state import (
+    DRAWN,
+    STORED,
+    AttributeReads,
+    Attributes,
+    Generators,
 )
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
@@ -47,6 +56,33 @@ class CallRefused(CaptureError):
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
         self.call = call
+
+
+class Baked:
+    """The attributes of modules that a capture has read, and that its graphs therefore contain.
+
+    Args:
+        root: The user's module.
+
+    Attributes:
+        values: Their names and values at capture.
+    """
+
+    def __init__(self, root: LightningModule) -> None:
+        self._root = root
+        self._reads = AttributeReads()
+        self.values: tuple[tuple[str, Any], ...] = ()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the body, a capture, reads."""
+        with self._reads.watching(self._root):
+            yield
+        self.values = self.now()
+
+    def now(self) -> tuple[tuple[str, Any], ...]:
+        """Their names and present values."""
+        return self._reads.values()
 
 
 @dataclass(slots=True)
@@ -210,12 +246,25 @@ def _described(call: ObservedCall) -> Hashable:
     return call.name, signature, call.autocast, call.grad_enabled, call.frozen, call.training
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What captures are made with.
+
+    Attributes:
+        root: The user's module.
+        pool: Whose memory, stream and backend the graphs use.
+        gradient_buffers: Where parameter gradients go.
+        original: Gives a module's own forward.
+    """
+
+    root: LightningModule
+    pool: GraphPool
+    gradient_buffers: GradientBuffers
+    original: OriginalForward
+
+
 def capture_calls(
-    calls: Sequence[ObservedCall],
-    observation: Observation,
-    pool: GraphPool,
-    gradient_buffers: GradientBuffers,
-    original: OriginalForward,
+    calls: Sequence[ObservedCall], observation: Observation, means: Means
 ) -> CapturedCalls:
     """Capture forward and backward of these calls in the order in which the step ran them.
 
@@ -223,9 +272,7 @@ def capture_calls(
         calls: What is captured; no call is inside of another. Those without autograd are not:
             they share graphs that are made when they are called.
         observation: The step that they are of.
-        pool: Whose memory, stream and backend the graphs use.
-        gradient_buffers: Where parameter gradients go.
-        original: Gives a module's own forward.
+        means: What the captures are made with.
 
     Raises:
         CallRefused: a call cannot be captured; no graph is left and everything is as before.
@@ -233,6 +280,7 @@ def capture_calls(
     captured = CapturedCalls(calls, observation)
     calls = [call for call in calls if call.grad_enabled]
     together = {call for call in calls if not _is_detached(call)}
+    pool = means.pool
     groups = [(pool, [(c, d) for c, d in observation.passes if c in together])]
     for call in calls:
         if call not in together:
@@ -244,7 +292,7 @@ def capture_calls(
         for memory, passes in groups:
             own, order = captured.group(memory)
             for call in dict.fromkeys(call for call, _ in passes):
-                captures[call] = _Capture(call, own, order, gradient_buffers, original(call.module))
+                captures[call] = _Capture(call, replace(means, pool=own), order)
             for call, direction in passes:
                 if direction == "forward":
                     captures[call].read_in_place(captures)
@@ -261,19 +309,19 @@ def capture_calls(
     return captured
 
 
-def capture_alone(call: ObservedCall, pool: GraphPool, original: OriginalForward) -> Site:
+def capture_alone(call: ObservedCall, means: Means) -> Site:
     """Capture a call without autograd, which any other may follow.
 
     Args:
         call: The call.
-        pool: Whose memory, stream and backend the graph uses.
-        original: Gives a module's own forward.
+        means: What the capture is made with.
 
     Raises:
         CallRefused: it cannot be captured; no graph is left and everything is as before.
     """
+    pool = means.pool
     own = GraphPool(pool.handle, stream=pool.stream, backend=pool.backend.name)
-    capture = _Capture(call, own, ReplayOrder(), new_buffers, original(call.module))
+    capture = _Capture(call, replace(means, pool=own), ReplayOrder())
     try:
         capture.run("forward")
         capture.run("backward")
@@ -291,16 +339,10 @@ def _is_detached(call: ObservedCall) -> bool:
 class _Capture:
     """The capture of one call, as it was observed."""
 
-    def __init__(
-        self,
-        call: ObservedCall,
-        pool: GraphPool,
-        order: ReplayOrder,
-        gradient_buffers: GradientBuffers,
-        original: Callable[..., Any],
-    ) -> None:
+    def __init__(self, call: ObservedCall, means: Means, order: ReplayOrder) -> None:
         self._call = call
-        self.pool = pool
+        self._root = means.root
+        self.pool = pool = means.pool
         self._cost = CaptureCost()
         hooked = any(gradient_hooks(p) or accumulation_hooks(p) for p in call.module.parameters())
 
@@ -320,14 +362,14 @@ class _Capture:
                     direct=not hooked and not call.partial,
                     allow_unused=True,
                     static_outputs=False,
-                    gradient_buffers=gradient_buffers,
-                    original=original,
+                    gradient_buffers=means.gradient_buffers,
+                    original=means.original(call.module),
                 )
             capture.warm_up(1)
             return capture
 
         started = perf_counter()
-        self.passes = _explained(call, prepare)
+        self.passes = self._explained(prepare)
         self._cost.ms = (perf_counter() - started) * 1e3
 
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
@@ -346,9 +388,8 @@ class _Capture:
         """Capture one pass."""
         passes = self.passes
         started, reserved = perf_counter(), self._reserved()
-        _explained(
-            self._call,
-            passes.capture_forward if direction == "forward" else passes.capture_backward,
+        self._explained(
+            passes.capture_forward if direction == "forward" else passes.capture_backward
         )
         self._cost.ms += (perf_counter() - started) * 1e3
         added: dict[PoolHandle, int] = self._cost.added
@@ -366,27 +407,44 @@ class _Capture:
             required = list(map(_REQUIRES_GRAD, parameters))
         return Site(self._call, graphed, self._cost, parameters, required)
 
+    def _explained(self, run: Callable[[], Result]) -> Result:
+        """Run a part as the call was run; a failure names the call, and leaves nothing behind."""
+        call = self._call
+        try:
+            # Leaving inference mode turns autograd on, whatever it was.
+            with torch.inference_mode(False), as_observed(call):
+                return self._unchanged(run)
+        except GraphError as error:
+            raise CallRefused(call, error.rule, error.observed, error.remedy) from error
+        except torch.OutOfMemoryError as error:
+            raise CallRefused(
+                call,
+                "A captured module needs memory of its own, beside that of eager steps.",
+                str(error).partition("\n")[0],
+                "allow fewer graphs (max_graphs), or make the batch smaller",
+            ) from error
+        except Exception as error:
+            site = CallSiteFinder().of_exception(error)
+            raise CallRefused(
+                call,
+                "A module is captured by running its code.",
+                f"{type(error).__name__}: {error}, at {site.describe()}",
+                "mend the line, if the eager call raises it too; or exclude the module",
+            ) from error
 
-def _explained(call: ObservedCall, run: Callable[[], Result]) -> Result:
-    """Run a part of a capture as the call was run, and let its failure name the call."""
-    try:
-        # Leaving inference mode turns autograd on, whatever it was.
-        with torch.inference_mode(False), as_observed(call):
-            return run()
-    except GraphError as error:
-        raise CallRefused(call, error.rule, error.observed, error.remedy) from error
-    except torch.OutOfMemoryError as error:
-        raise CallRefused(
-            call,
-            "A captured module needs memory of its own, beside that of eager steps.",
-            str(error).partition("\n")[0],
-            "allow fewer graphs (max_graphs), or make the batch smaller",
-        ) from error
-    except Exception as error:
-        site = CallSiteFinder().of_exception(error)
-        raise CallRefused(
-            call,
-            "A module is captured by running its code.",
-            f"{type(error).__name__}: {error}, at {site.describe()}",
-            "mend the line, if the eager call raises it too; or exclude the module",
-        ) from error
+    def _unchanged(self, run: Callable[[], Result]) -> Result:
+        """Refuse code that stores values in attributes or draws numbers on the host."""
+        attributes, generators = Attributes(self._call.module), Generators(self._root)
+        try:
+            result = run()
+        finally:
+            changed, drawn = attributes.changed(), generators.drawn()
+            attributes.restore()
+            generators.restore()
+        if changed:
+            names = ", ".join(changed[:3])
+            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
+        if drawn:
+            observed = f"its forward draws from {', '.join(drawn)}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+        return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -12,14 +12,22 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, ReplayError, SignatureError
-from lightning_graphs.training.modules.capture import CallRefused, Site, capture_alone, enter
+from lightning_graphs.training.modules.capture import (
+    Baked,
+    CallRefused,
+    Means,
+    Site,
+    capture_alone,
+    enter,
+)
 from lightning_graphs.training.modules.observation import ObservedCall
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
 
+_NONE = object()
+_UNKNOWN = "no step that was captured calls it so often, or in this order"
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -29,7 +37,7 @@ class Stage:
 
     Attributes:
         options: The callback's options.
-        pool: Of the graphs of calls without autograd, which may be replayed in any order.
+        means: For captures of calls without autograd, which may be replayed in any order.
         statistics: Where decisions are counted and said.
         stepping: A training step's own code is running, and no backward pass.
         stale: A parameter has moved: no graph may be right any longer.
@@ -39,7 +47,7 @@ class Stage:
     """
 
     options: Options
-    pool: GraphPool
+    means: Means
     statistics: Statistics
     stepping: bool = False
     stale: bool = False
@@ -71,8 +79,9 @@ class GraphedForward:
         self._module = module
         self._stage = stage
         self._calls = 0
+        self._missing = ""
         self._had_own = "forward" in vars(module)
-        self._without_autograd: PlanCache[Signature, Site] = PlanCache(
+        self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
             stage.options.max_graphs, stage.options.capture_after, self._release
         )
         vars(module)["forward"] = self
@@ -95,63 +104,63 @@ class GraphedForward:
     def _answer_in_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         index = self._calls
         self._calls = index + 1
-        missed = "no step that was captured calls it so often, or in this order"
+        self._missing = _UNKNOWN
+        answer: Any = _NONE
         if index < len(self.sites):
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
                 return self.original(*args, **kwargs)
             # Out of order it would overwrite what a pending backward pass needs.
             if site.graphed.is_next:
-                try:
-                    site.record.replays += 1
-                    return site.graphed(*args, **kwargs)
-                except SignatureError as error:
-                    missed = str(error)
-                except ReplayError as error:
-                    missed = str(error)
-                    self._stage.stale |= site.is_as_captured
-                site.record.replays -= 1
+                answer = self._replayed(site, args, kwargs)
         elsewhere = self._stage.elsewhere
-        if elsewhere is None:
-            return self.original(*args, **kwargs)
-        site = None if self._stage.stale else elsewhere(self._module, index, (args, kwargs))
-        if site is not None:
-            site.record.replays += 1
-            return site.graphed(*args, **kwargs)
-        self._stage.missed = f"a call of `{self._name}` runs eagerly: {missed}"
-        return self.original(*args, **kwargs)
+        if answer is _NONE and elsewhere is not None and not self._stage.stale:
+            site = elsewhere(self._module, index, (args, kwargs))
+            if site is not None:
+                answer = self._replayed(site, args, kwargs)
+            else:
+                self._stage.missed = f"a call of `{self._name}` runs eagerly: {self._missing}"
+        return self.original(*args, **kwargs) if answer is _NONE else answer
+
+    def _replayed(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            answer = site.graphed(*args, **kwargs)
+        except SignatureError as error:
+            self._missing = str(error)
+            return _NONE
+        except ReplayError as error:
+            self._missing = str(error)
+            self._stage.stale |= site.is_as_captured
+            return _NONE
+        site.record.replays += 1
+        return answer
 
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        sites = self._without_autograd.plans()
-        site = next((site for site in sites if site.accepts(args, kwargs)), None)
-        if site is None:
-            site = self._captured_without_autograd(args, kwargs)
-        if site is not None:
-            try:
-                returned = site.graphed(*args, **kwargs)
-            except ReplayError:
-                self._stage.stale = True
-            else:
-                site.record.replays += 1
-                return returned
-        return self.original(*args, **kwargs)
+        plans = self._without_autograd.plans()
+        fits = (s for s, baked in plans if s.accepts(args, kwargs) and baked.now() == baked.values)
+        site = next(fits, None) or self._captured_without_autograd(args, kwargs)
+        answer = _NONE if site is None else self._replayed(site, args, kwargs)
+        return self.original(*args, **kwargs) if answer is _NONE else answer
 
     def _captured_without_autograd(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Site | None:
         stage = self._stage
-        call = ObservedCall.now(
-            self._name, self._module, args, kwargs, stage.pool.backend.device_type
-        )
-        modes = Modes.current(stage.pool.backend.device_type)
+        device_type = stage.means.pool.backend.device_type
+        call = ObservedCall.now(self._name, self._module, args, kwargs, device_type)
+        modes = Modes.current(device_type)
+        # What earlier captures have read: a value that never returns is not worth a graph.
+        plans = self._without_autograd.plans()
+        read = frozenset(item for _, baked in plans for item in baked.now())
+        extra = (call.training, call.frozen, read)
         try:
-            signature, _ = Signature.of(
-                args, kwargs, modes=modes, extra=(call.training, call.frozen)
-            )
+            signature, _ = Signature.of(args, kwargs, modes=modes, extra=extra)
             if not self._without_autograd.is_due(signature):
                 return None
+            baked = Baked(stage.means.root)
             try:
-                site = capture_alone(call, stage.pool, original_forward)
+                with baked.watched():
+                    site = capture_alone(call, stage.means)
             except CallRefused:
                 self._without_autograd.refuse(signature)
                 raise
@@ -159,11 +168,11 @@ class GraphedForward:
             stage.statistics.note(f"`{self._name}` runs eagerly without autograd: {error}")
             return None
         enter([site], stage.statistics, "; without autograd")
-        self._without_autograd.add(signature, site)
+        self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))
         return site
 
-    def _release(self, site: Site) -> None:
-        site.release(self._stage.statistics)
+    def _release(self, plan: tuple[Site, Baked]) -> None:
+        plan[0].release(self._stage.statistics)
 
     def forget(self) -> None:
         """Release every graph."""

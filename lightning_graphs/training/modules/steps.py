@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,8 +17,10 @@ from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hoo
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.modules.capture import (
+    Baked,
     CallRefused,
     CapturedCalls,
+    Means,
     Site,
     capture_calls,
     pattern_of,
@@ -65,15 +67,14 @@ class StepKind(NamedTuple):
     signature: Signature | None
     flags: Flags
 
-    def change(self, to: StepKind) -> str:
+    def change(self, to: StepKind) -> list[str]:
         """What is different in another kind, for a person to read."""
-        lines = []
+        lines: list[str] = []
         if self.signature is not None and to.signature is not None:
             lines = self.signature.diff(to.signature)
         names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
         pairs = zip(names, self.flags, to.flags, strict=True)
-        lines += [f"{name} changed" for name, before, after in pairs if before != after]
-        return "; ".join(lines) or "a step calls its modules differently"
+        return lines + [f"{name} changed" for name, before, after in pairs if before != after]
 
 
 class StepOfModules:
@@ -83,18 +84,38 @@ class StepOfModules:
         kind: The kind of step.
         pattern: The calls.
         captured: Their graphs.
+        baked: The attributes that are in the graphs.
     """
 
-    def __init__(self, kind: StepKind, pattern: Hashable, captured: CapturedCalls) -> None:
+    def __init__(
+        self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked
+    ) -> None:
         self.kind = kind
-        self.key = (kind, pattern)
+        self.key = (kind, pattern, baked.values)
         self.captured = captured
+        self.baked = baked
         signature = kind.signature
         self._call = CallPlan(signature, check_modes=True) if signature is not None else None
 
+    @property
+    def is_current(self) -> bool:
+        """Whether every attribute that is in the graphs has its value of then."""
+        return self.baked.now() == self.baked.values
+
+    def change(self, to: StepOfModules) -> str:
+        """What is different in another step, for a person to read."""
+        lines = self.kind.change(to.kind)
+        known = dict(self.baked.values)
+        lines += [
+            f"{name}: {known[name]!r} -> {value!r}"
+            for name, value in to.baked.values
+            if name in known and known[name] != value
+        ]
+        return "; ".join(lines) or "a step calls its modules differently"
+
     def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
         """Whether a step with these arguments is of this kind."""
-        if flags != self.kind.flags:
+        if flags != self.kind.flags or not self.is_current:
             return False
         return self._call is None or self._call.match(args, {}) is not None
 
@@ -137,10 +158,10 @@ class ModuleGraphs:
         statistics: Statistics,
     ) -> None:
         apart = GraphPool(stream=pool.stream, backend=pool.backend.name)
-        self.stage = Stage(options, apart, statistics)
+        self._means = Means(module, pool, gradients.of, original_forward)
+        self.stage = Stage(options, replace(self._means, pool=apart), statistics)
         self._options = options
-        self._pool = pool
-        self._gradients = gradients
+        self._device_type = pool.backend.device_type
         self._statistics = statistics
         self._choice = Choice(module, options)
         self._modules = list(module.modules())
@@ -162,7 +183,7 @@ class ModuleGraphs:
         self._forwards.clear()
         self._cache.clear()
         self._last = None
-        self.stage.pool.close()
+        self.stage.means.pool.close()
 
     def _release(self, step: StepOfModules) -> None:
         step.captured.release(self._statistics)
@@ -226,12 +247,17 @@ class ModuleGraphs:
                 self._last = self._cache.get(step.key)
             return step
         kind = StepKind(self._signature(batch), flags)
-        if self._cache.is_due(kind):
+        if self._cache.is_due((kind, self._read(kind))):
             self._observe(kind)
         return None
 
+    def _read(self, kind: StepKind) -> Hashable:
+        """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
+        plans = (step for step in self._cache.plans() if step.kind == kind)
+        return frozenset(item for step in plans for item in step.baked.now())
+
     def _signature(self, batch: tuple[Any, ...]) -> Signature | None:
-        modes = Modes.current(self._pool.backend.device_type)
+        modes = Modes.current(self._device_type)
         try:
             return Signature.of(batch, {}, names=("batch",), modes=modes)[0]
         except CaptureError:
@@ -246,7 +272,8 @@ class ModuleGraphs:
         for step in self._cache.plans():
             sites = step.captured.sites.get(module, ())
             site = sites[index] if index < len(sites) else None
-            if step.kind == self._last.kind and site is not None and site.accepts(*call):
+            same = step.kind == self._last.kind and step.is_current
+            if same and site is not None and site.accepts(*call):
                 self._last = self._cache.get(step.key)
                 step.captured.begin()
                 for other, forward in self._forwards.items():
@@ -257,7 +284,7 @@ class ModuleGraphs:
     # ------------------------------------------------------------------ observation and capture
 
     def _observe(self, kind: StepKind) -> None:
-        observer = StepObserver(self._choice.candidates(), self._pool.backend.device_type)
+        observer = StepObserver(self._choice.candidates(), self._device_type)
         self._observed = kind, observer
 
     def _stop_observing(self) -> None:
@@ -275,7 +302,7 @@ class ModuleGraphs:
         search = self._search
         if search is not None and search.kind == kind:
             key = (kind, pattern_of(calls, observation))
-            if self._cache.get(key) is not None or not self._cache.is_due(key):
+            if self._is_known(key) or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:
                     self._give_up(search)
@@ -283,24 +310,27 @@ class ModuleGraphs:
             self._search = None
         self._capture(kind, calls, observation)
 
+    def _is_known(self, key: tuple[Hashable, Hashable]) -> bool:
+        return any(step.key[:2] == key and step.is_current for step in self._cache.plans())
+
     def _capture(self, kind: StepKind, calls: list[ObservedCall], observation: Observation) -> None:
         captured = None
+        baked = Baked(self._means.root)
         while calls and captured is None:
             try:
-                captured = capture_calls(
-                    calls, observation, self._pool, self._gradients.of, original_forward
-                )
+                with baked.watched():
+                    captured = capture_calls(calls, observation, self._means)
             except CallRefused as error:
                 if self._options.on_failure == "raise" and self._options.modules:
                     raise
                 calls = self._choice.without(error.call, calls, observation)
                 self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
         if captured is None:
-            self._cache.refuse(kind)
+            self._cache.refuse((kind, self._read(kind)))
             self._refused()
             return
         before = self._last
-        step = StepOfModules(kind, pattern_of(calls, observation), captured)
+        step = StepOfModules(kind, pattern_of(calls, observation), captured, baked)
         captured.enter(self._statistics)
         for call in calls:
             if call.module not in self._forwards:
@@ -308,7 +338,7 @@ class ModuleGraphs:
         self._statistics.captures += 1
         self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
         if before is not None:
-            change = before.kind.change(kind)
+            change = before.change(step)
             self._statistics.recaptured(f"captured other graphs, because {change}", change)
         self._cache.add(step.key, step)
         self._last = step

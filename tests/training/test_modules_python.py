@@ -1,0 +1,134 @@
+"""Python inside of graphed submodules: what it reads is watched, what it leaves is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.training.fits import Net, adamw, batches, compare, fit_twice
+from tests.training.test_modules import named
+
+
+class Gain(nn.Module):
+    """A layer whose attributes and settings scale its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.25)
+        self.gain = 1.0
+        self.settings = {"shift": 0.0}
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x)) * self.gain + self.settings["shift"]
+
+
+class Gained(Net):
+    layer: type[Gain] = Gain
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.net = self.layer()
+
+
+class Change(Callback):
+    """Changes an attribute at the beginning of the second epoch, or before every step."""
+
+    def __init__(self, what: str, always: bool = False) -> None:
+        self.what = what
+        self.always = always
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not self.always and trainer.global_step != 10:
+            return
+        net = pl_module.net
+        if self.what == "rate":
+            net.dropout.p += 1 / 64
+        elif self.what == "gain":
+            net.gain += 1 / 64
+        else:
+            net.settings["shift"] += 1 / 64
+
+
+NAMES = {
+    "rate": "self.net.dropout.p: 0.25 -> 0.265625",
+    "gain": "self.net.gain: 1.0 -> 1.015625",
+    "setting": "self.net.settings['shift']: 0.0 -> 0.015625",
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_an_attribute_that_changes_gets_other_graphs(
+    backend: str, tmp_path: Path, what: str
+) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Gained,
+        capture={**named("net"), "eval_graphs": True},
+        callbacks=lambda: [Change(what)],
+        validation=4,
+        max_epochs=3,
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+    assert captured.statistics.recaptures == [NAMES[what]]
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_an_attribute_that_moves_in_every_step_is_not_chased(
+    backend: str, tmp_path: Path, what: str
+) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Gained,
+        capture={**named("net"), "eval_graphs": True},
+        callbacks=lambda: [Change(what, always=True)],
+        validation=4,
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.captures == 1
+
+
+class Counting(Gain):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Drawing(Gain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + random.random())
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Counting, "its forward changes self.calls"), (Drawing, "draws from Python's random")],
+)
+def test_python_that_a_replay_would_leave_out(
+    backend: str, tmp_path: Path, kind: type[Gain], reason: str
+) -> None:
+    class Module(Gained):
+        layer = kind
+
+    fits = fit_twice(
+        backend,
+        tmp_path,
+        module=Module,
+        capture={"scope": "modules", "on_failure": "eager"},
+        data=lambda: batches(8),
+    )
+    compare(*fits, replayed=False)
+    assert fits[0].module.net.calls == fits[1].module.net.calls
+    assert reason in fits[1].statistics.fallbacks[0]
+    assert fits[1].statistics.modules == ["net.linear"]
