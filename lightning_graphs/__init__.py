@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ReplayError,
         SignatureError,
         UnsupportedError,
+        VerificationError,
     )
     from lightning_graphs.training.callback import GraphCapture
 
@@ -30,6 +31,7 @@ __all__ = [
     "ReplayError",
     "SignatureError",
     "UnsupportedError",
+    "VerificationError",
     "__version__",
     "core",
 ]
@@ -42,6 +44,7 @@ _HOMES = MappingProxyType(
         "ReplayError": "lightning_graphs.errors",
         "SignatureError": "lightning_graphs.errors",
         "UnsupportedError": "lightning_graphs.errors",
+        "VerificationError": "lightning_graphs.errors",
     }
 )
 

@@ -44,3 +44,7 @@ class SignatureError(GraphError):
 
 class UnsupportedError(GraphError):
     """This machine, driver, torch version or backend cannot do what was asked for."""
+
+
+class VerificationError(GraphError):
+    """A replay computed something else than the eager step; the message names the first tensor."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.fingerprints import Fingerprint, Fingerprinter
 from lightning_graphs.core.tree import substitute
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.differences import (
     NONE,
@@ -42,10 +42,6 @@ _REMEDY = (
 )
 _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _MIB = 2**20
-
-
-class VerificationError(GraphError):
-    """A replay computed something else than the eager step; the message names the first tensor."""
 
 
 class Verification:

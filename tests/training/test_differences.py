@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_graphs import VerificationError
 from lightning_graphs.training.differences import Tolerance, difference
-from lightning_graphs.training.verification import VerificationError
 from tests.training.fits import Net, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_verification import VERIFYING_ALL, Counter

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from tests.training.fits import Net, adamw, batches, compare, fit_twice
@@ -117,8 +116,7 @@ def test_statistics_have_a_record_for_each_module(backend: str, tmp_path: Path) 
         assert record.capture_ms > 0
     assert records["module net"].signature == "args[0] f32[8,8]"
     block = records["module blocks.1"].signature
-    assert "f32[8,16] requires_grad" in block
-    assert "kwargs['scale'] f32[]" in block.replace('"', "'")
+    assert block == 'args[0] f32[8,16], kwargs["scale"] f32[]'
 
 
 def test_shapes_that_change(backend: str, tmp_path: Path) -> None:
@@ -129,5 +127,5 @@ def test_shapes_that_change(backend: str, tmp_path: Path) -> None:
     compare(*fits)
     assert fits[1].statistics.captures == 2
     assert fits[1].statistics.recaptures == [
-        'batch["x"]: f32[8,8] -> f32[6,8]; batch["y"]: i64[8] -> i64[6]'
+        'batch["x"]: f32[6,8] -> f32[8,8]; batch["y"]: i64[6] -> i64[8]'
     ]

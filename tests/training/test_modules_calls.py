@@ -91,9 +91,7 @@ class ParameterHooks(Blocks):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hooks_on_parameters(backend: str, tmp_path: Path, accumulate: int) -> None:
-    eager, captured = trained(
-        backend, tmp_path, ParameterHooks, accumulate_grad_batches=accumulate
-    )
+    eager, captured = trained(backend, tmp_path, ParameterHooks, accumulate_grad_batches=accumulate)
     assert captured.module.seen == eager.module.seen
     assert len(captured.module.seen) == 20
     assert captured.statistics.fallbacks == []

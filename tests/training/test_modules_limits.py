@@ -153,9 +153,7 @@ class PartlyReading(Blocks):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_of_a_module_that_cannot_be_captured_its_children_are(
-    backend: str, tmp_path: Path
-) -> None:
+def test_of_a_module_that_cannot_be_captured_its_children_are(backend: str, tmp_path: Path) -> None:
     capture = {"scope": "modules", "on_failure": "eager"}
     fits = fit_twice(backend, tmp_path, module=PartlyReading, capture=capture, validation=0)
     compare(*fits, replayed=False)
@@ -279,6 +277,48 @@ def test_memory_that_moves_is_captured_anew(backend: str, tmp_path: Path) -> Non
     assert "a parameter or buffer of a graphed module has changed its memory" in (
         captured.statistics.recaptures
     )
+
+
+class RebindingAlways(Callback):
+    """Gives a graphed module new memory before every step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        weight = pl_module.blocks[1].norm.weight
+        weight.data = weight.data.clone()
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_memory_that_moves_in_every_step_is_not_chased(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=FrozenNorm,
+        capture=named("blocks.1"),
+        callbacks=lambda: [RebindingAlways()],
+        data=lambda: batches(30),
+        max_epochs=1,
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.captures == 4
+    (reason,) = captured.statistics.fallbacks
+    assert "has changed its memory, and that again in every few steps" in reason
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_shapes_that_never_come_back_are_mentioned_once(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Blocks,
+        capture={**BLOCKS, "max_graphs": 2},
+        data=lambda: sizes(*range(2, 26), rounds=1),
+        max_epochs=1,
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    (reason,) = captured.statistics.fallbacks
+    assert 'none came back often enough for graphs. The last two differ: batch["x"]: f32[' in reason
 
 
 class Statistical(Net):

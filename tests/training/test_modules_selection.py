@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_graphs.training.modules.selection import select
 from lightning_graphs.training.options import OptionError
-from tests.training.fits import Net, prepare
+from tests.training.fits import prepare
 from tests.training.leftovers import assert_nothing_left
 
 

@@ -15,10 +15,10 @@ import torchmetrics
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
-from lightning_graphs import GraphCapture
+from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.training.options import OptionError
-from lightning_graphs.training.verification import Verification, VerificationError
+from lightning_graphs.training.verification import Verification
 from tests.training.fits import (
     Fit,
     FullTrace,

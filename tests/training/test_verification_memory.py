@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_graphs import VerificationError
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.training import verification
-from lightning_graphs.training.verification import VerificationError
 from tests.training.fits import FullTrace, Net, Trace, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_verification import HIDDEN, Everything, ReadsGlobal

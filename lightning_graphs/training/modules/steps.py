@@ -42,6 +42,14 @@ _SEARCH = 16
 """How many steps, for each sighting before a capture, are observed in search of another one."""
 
 
+_RARE = 4
+"""How many eager steps in a row, for each graph allowed, are taken without a warning."""
+_SHORT_LIVED = 8
+"""Graphs that were dropped after fewer steps than this were hardly worth their capture."""
+_DROPS_TOLERATED = 3
+"""How often in a row such graphs are captured again."""
+
+
 class Flags(NamedTuple):
     """What a step's graphs depend on beside its batch.
 
@@ -174,6 +182,9 @@ class ModuleGraphs:
         self._observed: tuple[StepKind, StepObserver] | None = None
         self._search: _Search | None = None
         self._complete: set[StepKind] = set()
+        self._rare: list[StepKind] = []
+        self._drops = 0
+        self._dropped_at = 0
 
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""
@@ -247,9 +258,26 @@ class ModuleGraphs:
                 self._last = self._cache.get(step.key)
             return step
         kind = StepKind(self._signature(batch), flags)
+        if self._drops > _DROPS_TOLERATED:
+            return None
         if self._cache.is_due((kind, self._read(kind))):
+            self._rare.clear()
             self._observe(kind)
+        else:
+            self._note_rare(kind)
         return None
+
+    def _note_rare(self, kind: StepKind) -> None:
+        """Say so once when steps come and go and none is ever captured."""
+        rare = self._rare
+        rare.append(kind)
+        if len(rare) == _RARE * self._options.max_graphs:
+            change = "; ".join(rare[-2].change(rare[-1])) or "by an attribute that graphs contain"
+            self._statistics.note(
+                "steps run eagerly: for a long time none came back often enough for graphs. "
+                f"The last two differ: {change}"
+            )
+            rare.clear()
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
@@ -367,7 +395,13 @@ class ModuleGraphs:
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = False
-        self._statistics.recaptured(f"recapturing, because {reason}", reason)
+        replayed = self._statistics.replayed
+        short_lived = replayed - self._dropped_at < _SHORT_LIVED
+        self._drops, self._dropped_at = self._drops + 1 if short_lived else 0, replayed
+        if self._drops > _DROPS_TOLERATED:
+            self._statistics.note(f"steps run eagerly: {reason}, and that again in every few steps")
+        else:
+            self._statistics.recaptured(f"recapturing, because {reason}", reason)
         self._cache.clear()
         self._last = None
         self._search = None
