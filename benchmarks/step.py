@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
 
-WARMUP, TIMED, BLOCKS = 15, 20, 5
+WARMUP, TIMED, BLOCKS = 30, 20, 5
 LIMIT = 1.05
 ADDED_LIMIT = 50
 

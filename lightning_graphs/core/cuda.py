@@ -24,10 +24,10 @@ from lightning_graphs.core.backend import (
     warn_of_missing_debug_mode,
 )
 from lightning_graphs.core.constants import Constant, constants_of_cuda
-from lightning_graphs.core.driver import capture_frontier, count_kinds
+from lightning_graphs.core.driver import count_kinds
 from lightning_graphs.core.liveness import InputLiveness
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
-from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
+from lightning_graphs.errors import CaptureError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_graphs.core.annotations import AnnotatingRecorder
@@ -144,7 +144,6 @@ class CudaGraph(CapturedGraph):
         self._liveness: InputLiveness | None = None
         self._annotations: AnnotatingRecorder | None = None
         self._inspection: GraphInfo | None = None
-        self._node_counts: Mapping[str, int] = {}
         self._renew()
 
     def capture_begin(
@@ -188,9 +187,7 @@ class CudaGraph(CapturedGraph):
         if self._annotations is not None:
             self._inspection = self._annotations.inspection()
             self._annotations = None
-        counts = self._count_nodes()
         self._native.capture_end()
-        self._node_counts = counts
         if self._debug and not self._keep_graph:
             self._native.instantiate()
         if self._liveness is not None:
@@ -246,19 +243,10 @@ class CudaGraph(CapturedGraph):
         self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph or self._debug)
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
-        self._node_counts = {}
         if self._debug:
             self._native.enable_debug_mode()
         for generator in self._generators:
             self._native.register_generator_state(generator)
-
-    def _count_nodes(self) -> Mapping[str, int]:
-        """Count while the capture is under way: its end destroys the template."""
-        assert self._stream is not None
-        try:
-            return count_kinds(capture_frontier(self._stream.cuda_stream)[0])
-        except GraphError:  # no cuda-python, or a capture whose end will say what is wrong
-            return {}
 
     def instantiate(self) -> None:
         self._native.instantiate()
@@ -316,7 +304,10 @@ class CudaGraph(CapturedGraph):
         return from_cuda(self.raw_cuda_graph(), None)
 
     def node_counts(self) -> Mapping[str, int]:
-        return self._node_counts
+        try:
+            return count_kinds(self.raw_cuda_graph())
+        except UnsupportedError:  # no cuda-python
+            return {}
 
     def constants(self, numbers: Sequence[float]) -> list[Constant]:
         self.instantiate()

@@ -225,13 +225,13 @@ class CUDAGraph:
     def node_counts(self) -> Mapping[str, int]:
         """Number of nodes by kind (``"kernel"``, ``"memcpy"``, ``"memset"``, ...).
 
-        They are known without a template (``keep_graph=False``), too. The mapping is empty on CUDA
-        where cuda-python is missing or the driver does not tell.
+        The mapping is empty on CUDA where cuda-python is missing or the driver does not tell.
 
         Raises:
-            ReplayError: nothing was captured.
+            ReplayError: nothing was captured, or there is no template (``keep_graph=False``).
         """
         self._refuse_without_capture("node_counts()")
+        self._refuse_without_template("node_counts()")
         return self._captured.node_counts()
 
     def constants(self, numbers: Sequence[float]) -> list[Constant]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,12 +264,8 @@ class GraphedCallable:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the original."""
-        return _itself, (self.original,)
-
-
-def _itself(original: Callable[..., Any]) -> Callable[..., Any]:
-    return original
+        """Pickled, it is the original; whoever loads it needs nothing of this package."""
+        return operator.getitem, ([self.original], 0)
 
 
 class _GraphedNode(torch.autograd.Function):

@@ -20,6 +20,7 @@ class GraphPool:
     Args:
         pool: Token of a pool to share; a new one by default.
         stream: Capture stream; the device's default one by default.
+        keep_graphs: Keep the template of every graph.
         capture_error_mode: ``cudaStreamCaptureMode``. Data loaders pin memory in threads, and a
             capture in ``"global"`` mode dies of it.
         backend: ``"cuda"``, ``"emulated"`` or ``"auto"``.
@@ -30,23 +31,39 @@ class GraphPool:
         pool: PoolHandle | None = None,
         *,
         stream: torch.cuda.Stream | None = None,
+        keep_graphs: bool = False,
         capture_error_mode: str = "thread_local",
         backend: BackendName = "auto",
     ) -> None:
         self.backend = get_backend(backend)
         self.handle = pool if pool is not None else self.backend.new_pool()
         self.stream = stream
+        self._keep_graphs = keep_graphs
         self._capture_error_mode = capture_error_mode
         self._graphs: list[CUDAGraph] = []
 
+    def beside(self, pool: PoolHandle | None = None) -> GraphPool:
+        """Another one like this, whose graphs are released by themselves.
+
+        Args:
+            pool: Token of a pool to share, such as this one's handle; a new one by default.
+        """
+        return GraphPool(
+            pool,
+            stream=self.stream,
+            keep_graphs=self._keep_graphs,
+            capture_error_mode=self._capture_error_mode,
+            backend=self.backend.name,
+        )
+
     @contextlib.contextmanager
-    def capture(self, *, keep_graph: bool = False) -> Iterator[CUDAGraph]:
+    def capture(self) -> Iterator[CUDAGraph]:
         """Capture the body into a new graph of this pool.
 
         Raises:
             CaptureError: the body cannot be captured; the pool is as before.
         """
-        captured = CUDAGraph(keep_graph, backend=self.backend.name)
+        captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
         with graph(captured, self.handle, self.stream, self._capture_error_mode):
             yield captured
         self._graphs.append(captured)

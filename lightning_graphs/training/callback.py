@@ -159,7 +159,7 @@ class GraphCapture(Callback):
                 _install(stack, progress)
                 if not moves_batches_itself(trainer, pl_module):
                     _install(stack, BatchTransfer(trainer.strategy, device))
-            pool = GraphPool(stream=stream, backend=name)
+            pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
             runner = runner_for(
                 Fit(trainer, pl_module, self.options, pool, self.statistics, progress)

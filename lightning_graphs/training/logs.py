@@ -199,6 +199,51 @@ class LogRecorder:
             self._progress.mirrored = self._mirrored
 
 
+class QuickLog:
+    """Stands for ``self.log`` in steps that are no graph as a whole, at a tenth of its price.
+
+    The first call of a key in an epoch, and every one that differs from the last in more than the
+    value, goes through ``LightningModule.log``; the others update the entry that it made.
+
+    Args:
+        module: The module, in whose ``training_step`` it stands.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def installed(self) -> contextlib.AbstractContextManager[None]:
+        """Around the module's ``training_step``."""
+        return replaced(self._module, "log", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """``LightningModule.log``."""
+        if len(args) == 2 and self._known.get(args[0]) == kwargs and _is_scalar(args[1]):
+            results = training_results(self._module.trainer)
+            key = result_key(args[0])
+            entry = results.get(key) if results is not None else None
+            if results is not None and entry is not None and not entry.has_reset:
+                value = args[1].detach().squeeze().to(entry.value.device)
+                size = batch_size_of(results, entry, kwargs.get("batch_size"))
+                results.update_metrics(key, value, size)
+                return
+        del vars(self._module)["log"]  # the call must know the real one
+        try:
+            self._module.log(*args, **kwargs)
+        finally:
+            vars(self._module)["log"] = self
+        if len(args) == 2 and all(type(v) in _PLAIN for v in kwargs.values()):
+            self._known[args[0]] = kwargs
+
+
+_PLAIN = (bool, int, str, type(None))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
 def _template(args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
     """Arguments of a call with detached tensors in them, and those tensors in order."""
     tensors = [leaf.detach() for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]

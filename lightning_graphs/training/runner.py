@@ -84,7 +84,6 @@ class StepRunner:
         self._last: StepPlan | None = None
         self._stepping = False
         self.has_failed = False
-        self._optimizer: Optimizer = trainer.optimizers[0]
         self._observers = Observers.of(trainer, module)
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(expected=cycles_momentum(trainer))
@@ -92,6 +91,7 @@ class StepRunner:
 
     def _bind(self, optimizer_obstacle: str | None = None) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
+        self._optimizer: Optimizer = self._trainer.optimizers[0]
         device_type = self._pool.backend.device_type
         obstacle = optimizer_obstacle or capture_obstacle(
             self._optimizer,

@@ -169,7 +169,7 @@ class StepCapture:
         )
         recorder = LogRecorder(self._module, self._progress)
         live = self._capturable.numbers if phase.stepping and self._capturable else None
-        segments = _Segments(self._pool, keep_graph=live is not None)
+        segments = _Segments(self._pool)
         try:
             with (
                 gradients_set_aside(targets.parameters),
@@ -266,9 +266,8 @@ class StepCapture:
 class _Segments:
     """The graphs of one step: one, or more where the capture was cut."""
 
-    def __init__(self, pool: GraphPool, *, keep_graph: bool) -> None:
+    def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._keep_graph = keep_graph
         self._open = contextlib.ExitStack()
         self._current: CUDAGraph | None = None
         self._name = ""
@@ -294,7 +293,7 @@ class _Segments:
     def _begin(self, name: str) -> None:
         self._name = name
         self._open = contextlib.ExitStack()
-        self._current = self._open.enter_context(self._pool.capture(keep_graph=self._keep_graph))
+        self._current = self._open.enter_context(self._pool.capture())
 
     def _end(self) -> None:
         self._open.close()

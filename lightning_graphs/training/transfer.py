@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ class BatchTransfer:
     """Runs ``strategy.batch_to_device`` on a stream of its own.
 
     The loop asks for the next batch while the GPU still replays the last step. On the stream of
-    the steps the copy would wait for it.
+    the steps the copy would wait for it. Where the CPU is far ahead it waits here, so that batches
+    do not pile up in memory.
 
     Args:
         strategy: The trainer's strategy.
@@ -26,6 +28,7 @@ class BatchTransfer:
         self._strategy = strategy
         self._transfer = strategy.batch_to_device
         self._stream = torch.cuda.Stream(device)
+        self._launched: deque[torch.cuda.Event] = deque()
 
     def install(self) -> None:
         """Take the place of the strategy's method."""
@@ -39,6 +42,7 @@ class BatchTransfer:
         steps = torch.cuda.current_stream()
         if any(map(_needs_the_step_stream, leaves_of(batch))):
             return self._transfer(batch, *args, **kwargs)
+        self._wait_for_steps(steps)
         with torch.cuda.stream(self._stream):
             moved = self._transfer(batch, *args, **kwargs)
         steps.wait_stream(self._stream)
@@ -46,6 +50,20 @@ class BatchTransfer:
             if isinstance(leaf, Tensor) and leaf.is_cuda:
                 leaf.record_stream(steps)
         return moved
+
+    def _wait_for_steps(self, steps: torch.cuda.Stream) -> None:
+        """Let at most so many steps be unfinished as batches may lie ready for them."""
+        if len(self._launched) == _AHEAD:
+            event = self._launched.popleft()
+            event.synchronize()
+        else:
+            event = torch.cuda.Event()
+        event.record(steps)
+        self._launched.append(event)
+
+
+_AHEAD = 2
+"""Steps that the CPU may be ahead of the GPU."""
 
 
 def _needs_the_step_stream(leaf: Any) -> bool:

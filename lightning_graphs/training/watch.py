@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
@@ -35,6 +36,7 @@ class FitWatch:
         reads: AttributeReads,
     ) -> None:
         self._trainer = trainer
+        self._plugin = trainer.precision_plugin
         self._optimizer = optimizer
         self._capturable = capturable
         self._reads = reads
@@ -48,6 +50,10 @@ class FitWatch:
             self._guard.check(geometry=False)
         except ReplayError as error:
             return error.observed
+        if self._trainer.precision_plugin is not self._plugin:
+            return "the trainer's precision was changed"
+        if self._trainer.optimizers[0] is not self._optimizer:
+            return "the optimizer was replaced"
         if self._capturable is not None:
             if self._capturable.replaced():
                 return "the optimizer's state or parameter groups were replaced"
@@ -80,4 +86,8 @@ class FitWatch:
         """Name and value of the attributes that are conditions, as they are now."""
         trainer = self._trainer
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        return (*self._reads.values(), ("gradient clipping", clipping))
+        return (
+            *self._reads.values(),
+            ("gradient clipping", clipping),
+            ("precision of float32 products", torch.get_float32_matmul_precision()),
+        )

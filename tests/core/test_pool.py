@@ -49,9 +49,9 @@ def test_pools_have_tokens_of_their_own(backend: BackendName) -> None:
 
 
 def test_keep_graph(backend: BackendName, device: torch.device) -> None:
-    pool = GraphPool(backend=backend)
+    pool = GraphPool(keep_graphs=True, backend=backend)
     x = torch.ones(2, device=device)
-    with pool.capture(keep_graph=True) as captured:
+    with pool.capture() as captured:
         y = x * 5
     captured.instantiate()
     captured.replay()

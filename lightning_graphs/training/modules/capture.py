@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, TypeVar
@@ -12,217 +11,34 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.nn import Parameter
 
 from lightning_graphs.core.backend import PoolHandle
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.gradients import GradientBuffers
-from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks, hook_tables
+from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
     ObservedCall,
     as_observed,
 )
+from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,
-    AttributeReads,
     Attributes,
     Generators,
 )
-from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
+from lightning_graphs.training.statistics import CaptureCost
 
 Result = TypeVar("Result")
 OriginalForward = Callable[[nn.Module], Callable[..., Any]]
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class CallRefused(CaptureError):
-    """One of the calls cannot be captured.
-
-    Attributes:
-        call: The call.
-    """
-
-    def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
-        super().__init__(rule, observed, remedy)
-        self.call = call
-
-
-class Baked:
-    """The attributes of modules that a capture has read, and that its graphs therefore contain.
-
-    Args:
-        root: The user's module.
-
-    Attributes:
-        values: Their names and values at capture.
-    """
-
-    def __init__(self, root: LightningModule) -> None:
-        self._root = root
-        self._reads = AttributeReads()
-        self.values: tuple[tuple[str, Any], ...] = ()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note what the body, a capture, reads."""
-        with self._reads.watching(self._root):
-            yield
-        self.values = self.now()
-
-    def now(self) -> tuple[tuple[str, Any], ...]:
-        """Their names and present values."""
-        return self._reads.values()
-
-
-@dataclass(slots=True)
-class Site:
-    """The graphs of one call in a step.
-
-    Attributes:
-        call: The observed call.
-        graphed: Its graphs.
-        cost: What their capture took.
-        parameters: The module's parameters.
-        requires_grad: Which of them required a gradient.
-        record: Where replays are counted.
-    """
-
-    call: ObservedCall
-    graphed: GraphedCallable
-    cost: CaptureCost
-    parameters: list[Parameter]
-    requires_grad: list[bool]
-    record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
-
-    @property
-    def graphs(self) -> list[CUDAGraph]:
-        """The forward graph, and the backward graph if there is one."""
-        backward = self.graphed.backward_pass
-        return [self.graphed.forward_graph, *([backward.graph] if backward is not None else [])]
-
-    @property
-    def is_as_captured(self) -> bool:
-        """Whether the same parameters require gradients."""
-        return list(map(_REQUIRES_GRAD, self.parameters)) == self.requires_grad
-
-    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether this call could be replayed now."""
-        return self.is_as_captured and self.graphed.accepts(args, kwargs)
-
-    def release(self, statistics: Statistics) -> None:
-        """Release the graphs; their record stays."""
-        statistics.released(self.graphed.forward_graph)
-        self.graphed.reset()
-
-
-class CapturedCalls:
-    """The graphs of the calls of one step.
-
-    Args:
-        calls: The calls that are captured.
-        observation: The step that they are of.
-
-    Attributes:
-        sites: For each module the graphs of its calls, in their order; None for a call that stays
-            eager.
-        hook_tables: Tables of hooks inside of the modules, all empty: a replay calls no hook.
-    """
-
-    def __init__(self, calls: Sequence[ObservedCall], observation: Observation) -> None:
-        chosen = dict.fromkeys(call.module for call in calls)
-        self._index: dict[ObservedCall, int] = {}
-        self.sites: dict[nn.Module, list[Site | None]] = {module: [] for module in chosen}
-        for call in observation.calls:
-            if call.module in chosen and call.grad_enabled:
-                self._index[call] = len(self.sites[call.module])
-                self.sites[call.module].append(None)
-        self.hook_tables = [
-            table
-            for module in chosen
-            for inner in module.modules()
-            if inner is not module
-            for table in hook_tables(inner)
-            if not table
-        ]
-        self._orders: list[ReplayOrder] = []
-        self._pools: list[GraphPool] = []
-
-    def group(self, pool: GraphPool) -> tuple[GraphPool, ReplayOrder]:
-        """Graphs with an order of their own, released together, over the memory of ``pool``."""
-        own = GraphPool(pool.handle, stream=pool.stream, backend=pool.backend.name)
-        order = ReplayOrder()
-        self._pools.append(own)
-        self._orders.append(order)
-        return own, order
-
-    def put(self, site: Site) -> None:
-        """Keep the graphs of a call at its place."""
-        self.sites[site.call.module][self._index[site.call]] = site
-
-    @property
-    def captured(self) -> list[Site]:
-        """The graphs of every call that has some."""
-        return [site for sites in self.sites.values() for site in sites if site is not None]
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a backward pass is still to come."""
-        return any(order.is_waiting for order in self._orders)
-
-    def begin(self) -> None:
-        """Begin a step: every backward pass that is still pending is void."""
-        for order in self._orders:
-            order.begin()
-
-    def enter(self, statistics: Statistics) -> None:
-        """Enter the graphs of each module in the statistics."""
-        for sites in self.sites.values():
-            found = [site for site in sites if site is not None]
-            if found:
-                enter(found, statistics, f"; {len(found)} calls" if len(found) > 1 else "")
-
-    def release(self, statistics: Statistics) -> None:
-        """Release every graph."""
-        for site in self.captured:
-            site.release(statistics)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Release what a failed attempt has captured."""
-        for pool in self._pools:
-            pool.close()
-
-
-def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
-    """Enter the graphs of one module in the statistics, and count their replays there.
-
-    Args:
-        sites: The graphs of its calls.
-        statistics: The statistics.
-        remark: Put behind the arguments in words.
-    """
-    call = sites[0].call
-    signature, _ = Signature.of(call.args, call.kwargs)
-    cost = CaptureCost(sum(site.cost.ms for site in sites))
-    for site in sites:
-        for pool, size in site.cost.added.items():
-            cost.added[pool] = cost.added.get(pool, 0) + size
-    graphs = [graph for site in sites for graph in site.graphs]
-    words = tensors_in_words(signature) + remark
-    record = statistics.captured(words, graphs, cost, scope=f"module {call.name}")
-    for site in sites:
-        site.record = record
 
 
 def pattern_of(calls: Sequence[ObservedCall], observation: Observation) -> Hashable:
@@ -285,7 +101,7 @@ def capture_calls(
     for call in calls:
         if call not in together:
             # Its backward, should it ever run, finds its activations whatever ran in between.
-            apart = GraphPool(stream=pool.stream, backend=pool.backend.name)
+            apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
     try:
@@ -320,7 +136,7 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
         CallRefused: it cannot be captured; no graph is left and everything is as before.
     """
     pool = means.pool
-    own = GraphPool(pool.handle, stream=pool.stream, backend=pool.backend.name)
+    own = pool.beside(pool.handle)
     capture = _Capture(call, replace(means, pool=own), ReplayOrder())
     try:
         capture.run("forward")

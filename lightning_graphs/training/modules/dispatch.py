@@ -14,15 +14,10 @@ from torch import nn
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, ReplayError, SignatureError
-from lightning_graphs.training.modules.capture import (
-    Baked,
-    CallRefused,
-    Means,
-    Site,
-    capture_alone,
-    enter,
-)
+from lightning_graphs.training.modules.capture import Means, capture_alone
+from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.observation import ObservedCall
+from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
 
@@ -39,6 +34,7 @@ class Stage:
         options: The callback's options.
         means: For captures of calls without autograd, which may be replayed in any order.
         statistics: Where decisions are counted and said.
+        checks: Compares new graphs with the modules' own code.
         stepping: A training step's own code is running, and no backward pass.
         stale: A parameter has moved: no graph may be right any longer.
         elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
@@ -49,6 +45,7 @@ class Stage:
     options: Options
     means: Means
     statistics: Statistics
+    checks: CallChecks
     stepping: bool = False
     stale: bool = False
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
@@ -161,15 +158,25 @@ class GraphedForward:
             try:
                 with baked.watched():
                     site = capture_alone(call, stage.means)
-            except CallRefused:
+                self._verify(site)
+            except (CallRefused, CallDiffers):
                 self._without_autograd.refuse(signature)
                 raise
-        except CaptureError as error:
+        except (CaptureError, CallDiffers) as error:
+            if isinstance(error, CallDiffers) and stage.options.on_failure == "raise":
+                raise
             stage.statistics.note(f"`{self._name}` runs eagerly without autograd: {error}")
             return None
         enter([site], stage.statistics, "; without autograd")
         self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))
         return site
+
+    def _verify(self, site: Site) -> None:
+        try:
+            self._stage.checks.check_site(site)
+        except BaseException:
+            site.release(self._stage.statistics)
+            raise
 
     def _release(self, plan: tuple[Site, Baked]) -> None:
         plan[0].release(self._stage.statistics)

@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.logs import QuickLog
+from lightning_graphs.training.modules.checking import Schedule
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -45,13 +47,15 @@ class ModuleRunner:
         self._calls = calls
         self._statistics = statistics
         self._warmup_left = warmup_steps
+        self._log = QuickLog(module)
         gradients = PersistentGradients()
+        schedule = Schedule(module, options)
         # First: it may refuse the options, and changes nothing.
-        self._graphs = ModuleGraphs(module, options, pool, gradients, statistics)
+        self._graphs = ModuleGraphs(module, options, pool, gradients, statistics, schedule)
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(
-                trainer, module, calls, options, pool, gradients, statistics
+                trainer, module, calls, options, pool, gradients, statistics, schedule
             )
 
     @property
@@ -78,7 +82,8 @@ class ModuleRunner:
         stage = self._graphs.stage
         stage.stepping = True
         try:
-            return self._calls.training_step(*args, **kwargs)
+            with self._log.installed():
+                return self._calls.training_step(*args, **kwargs)
         finally:
             stage.stepping = False
 

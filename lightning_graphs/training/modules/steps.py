@@ -5,26 +5,19 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.modules.capture import (
-    Baked,
-    CallRefused,
-    CapturedCalls,
-    Means,
-    Site,
-    capture_calls,
-    pattern_of,
-)
+from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
+from lightning_graphs.training.modules.checking import CallChecks, CallDiffers, Schedule
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import (
     Arguments,
@@ -32,12 +25,15 @@ from lightning_graphs.training.modules.dispatch import (
     Stage,
     original_forward,
 )
+from lightning_graphs.training.modules.kinds import Flags, StepKind, StepOfModules
 from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
+from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
 
 _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _SEARCH = 16
 """How many steps, for each sighting before a capture, are observed in search of another one."""
 
@@ -48,84 +44,6 @@ _SHORT_LIVED = 8
 """Graphs that were dropped after fewer steps than this were hardly worth their capture."""
 _DROPS_TOLERATED = 3
 """How often in a row such graphs are captured again."""
-
-
-class Flags(NamedTuple):
-    """What a step's graphs depend on beside its batch.
-
-    Attributes:
-        training: Train/eval flag of every module.
-        requires_grad: Of every parameter.
-        hooked: Which parameters have hooks; empty if none has.
-    """
-
-    training: tuple[bool, ...]
-    requires_grad: tuple[bool, ...]
-    hooked: tuple[bool, ...]
-
-
-class StepKind(NamedTuple):
-    """What is known of a step before it runs.
-
-    Attributes:
-        signature: Of its batch; None for batches that have none.
-        flags: The flags.
-    """
-
-    signature: Signature | None
-    flags: Flags
-
-    def change(self, to: StepKind) -> list[str]:
-        """What is different in another kind, for a person to read."""
-        lines: list[str] = []
-        if self.signature is not None and to.signature is not None:
-            lines = self.signature.diff(to.signature)
-        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
-        pairs = zip(names, self.flags, to.flags, strict=True)
-        return lines + [f"{name} changed" for name, before, after in pairs if before != after]
-
-
-class StepOfModules:
-    """The graphs for steps of one kind that make the same calls.
-
-    Args:
-        kind: The kind of step.
-        pattern: The calls.
-        captured: Their graphs.
-        baked: The attributes that are in the graphs.
-    """
-
-    def __init__(
-        self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked
-    ) -> None:
-        self.kind = kind
-        self.key = (kind, pattern, baked.values)
-        self.captured = captured
-        self.baked = baked
-        signature = kind.signature
-        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
-
-    @property
-    def is_current(self) -> bool:
-        """Whether every attribute that is in the graphs has its value of then."""
-        return self.baked.now() == self.baked.values
-
-    def change(self, to: StepOfModules) -> str:
-        """What is different in another step, for a person to read."""
-        lines = self.kind.change(to.kind)
-        known = dict(self.baked.values)
-        lines += [
-            f"{name}: {known[name]!r} -> {value!r}"
-            for name, value in to.baked.values
-            if name in known and known[name] != value
-        ]
-        return "; ".join(lines) or "a step calls its modules differently"
-
-    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
-        """Whether a step with these arguments is of this kind."""
-        if flags != self.kind.flags or not self.is_current:
-            return False
-        return self._call is None or self._call.match(args, {}) is not None
 
 
 @dataclass(slots=True)
@@ -152,6 +70,7 @@ class ModuleGraphs:
         pool: Whose memory, stream and backend the graphs use.
         gradients: Where the gradients of parameters go.
         statistics: Where decisions are counted.
+        schedule: Which steps are verified.
 
     Attributes:
         stage: What decides over the calls while a step runs.
@@ -164,10 +83,12 @@ class ModuleGraphs:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
+        schedule: Schedule,
     ) -> None:
-        apart = GraphPool(stream=pool.stream, backend=pool.backend.name)
+        apart = pool.beside()
         self._means = Means(module, pool, gradients.of, original_forward)
-        self.stage = Stage(options, replace(self._means, pool=apart), statistics)
+        self._checks = CallChecks(schedule)
+        self.stage = Stage(options, replace(self._means, pool=apart), statistics, self._checks)
         self._options = options
         self._device_type = pool.backend.device_type
         self._statistics = statistics
@@ -182,7 +103,8 @@ class ModuleGraphs:
         self._observed: tuple[StepKind, StepObserver] | None = None
         self._search: _Search | None = None
         self._complete: set[StepKind] = set()
-        self._rare: list[StepKind] = []
+        self._rare = 0
+        self._rare_before: StepKind | None = None
         self._drops = 0
         self._dropped_at = 0
 
@@ -209,17 +131,21 @@ class ModuleGraphs:
         Raises:
             CaptureError: nothing of the step that was observed can be captured, and
                 ``on_failure="raise"``.
+            VerificationError: graphs compute something else than their modules, and likewise.
         """
-        stage = self.stage
+        stage, new = self.stage, None
         if self._observed is not None:
-            self._look_back()
+            new = self._look_back()
         elif stage.missed:
             self._go_searching()
         if stage.stale:
-            self._forget("a parameter or buffer of a graphed module has changed its memory")
+            self._forget(_MOVED)
         step = self._step_of(args)
         if step is not None and any(step.captured.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
+            step = self._step_of(args)
+        is_due = self._checks.is_due and step is not new
+        if step is not None and is_due and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
         if step is None:
@@ -261,7 +187,7 @@ class ModuleGraphs:
         if self._drops > _DROPS_TOLERATED:
             return None
         if self._cache.is_due((kind, self._read(kind))):
-            self._rare.clear()
+            self._rare = 0
             self._observe(kind)
         else:
             self._note_rare(kind)
@@ -269,15 +195,14 @@ class ModuleGraphs:
 
     def _note_rare(self, kind: StepKind) -> None:
         """Say so once when steps come and go and none is ever captured."""
-        rare = self._rare
-        rare.append(kind)
-        if len(rare) == _RARE * self._options.max_graphs:
-            change = "; ".join(rare[-2].change(rare[-1])) or "by an attribute that graphs contain"
+        self._rare += 1
+        before, self._rare_before = self._rare_before, kind
+        if self._rare == _RARE * self._options.max_graphs and before is not None:
+            change = "; ".join(before.change(kind)) or "by an attribute that graphs contain"
             self._statistics.note(
                 "steps run eagerly: for a long time none came back often enough for graphs. "
                 f"The last two differ: {change}"
             )
-            rare.clear()
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
@@ -320,8 +245,8 @@ class ModuleGraphs:
             self._observed[1].remove()
             self._observed = None
 
-    def _look_back(self) -> None:
-        """Capture what the last step has shown."""
+    def _look_back(self) -> StepOfModules | None:
+        """Capture what the last step has shown, if it is worth it and can be."""
         assert self._observed is not None
         kind, observer = self._observed
         self._stop_observing()
@@ -334,29 +259,33 @@ class ModuleGraphs:
                 search.left -= 1
                 if search.left == 0:
                     self._give_up(search)
-                return
+                return None
             self._search = None
-        self._capture(kind, calls, observation)
+        return self._capture(kind, calls, observation)
 
     def _is_known(self, key: tuple[Hashable, Hashable]) -> bool:
         return any(step.key[:2] == key and step.is_current for step in self._cache.plans())
 
-    def _capture(self, kind: StepKind, calls: list[ObservedCall], observation: Observation) -> None:
+    def _capture(
+        self, kind: StepKind, calls: list[ObservedCall], observation: Observation
+    ) -> StepOfModules | None:
         captured = None
         baked = Baked(self._means.root)
         while calls and captured is None:
             try:
                 with baked.watched():
-                    captured = capture_calls(calls, observation, self._means)
-            except CallRefused as error:
-                if self._options.on_failure == "raise" and self._options.modules:
+                    found = capture_calls(calls, observation, self._means)
+                captured = self._verified(found)
+            except (CallRefused, CallDiffers) as error:
+                is_named = bool(self._options.modules) or isinstance(error, CallDiffers)
+                if self._options.on_failure == "raise" and is_named:
                     raise
                 calls = self._choice.without(error.call, calls, observation)
                 self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
         if captured is None:
             self._cache.refuse((kind, self._read(kind)))
             self._refused()
-            return
+            return None
         before = self._last
         step = StepOfModules(kind, pattern_of(calls, observation), captured, baked)
         captured.enter(self._statistics)
@@ -370,6 +299,31 @@ class ModuleGraphs:
             self._statistics.recaptured(f"captured other graphs, because {change}", change)
         self._cache.add(step.key, step)
         self._last = step
+        return step
+
+    def _verified(self, captured: CapturedCalls) -> CapturedCalls:
+        try:
+            self._checks.check(captured)
+        except BaseException:
+            captured.release(self._statistics)
+            raise
+        return captured
+
+    def _is_wrong(self, step: StepOfModules) -> bool:
+        """Whether graphs that were right compute something else by now: then they are dropped."""
+        try:
+            self._checks.check(step.captured, again=True)
+        except CallDiffers as error:
+            if self._options.on_failure == "raise":
+                raise
+            self._choice.without(error.call, (), Observation())
+            self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
+            self._forget(f"`{error.call.name}` is no longer graphed")
+            return True
+        except ReplayError:
+            self._forget(_MOVED)
+            return True
+        return False
 
     def _refused(self) -> None:
         if self._options.on_failure == "raise":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.torch_private import has_step_hooks
-from lightning_graphs.errors import GraphError
+from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
+from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
@@ -33,6 +34,7 @@ from lightning_graphs.training.live_numbers import (
     NumbersFrozenError,
     cycles_momentum,
 )
+from lightning_graphs.training.modules.checking import Schedule, UpdateChecks
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
@@ -68,6 +70,7 @@ class CapturedUpdate:
         pool: Captures and owns the graphs.
         gradients: Where captured modules write the gradients of their parameters.
         statistics: Where it is said why the step runs eagerly.
+        schedule: Which steps are verified.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class CapturedUpdate:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
+        schedule: Schedule,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
         self.capturable: CapturableOptimizer | None = None
@@ -88,6 +92,8 @@ class CapturedUpdate:
         self._pool = pool
         self._gradients = gradients
         self._statistics = statistics
+        self._schedule = schedule
+        self._raises = options.on_failure == "raise"
         self._observers = Observers.of(trainer, module)
         self._moves = Moves(expected=cycles_momentum(trainer))
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
@@ -110,6 +116,8 @@ class CapturedUpdate:
         )
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
+        self._addresses = [p.data_ptr() for p in self._parameters]
+        self._indices = list(range(len(self._parameters)))
         self._body = StepBody(
             self._trainer,
             self._module,
@@ -117,6 +125,9 @@ class CapturedUpdate:
             self.optimizer,
             self.capturable,
             self._observers,
+        )
+        self._checks = UpdateChecks(
+            self._schedule, self._trainer, self._body, self.optimizer, self.capturable
         )
 
     def step(self) -> bool:
@@ -137,15 +148,22 @@ class CapturedUpdate:
                 return True
         else:
             announce_optimizer_step(self._trainer, self._module, self.optimizer)
-        plan.gradients.adopt()
         self._moves.replayed()
-        self.capturable.refresh(plan.numbers)
-        plan.graph.replay()
+        self._replay(self.capturable, plan)
         return True
+
+    @staticmethod
+    def _replay(capturable: CapturableOptimizer, plan: UpdatePlan) -> None:
+        plan.gradients.adopt()
+        capturable.refresh(plan.numbers)
+        plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
         if capturable.replaced():
             self._rebind("the optimizer's state or parameter groups were replaced")
+            return None
+        if not same_pointers(self._parameters, self._addresses, self._indices):
+            self._rebind("a parameter has moved")
             return None
         if has_step_hooks(self.optimizer):
             self._rebind("a step hook was registered on the optimizer")
@@ -162,17 +180,24 @@ class CapturedUpdate:
             tuple([p.grad is not None for p in self._parameters]),
         )
         plan = self._cache.get(key)
-        if plan is None and self._cache.is_due(key):
-            try:
+        is_new = plan is None
+        if is_new and not self._cache.is_due(key):
+            return None
+        try:
+            if plan is None:
                 plan = self._captured(capturable)
-            except NumbersFrozenError as error:
-                self._rebind(self._moves.frozen(error))
-                return None
-            except GraphError as error:
-                self._cache.refuse(key)
-                self._statistics.note(f"the optimizer step runs eagerly: {error}")
-                return None
-            self._cache.add(key, plan)
+                self._cache.add(key, plan)
+            if is_new or self._checks.is_due:
+                self._checks.check(partial(self._replay, capturable, plan))
+        except NumbersFrozenError as error:
+            self._rebind(self._moves.frozen(error))
+            return None
+        except GraphError as error:
+            if self._raises and isinstance(error, VerificationError):
+                raise
+            self._cache.refuse(key)
+            self._statistics.note(f"the optimizer step runs eagerly: {error}")
+            return None
         return plan
 
     def _captured(self, capturable: CapturableOptimizer) -> UpdatePlan:
@@ -187,7 +212,7 @@ class CapturedUpdate:
             rates = capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self.optimizer, rates))
             gradients.attach()
-            captured = stack.enter_context(self._pool.capture(keep_graph=live is not None))
+            captured = stack.enter_context(self._pool.capture())
             self._body.update(updating=nullcontext if live is None else live.marked)
         try:
             numbers = live.find(captured) if live is not None else None

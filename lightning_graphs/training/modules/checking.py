@@ -1,0 +1,388 @@
+"""Captured calls and optimizer steps against the eager ones, before training relies on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.signature import Signature
+from lightning_graphs.core.torch_private import without_hooks
+from lightning_graphs.core.tree import flatten, substitute
+from lightning_graphs.errors import VerificationError
+from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory, tolerance_of
+from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.differences import Result, Tolerance
+from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.modules.observation import ObservedCall, as_observed
+from lightning_graphs.training.modules.sites import CapturedCalls, Site
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.python_state import Attributes, Generators
+from lightning_graphs.training.state import StepState
+
+
+class CallDiffers(VerificationError):
+    """The graphs of one call compute something else than the call itself.
+
+    Attributes:
+        call: The call.
+    """
+
+    def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
+        super().__init__(rule, observed, remedy)
+        self.call = call
+
+
+class Schedule:
+    """Which steps are verified, and what could not be; one for all checks of a fit.
+
+    Args:
+        root: The user's module, attached to its trainer.
+        options: The callback's options.
+    """
+
+    def __init__(self, root: LightningModule, options: Options) -> None:
+        self.root = root
+        self.is_on = options.verify != "off"
+        self._every = options.verify if isinstance(options.verify, int) else 0
+        self._said = False
+
+    @property
+    def where(self) -> str:
+        """The present step, in words."""
+        return f"at step {self.root.global_step}"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether graphs that were verified before are verified again in this step."""
+        return self._every > 0 and self.root.global_step % self._every == 0
+
+    def say(self, line: str) -> None:
+        """Warn, once in a fit, that a check was smaller than it should be."""
+        if not self._said:
+            self._said = True
+            rank_zero_warn(f"GraphCapture: {line}")
+
+
+class CallChecks:
+    """Runs captured calls both ways from one state, and compares.
+
+    For each call the module's own forward and its backward run on arguments that the call has had,
+    and then its graphs, with the same random gradients of the outputs. Outputs, buffers and all
+    gradients are compared. Hooks on parameters do not run. Afterwards parameters, buffers,
+    gradients, random generators and attributes are as before; no backward pass is pending.
+
+    Args:
+        schedule: Which steps are verified.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the graphs of this step are to be verified once more."""
+        return self._schedule.is_due
+
+    def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
+        """Verify the graphs of a step, while none of its backward passes is pending.
+
+        A call of whose outputs somebody still holds the memory is left out, as by training.
+
+        Args:
+            captured: The graphs.
+            again: They have been replayed: arguments are the latest ones, not the observed ones.
+
+        Raises:
+            CallDiffers: names the first tensor that differs.
+            ReplayError: a parameter or buffer has moved since the capture.
+        """
+        try:
+            for site in captured.captured:
+                captured.begin()
+                self.check_site(site, again=again)
+        finally:
+            captured.begin()
+
+    def check_site(self, site: Site, *, again: bool = False) -> None:
+        """Verify the graphs of one call; see :meth:`check`."""
+        if not self._schedule.is_on:
+            return
+        missing = self._compared(site, whole=True, again=again)
+        if missing and self._compared(site, whole=False, again=again):
+            self._schedule.say(f"a captured module was not verified: {missing}")
+        elif missing:
+            self._schedule.say(
+                f"of a captured module only the forward pass was verified: {missing}"
+            )
+
+    def _compared(self, site: Site, *, whole: bool, again: bool) -> str:
+        """Compare, if memory allows; why it does not, or nothing."""
+        call = site.call
+        run = _CallRun(self._schedule.root, site, whole=whole, again=again)
+        device = run.device
+        if whole and (missing := missing_memory(device, run.nbytes)):
+            return missing
+        agreement = Agreement(
+            Tolerance(device.type, call.autocast), device, self._schedule.where, self._schedule.say
+        )
+        try:
+            with run.kept():
+                agreement.require(BothWays(run.eager, run.replayed, run.restore))
+        except torch.OutOfMemoryError as error:
+            return str(error).partition("\n")[0]
+        except VerificationError as error:
+            raise CallDiffers(call, error.rule, error.observed, error.remedy) from error
+        return ""
+
+
+class _CallRun:
+    """One captured call with its arguments, and the state that it changes.
+
+    Args:
+        root: The user's module.
+        site: The graphs of the call.
+        whole: With its backward pass; otherwise only buffers are kept, not parameters.
+        again: The arguments are those of the latest replay.
+    """
+
+    def __init__(self, root: LightningModule, site: Site, *, whole: bool, again: bool) -> None:
+        self._root = root
+        self._site = site
+        call = site.call
+        signature, tensors = Signature.of(call.args, call.kwargs)
+        self._names = signature.tensor_names
+        self._samples = site.graphed._inputs.tensors if again else tensors
+        self._backward = site.graphed.backward_pass if whole else None
+        self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
+        self._parameters = self._differentiable() if whole else []
+        self._gradients = [p.grad for p in self._parameters]
+        self._state = [
+            *(call.module.parameters() if whole else ()),
+            *(buffer for _, buffer in self._buffers),
+            *(g for g in self._gradients if g is not None and g.layout is torch.strided),
+        ]
+        self._snapshot: StateSnapshot | None = None
+        self._generators: list[Tensor] = []
+        self._attributes = Attributes(call.module)
+        self._python = Generators(root)
+
+    def _differentiable(self) -> list[Tensor]:
+        """The parameters that the call gives a gradient, those outside of the module among them."""
+        call, backward = self._site.call, self._backward
+        found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
+        if backward is not None:
+            direct = backward.direct
+            found |= dict.fromkeys(backward.parameters if direct is None else direct._parameters)
+        return [p for p in found if p not in call.frozen]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the call runs."""
+        return self._root.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a copy of state and arguments."""
+        storages = [t.untyped_storage() for t in (*self._state, *self._samples)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Copy the state; put it back at the end, whatever happened."""
+        self._snapshot = StateSnapshot(self._state)
+        self._generators = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            self._generators.append(torch.cuda.get_rng_state(self.device))
+        self._without_gradients()
+        try:
+            yield
+        finally:
+            self.restore()
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+                parameter.grad = gradient
+            self._snapshot = None
+
+    def restore(self) -> None:
+        """Put the state back, with no parameter having a gradient."""
+        assert self._snapshot is not None
+        self._snapshot.restore()
+        self._without_gradients()
+        self._attributes.restore()
+        self._python.restore()
+        torch.set_rng_state(self._generators[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(self._generators[1], self.device)
+
+    def _without_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # ------------------------------------------------------------------ the two ways
+
+    def eager(self) -> list[Result]:
+        """Run the module's own forward, and its backward pass."""
+        return self._run(self._site.graphed.original, direct=False)
+
+    def replayed(self) -> list[Result]:
+        """Replay the graphs of both."""
+        backward = self._backward
+        direct = backward is not None and backward.direct is not None
+        return self._run(self._site.graphed, direct=direct)
+
+    def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
+        call = self._site.call
+        device_type = self.device.type
+        # Copies: what reads or writes them past torch must not reach the samples.
+        tensors = StaticInputs(self._samples).tensors
+        args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
+        with torch.inference_mode(False), as_observed(call), without_hooks(self._parameters):
+            with torch.autocast(
+                device_type,
+                dtype=call.autocast,
+                enabled=call.autocast is not None,
+                cache_enabled=False,
+            ):
+                returned = forward(*args, **kwargs)
+            leaves: list[tuple[str, Any]] = []
+            flatten(returned, "output", leaves)
+            outputs = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+            with torch.autocast(device_type, enabled=False):
+                gradients = self._pull_back(outputs, tensors, direct=direct)
+        module = f"of `{call.name}`"
+        found = [
+            Result(f"{name} {module}", leaf.detach())
+            if isinstance(leaf, Tensor)
+            else Result(f"{name} = {leaf!r} {module}", torch.empty(0))
+            for name, leaf in leaves
+        ]
+        found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
+        return found + gradients
+
+    def _pull_back(
+        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], *, direct: bool
+    ) -> list[Result]:
+        """The gradients of arguments and parameters, for random ones of the outputs."""
+        outputs = [output for output in outputs if output.requires_grad]
+        named = self._named(arguments)
+        if self._backward is None or not outputs or not named:
+            return []
+        generator = torch.Generator(self.device).manual_seed(0)
+        given = [
+            torch.empty_like(o).normal_(std=max(o.numel(), 1) ** -0.5, generator=generator)
+            for o in outputs
+        ]
+        gradients: Sequence[Tensor | None]
+        if direct:
+            torch.autograd.backward(outputs, given)
+            gradients = [tensor.grad for _, tensor in named]
+        else:  # it runs no accumulation of gradients, to which a reducer's hooks are tied
+            wanted = [tensor for _, tensor in named]
+            gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        return [
+            Result(f"the gradient of {name}", gradient, is_gradient=True)
+            for (name, _), gradient in zip(named, gradients, strict=True)
+            if gradient is not None
+        ]
+
+    def _named(self, arguments: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """Everything that may have a gradient, each tensor once."""
+        names = {id(p): f"`{name}`" for name, p in self._root.named_parameters()}
+        module = self._site.call.name
+        found: dict[int, tuple[str, Tensor]] = {}
+        for name, tensor in zip(self._names, arguments, strict=True):
+            if tensor.requires_grad:
+                found.setdefault(id(tensor), (f"{name} of `{module}`", tensor))
+        for i, parameter in enumerate(self._parameters):
+            known = names.get(id(parameter), f"parameter {i} of `{module}`")
+            found[id(parameter)] = known, parameter
+        return list(found.values())
+
+
+class UpdateChecks:
+    """Takes a captured optimizer step both ways from one state, and compares.
+
+    Args:
+        schedule: Which steps are verified.
+        trainer: The trainer.
+        body: What the step computes.
+        optimizer: The trainer's optimizer.
+        capturable: Keeps it capturable.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        trainer: Trainer,
+        body: StepBody,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer,
+    ) -> None:
+        self._schedule = schedule
+        self._trainer = trainer
+        self._body = body
+        self._optimizer = optimizer
+        self._capturable = capturable
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this step is to be verified once more."""
+        return self._schedule.is_due
+
+    def check(self, replay: Callable[[], None]) -> None:
+        """Verify a captured step on the gradients that there are.
+
+        Gradients, parameters, the optimizer's state and the loss scale are compared, and are
+        afterwards as before.
+
+        Args:
+            replay: Takes the captured step.
+
+        Raises:
+            VerificationError: names the first tensor that differs.
+        """
+        if not self._schedule.is_on:
+            return
+        root, say = self._schedule.root, self._schedule.say
+        state = StepState(self._trainer, root, self._optimizer)
+        if missing := missing_memory(root.device, state.nbytes):
+            say(f"the captured optimizer step was not verified: {missing}")
+            return
+
+        attributes, python = Attributes(root), Generators(root)
+
+        def restore() -> None:
+            state.restore()
+            attributes.restore()
+            python.restore()
+
+        def eager() -> list[Result]:
+            # Kernels round a rate on the device otherwise.
+            rates = self._capturable.live_rates()
+            with rates_exchanged(self._trainer, self._optimizer, rates):
+                self._body.update()
+            return state.results(None)
+
+        def replayed() -> list[Result]:
+            replay()
+            return state.results(None)
+
+        agreement = Agreement(tolerance_of(self._trainer), root.device, self._schedule.where, say)
+        try:
+            with state.kept():
+                try:
+                    agreement.require(BothWays(eager, replayed, restore, state.moved))
+                finally:
+                    attributes.restore()
+                    python.restore()
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+            say(f"the captured optimizer step was not verified: {reason}")

@@ -1,0 +1,87 @@
+"""What a step of graphed submodules depends on, and the graphs of one such step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.training.modules.sites import Baked, CapturedCalls
+
+
+class Flags(NamedTuple):
+    """What a step's graphs depend on beside its batch.
+
+    Attributes:
+        training: Train/eval flag of every module.
+        requires_grad: Of every parameter.
+        hooked: Which parameters have hooks; empty if none has.
+    """
+
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    hooked: tuple[bool, ...]
+
+
+class StepKind(NamedTuple):
+    """What is known of a step before it runs.
+
+    Attributes:
+        signature: Of its batch; None for batches that have none.
+        flags: The flags.
+    """
+
+    signature: Signature | None
+    flags: Flags
+
+    def change(self, to: StepKind) -> list[str]:
+        """What is different in another kind, for a person to read."""
+        lines: list[str] = []
+        if self.signature is not None and to.signature is not None:
+            lines = self.signature.diff(to.signature)
+        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
+        pairs = zip(names, self.flags, to.flags, strict=True)
+        return lines + [f"{name} changed" for name, before, after in pairs if before != after]
+
+
+class StepOfModules:
+    """The graphs for steps of one kind that make the same calls.
+
+    Args:
+        kind: The kind of step.
+        pattern: The calls.
+        captured: Their graphs.
+        baked: The attributes that are in the graphs.
+    """
+
+    def __init__(
+        self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked
+    ) -> None:
+        self.kind = kind
+        self.key = (kind, pattern, baked.values)
+        self.captured = captured
+        self.baked = baked
+        signature = kind.signature
+        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether every attribute that is in the graphs has its value of then."""
+        return self.baked.now() == self.baked.values
+
+    def change(self, to: StepOfModules) -> str:
+        """What is different in another step, for a person to read."""
+        lines = self.kind.change(to.kind)
+        known = dict(self.baked.values)
+        lines += [
+            f"{name}: {known[name]!r} -> {value!r}"
+            for name, value in to.baked.values
+            if name in known and known[name] != value
+        ]
+        return "; ".join(lines) or "a step calls its modules differently"
+
+    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
+        """Whether a step with these arguments is of this kind."""
+        if flags != self.kind.flags or not self.is_current:
+            return False
+        return self._call is None or self._call.match(args, {}) is not None
