@@ -137,28 +137,6 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
     release(device, pool)
 
 
-@contextlib.contextmanager
-def allocating_in(device: int, pool: tuple[int, int]) -> Iterator[None]:
-    """Let all allocations on a device come from the memory pool of a graph that is not running.
-
-    Nothing that is allocated so may be read after the graph's next replay. torch's public way,
-    ``torch.cuda.use_mem_pool``, cannot take the pool of a graph. Where torch lacks the private one,
-    memory comes from where it always does.
-    """
-    begin = getattr(torch._C, "_cuda_beginAllocateToPool", None)
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    release = getattr(torch._C, "_cuda_releasePool", None)
-    if begin is None or end is None or release is None:
-        yield
-        return
-    begin(device, pool)
-    try:
-        yield
-    finally:
-        end(device, pool)
-        release(device, pool)
-
-
 def will_execute(node: Node) -> bool:
     """Whether the backward pass that is running on this thread goes through ``node``.
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.fingerprints import Fingerprint, Fingerprinter
-from lightning_graphs.core.torch_private import allocating_in
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.body import StepBody
@@ -108,7 +107,7 @@ class Verification:
             finally:
                 plan.inputs.copy_in(self._tensors(plan, args))
                 if self._device.type == "cuda":
-                    torch.cuda.empty_cache()  # of the copy of the state
+                    torch.cuda.empty_cache()  # of the eager step and the copy of the state
         self._leave_proof(plan, args, missing)
 
     # ------------------------------------------------------------------ everything
@@ -207,7 +206,7 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
-        with self._surroundings(recorder), self._memory_of(plan):
+        with self._surroundings(recorder):
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())
@@ -223,15 +222,6 @@ class Verification:
             graph.replay()
         plan.attach()
         return state.results(plan.outputs.hand_out())
-
-    def _memory_of(self, plan: StepPlan) -> contextlib.AbstractContextManager[None]:
-        """The graph's own memory, which is of no use between two replays: there is no need of more.
-
-        What an eager run leaves in it is looked at before the next replay.
-        """
-        if self._device.type != "cuda":
-            return contextlib.nullcontext()
-        return allocating_in(torch.cuda.current_device(), plan.forward.pool())
 
     @contextlib.contextmanager
     def _surroundings(self, recorder: LogRecorder) -> Iterator[None]:
