@@ -43,6 +43,6 @@ endif
 ifneq ($(strip $(VENV)),)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev,examples,report]"
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev,docs,examples,report]"
 	touch $@
 endif

@@ -18,6 +18,7 @@ Runs on a GPU where there is one; without, the rehearsal on the CPU shows the ho
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -46,12 +47,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_graphs import GraphCapture
 
 MIB = 2**20
-SAMPLES = 20  # of memory, in the course of a fit
-SHAPES = 12  # different ones, of which a third has a graph at a time
-GRAPHS = 4
+SAMPLES = 10  # of memory, in the course of a fit
+SHAPES = 6  # different ones, of which half have a graph at a time
+GRAPHS = 3
 VISIT = 4  # steps with one shape: two sightings, the capture, a replay
-CHECKPOINT_EVERY = 10
-STEPS_PER_KILL = 50
+CHECKPOINT_EVERY = 5
+STEPS_PER_KILL = 25
 # Growth in MiB. The allocators of C and of the driver keep pages, Python's own memory may not grow.
 LIMITS = {"resident memory": 32.0, "Python's memory": 1.0, "GPU memory": 1.0, "GPU pages": 32.0}
 Shape = Callable[[int], int]
@@ -113,6 +114,8 @@ class Memory(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step % self._every == 0:
+            if not tracemalloc.is_tracing():
+                tracemalloc.start()  # later than what the first capture imports
             self.samples.append(memory())
 
     def growth(self) -> dict[str, float]:
@@ -122,7 +125,8 @@ class Memory(Callback):
 
 
 def memory() -> dict[str, float]:
-    """MiB in use now: by the process, by Python's objects, on the device."""
+    """MiB in use now: by the process, by Python's objects, on the device; garbage is no use."""
+    gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {
         "resident memory": pages * os.sysconf("SC_PAGE_SIZE") / MIB,
@@ -145,14 +149,14 @@ class Ledger(Callback):
     """
 
     def __init__(self, path: Path, killed_at: int = -1) -> None:
-        self._path = path
+        self.path = path
         self._killed_at = killed_at
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         torch.manual_seed(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        with self._path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(f"{trainer.global_step} {float(outputs['loss']).hex()}\n")
         if trainer.global_step == self._killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -194,7 +198,7 @@ def fit(
         callbacks=[*callbacks, graphs],
     )
     loader = DataLoader(Batches(shape, start, steps), batch_size=None, pin_memory=gpu)
-    trainer.fit(Classifier(), loader, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(Classifier(), loader, ckpt_path=checkpoint)
     assert trainer.global_step == steps
     return graphs
 
@@ -205,7 +209,6 @@ def fit(
 def soaked(name: str, scope: str, shape: Shape, steps: int, every: int) -> Iterator[Row]:
     """Rows about the memory of one long fit."""
     looks = Memory(every)
-    tracemalloc.start()
     begun = time.perf_counter()
     done = fit(scope, shape, steps, [looks]).statistics
     took = time.perf_counter() - begun
@@ -290,7 +293,7 @@ def be_quiet() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--replays", type=int, default=20_000)
-    parser.add_argument("--shapes", type=int, default=300, help="shape changes, 36 at least")
+    parser.add_argument("--shapes", type=int, default=300, help="shape changes, 18 at least")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, help="of the steps at which processes are killed")
     parser.add_argument("--json", type=Path, help="write environment and rows to this file")

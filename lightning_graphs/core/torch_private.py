@@ -87,6 +87,18 @@ def is_compiled(module: nn.Module) -> bool:
     return optimized or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def makes_own_graphs(compiled: object) -> bool:
+    """Whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
+
+    Only the private configuration of the compiled module or function tells. Where torch has
+    another the answer is no, and the capture fails with torch's own message.
+    """
+    cells = getattr(compiled, "__closure__", None) or ()
+    owners = [getattr(compiled, "dynamo_ctx", None), *(cell.cell_contents for cell in cells)]
+    configs = [getattr(owner, "compiler_config", None) for owner in owners]
+    return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
+
+
 def current_autograd_node() -> Node | None:
     """The autograd node whose backward is running on this thread.
 

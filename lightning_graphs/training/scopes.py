@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.compiled import REMEDY, with_own_graphs
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, calls_of
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -101,6 +102,9 @@ def runner_for(fit: Fit) -> Runner:
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
     """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
+    owner = next(with_own_graphs(module), None)
+    if owner is not None:
+        return f"`{owner}` is compiled to CUDA graphs of its own, which no graph can hold; {REMEDY}"
     if not module.automatic_optimization:
         return "the module optimizes manually, and scope='step' needs automatic optimization"
     if len(trainer.optimizers) != 1:

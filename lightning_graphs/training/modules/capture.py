@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.backend import PoolHandle
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.gradients import GradientBuffers
@@ -34,7 +33,7 @@ from lightning_graphs.training.python_state import (
     Attributes,
     Generators,
 )
-from lightning_graphs.training.statistics import CaptureCost
+from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
 OriginalForward = Callable[[nn.Module], Callable[..., Any]]
@@ -105,14 +104,15 @@ def capture_calls(
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
     try:
-        for memory, passes in groups:
-            own, order = captured.group(memory)
-            for call in dict.fromkeys(call for call, _ in passes):
-                captures[call] = _Capture(call, replace(means, pool=own), order)
-            for call, direction in passes:
-                if direction == "forward":
-                    captures[call].read_in_place(captures)
-                captures[call].run(direction)
+        with capture_cost(pool.backend) as cost:
+            for memory, passes in groups:
+                own, order = captured.group(memory)
+                for call in dict.fromkeys(call for call, _ in passes):
+                    captures[call] = _Capture(call, replace(means, pool=own), order)
+                for call, direction in passes:
+                    if direction == "forward":
+                        captures[call].read_in_place(captures)
+                    captures[call].run(direction)
     except BaseException:
         for capture in captures.values():
             capture.passes.abandon()
@@ -120,6 +120,9 @@ def capture_calls(
         raise
     for capture in captures.values():
         captured.put(capture.finish())
+    # All of them share the memory, whose size takes long to read: the first one stands for it.
+    for capture in list(captures.values())[:1]:
+        capture.cost.added.update(cost.added)
     for capture in captures.values():
         capture.passes.outputs.settle()
     return captured
@@ -139,12 +142,14 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
     own = pool.beside(pool.handle)
     capture = _Capture(call, replace(means, pool=own), ReplayOrder())
     try:
-        capture.run("forward")
-        capture.run("backward")
+        with capture_cost(pool.backend) as cost:
+            capture.run("forward")
+            capture.run("backward")
     except BaseException:
         capture.passes.abandon()
         own.close()
         raise
+    capture.cost.added.update(cost.added)
     return capture.finish()
 
 
@@ -159,7 +164,7 @@ class _Capture:
         self._call = call
         self._root = means.root
         self.pool = pool = means.pool
-        self._cost = CaptureCost()
+        self.cost = CaptureCost()
         hooked = any(gradient_hooks(p) or accumulation_hooks(p) for p in call.module.parameters())
 
         def prepare() -> CallableCapture:
@@ -186,7 +191,7 @@ class _Capture:
 
         started = perf_counter()
         self.passes = self._explained(prepare)
-        self._cost.ms = (perf_counter() - started) * 1e3
+        self.cost.ms = (perf_counter() - started) * 1e3
 
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
         """Copy no argument that is the output of a graph of the same pool."""
@@ -203,17 +208,11 @@ class _Capture:
     def run(self, direction: Direction) -> None:
         """Capture one pass."""
         passes = self.passes
-        started, reserved = perf_counter(), self._reserved()
+        started = perf_counter()
         self._explained(
             passes.capture_forward if direction == "forward" else passes.capture_backward
         )
-        self._cost.ms += (perf_counter() - started) * 1e3
-        added: dict[PoolHandle, int] = self._cost.added
-        added[self.pool.handle] = added.get(self.pool.handle, 0) + self._reserved() - reserved
-
-    def _reserved(self) -> int:
-        # While a capture runs, its pool alone grows; reading every pool's size takes far longer.
-        return torch.cuda.memory_reserved() if self.pool.backend.name == "cuda" else 0
+        self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
@@ -221,7 +220,7 @@ class _Capture:
             graphed = self.passes.finish()
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(self._call, graphed, self._cost, parameters, required)
+        return Site(self._call, graphed, self.cost, parameters, required)
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""

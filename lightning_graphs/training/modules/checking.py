@@ -16,7 +16,7 @@ from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import without_hooks
 from lightning_graphs.core.tree import flatten, substitute
-from lightning_graphs.errors import VerificationError
+from lightning_graphs.errors import GraphError, ReplayError, VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory, tolerance_of
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.differences import Result, Tolerance
@@ -27,6 +27,8 @@ from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.python_state import Attributes, Generators
 from lightning_graphs.training.state import StepState
+
+_UPDATE_UNVERIFIED = "the captured optimizer step was not verified"
 
 
 class CallDiffers(VerificationError):
@@ -53,7 +55,7 @@ class Schedule:
         self.root = root
         self.is_on = options.verify != "off"
         self._every = options.verify if isinstance(options.verify, int) else 0
-        self._said = False
+        self._said: set[str] = set()
 
     @property
     def where(self) -> str:
@@ -65,11 +67,11 @@ class Schedule:
         """Whether graphs that were verified before are verified again in this step."""
         return self._every > 0 and self.root.global_step % self._every == 0
 
-    def say(self, line: str) -> None:
-        """Warn, once in a fit, that a check was smaller than it should be."""
-        if not self._said:
-            self._said = True
-            rank_zero_warn(f"GraphCapture: {line}")
+    def say(self, line: str, reason: str = "") -> None:
+        """Warn, once in a fit for each line, that a check was smaller than it should be."""
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_warn(f"GraphCapture: {line}{reason and f': {reason}'}")
 
 
 class CallChecks:
@@ -78,7 +80,7 @@ class CallChecks:
     For each call the module's own forward and its backward run on arguments that the call has had,
     and then its graphs, with the same random gradients of the outputs. Outputs, buffers and all
     gradients are compared. Hooks on parameters do not run. Afterwards parameters, buffers,
-    gradients, random generators and attributes are as before; no backward pass is pending.
+    gradients, random generators and attributes are as before.
 
     Args:
         schedule: Which steps are verified.
@@ -93,7 +95,7 @@ class CallChecks:
         return self._schedule.is_due
 
     def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
-        """Verify the graphs of a step, while none of its backward passes is pending.
+        """Verify the graphs of a step before it begins.
 
         A call of whose outputs somebody still holds the memory is left out, as by training.
 
@@ -103,14 +105,11 @@ class CallChecks:
 
         Raises:
             CallDiffers: names the first tensor that differs.
-            ReplayError: a parameter or buffer has moved since the capture.
+            ReplayError: a parameter or buffer has moved since the first check.
         """
-        try:
-            for site in captured.captured:
-                captured.begin()
-                self.check_site(site, again=again)
-        finally:
+        for site in captured.captured:
             captured.begin()
+            self.check_site(site, again=again)
 
     def check_site(self, site: Site, *, again: bool = False) -> None:
         """Verify the graphs of one call; see :meth:`check`."""
@@ -118,11 +117,10 @@ class CallChecks:
             return
         missing = self._compared(site, whole=True, again=again)
         if missing and self._compared(site, whole=False, again=again):
-            self._schedule.say(f"a captured module was not verified: {missing}")
+            self._schedule.say("a captured module was not verified", missing)
         elif missing:
-            self._schedule.say(
-                f"of a captured module only the forward pass was verified: {missing}"
-            )
+            line = "of a captured module only the forward pass was verified"
+            self._schedule.say(line, missing)
 
     def _compared(self, site: Site, *, whole: bool, again: bool) -> str:
         """Compare, if memory allows; why it does not, or nothing."""
@@ -139,7 +137,9 @@ class CallChecks:
                 agreement.require(BothWays(run.eager, run.replayed, run.restore))
         except torch.OutOfMemoryError as error:
             return str(error).partition("\n")[0]
-        except VerificationError as error:
+        except GraphError as error:
+            if again and isinstance(error, ReplayError):
+                raise
             raise CallDiffers(call, error.rule, error.observed, error.remedy) from error
         return ""
 
@@ -354,7 +354,7 @@ class UpdateChecks:
         root, say = self._schedule.root, self._schedule.say
         state = StepState(self._trainer, root, self._optimizer)
         if missing := missing_memory(root.device, state.nbytes):
-            say(f"the captured optimizer step was not verified: {missing}")
+            say(_UPDATE_UNVERIFIED, missing)
             return
 
         attributes, python = Attributes(root), Generators(root)
@@ -384,5 +384,7 @@ class UpdateChecks:
                     attributes.restore()
                     python.restore()
         except torch.OutOfMemoryError as error:
-            reason = str(error).partition("\n")[0]
-            say(f"the captured optimizer step was not verified: {reason}")
+            say(_UPDATE_UNVERIFIED, str(error).partition("\n")[0])
+        finally:
+            if root.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the copy of the state

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, module_hooks
+from lightning_graphs.training.compiled import REMEDY, with_own_graphs
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.modules.selection import excluded, select
 from lightning_graphs.training.options import Options
@@ -129,6 +130,9 @@ def _obstacle(module: nn.Module, observation: Observation) -> str | None:
     """Why no call of a module is a graph, in a sentence; None if they may be."""
     if any(call.recomputed for call in observation.calls if call.module is module):
         return "it is recomputed in the backward pass (activation checkpointing)"
+    owner = next(with_own_graphs(module), None)
+    if owner is not None:
+        return f"`{owner}` is compiled to CUDA graphs of its own, which no graph can hold; {REMEDY}"
     for name, inner in module.named_modules():
         # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
         if name and not all(map(_is_of_torch, module_hooks(inner))):

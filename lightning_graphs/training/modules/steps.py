@@ -317,6 +317,7 @@ class ModuleGraphs:
             if self._options.on_failure == "raise":
                 raise
             self._choice.without(error.call, (), Observation())
+            self._forwards.pop(error.call.module).remove()
             self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
             self._forget(f"`{error.call.name}` is no longer graphed")
             return True
