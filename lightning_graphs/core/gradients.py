@@ -65,6 +65,11 @@ class DirectGradients:
         self._kept: list[Tensor] | None = None
         self._nothing = [None] * len(self._parameters)
 
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """The parameters whose gradients it writes."""
+        return self._parameters
+
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients into the buffers; to be called as the last part of a capture.
 

@@ -111,6 +111,16 @@ class GraphedCallable:
         """Whether a call now keeps to the order of captures, and spoils no pending backward."""
         return self._place > self._order.last
 
+    @property
+    def outputs_are_kept(self) -> bool:
+        """Whether a caller still holds what a lent output was at the last replay."""
+        return self._outputs.is_kept
+
+    @property
+    def static_inputs(self) -> Sequence[Tensor]:
+        """The buffers that stand for the tensor leaves of a call, in order."""
+        return self._inputs.tensors
+
     def _spares_callers(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a replay overwrites nothing that a caller has kept of lent memory."""
         for leaf, lent in self._borrowed:

@@ -95,9 +95,13 @@ def _from_file(path: Path, variable: str) -> Configuration:
     text = _read(path, variable)
     if path.suffix.lower() == ".json":
         try:
-            values = json.loads(text)
+            values = json.loads(text, object_pairs_hook=_without_repetition)
         except json.JSONDecodeError as error:
             raise _unreadable(f"{path}, line {error.lineno}: {error.msg}", "JSON") from None
+        except _RepeatedKey as error:
+            raise _unreadable(f"{path}: {error}", "JSON") from None
+        except RecursionError:
+            raise _unreadable(f"{path}: its brackets are nested too deeply", "JSON") from None
     else:
         values = _yaml(text, str(path))
     return _in_file(values, path, text)
@@ -137,12 +141,36 @@ def _yaml(text: str, place: str) -> Any:
     import yaml
 
     try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = str(key.value)
+            if name in seen:
+                observed = f"{place}, line {key.start_mark.line + 1}: {name} a second time"
+                raise _unreadable(observed, "YAML")
+            seen.add(name)
         return yaml.safe_load(text)
+    except RecursionError:
+        raise _unreadable(f"{place}: its brackets are nested too deeply", "YAML") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error)
         raise _unreadable(f"{place}{line}: {problem}", "YAML") from None
+
+
+class _RepeatedKey(ValueError):
+    """A key that a JSON object has twice."""
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these keys and values; json itself would keep the last of several."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise _RepeatedKey(f"{key} a second time")
+        values[key] = value
+    return values
 
 
 def _unreadable(observed: str, language: str) -> OptionError:

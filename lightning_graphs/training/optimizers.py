@@ -92,6 +92,7 @@ class CapturableOptimizer:
         self._device = device
         self._given = [_flags(group) for group in optimizer.param_groups]
         self._groups = optimizer.param_groups
+        self._parameters = [(group["params"], len(group["params"])) for group in self._groups]
         self._state = optimizer.state
         loaded = self._given.copy()
         self.can_live = _fusable(optimizer)
@@ -127,6 +128,10 @@ class CapturableOptimizer:
             optimizer.param_groups is not self._groups
             or optimizer.state is not self._state
             or len(self._groups) != len(self._rates)
+            or any(
+                group["params"] is not known or len(known) != count
+                for group, (known, count) in zip(self._groups, self._parameters, strict=True)
+            )
         )
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:

@@ -49,7 +49,7 @@ class Options:
             _require_one_of("verify", self.verify, ("first", "off"))
         else:
             _require_at_least("verify", self.verify, 1, "'first', 'off', or every how many steps")
-        _require_names("modules", self.modules or ())
+        _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
         _require_bool("eval_graphs", self.eval_graphs)
         _require_bool("profit_gate", self.profit_gate)

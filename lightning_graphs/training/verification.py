@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,18 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
-from lightning_graphs.core.fingerprints import Fingerprint, Fingerprinter
 from lightning_graphs.core.tree import substitute
-from lightning_graphs.errors import VerificationError
+from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory, tolerance_of
 from lightning_graphs.training.body import StepBody
-from lightning_graphs.training.differences import (
-    NONE,
-    Difference,
-    Result,
-    Tolerance,
-    difference,
-    size,
-)
+from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -34,14 +25,6 @@ from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import nothing_left_behind
 from lightning_graphs.training.state import StepState, outputs
 from lightning_graphs.training.step import StepPlan
-
-_RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
-_REMEDY = (
-    "look for Python values that the step reads and that change between steps (a global, a "
-    "closure, the content of a container): make them tensors or attributes of the module"
-)
-_ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_MIB = 2**20
 
 
 class Verification:
@@ -78,8 +61,7 @@ class Verification:
         self._capturable = capturable
         self._device = module.device
         self._said = False
-        precision = str(trainer.precision_plugin.precision)
-        self._tolerance = Tolerance(self._device.type, _ARITHMETIC.get(precision))
+        self._tolerance = tolerance_of(trainer)
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
         """Verify a plan with the batch that is about to be trained on.
@@ -96,7 +78,7 @@ class Verification:
             GraphError: the eager step does by now what a captured one cannot do.
         """
         state = StepState(self._trainer, self._module, self._optimizer)
-        missing = _missing_memory(self._device, state.nbytes)
+        missing = missing_memory(self._device, state.nbytes)
         if not missing:
             try:
                 with state.kept():
@@ -113,88 +95,18 @@ class Verification:
     # ------------------------------------------------------------------ everything
 
     def _compare(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> None:
-        prints = Fingerprinter()
-        expected = self._eager(plan, args, state)
-        names = [result.name for result in expected]
-        known = prints.of([result.value for result in expected])
-        del expected
-        state.restore()
-        found = self._replayed(plan, args, state)
-        self._same_names(names, [result.name for result in found])
-        now = prints.of([result.value for result in found])
-        del found
-        differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
-        if differing:
-            state.restore()
-            self._compare_values(plan, args, state, differing, (prints, names, known))
-
-    def _compare_values(
-        self,
-        plan: StepPlan,
-        args: tuple[Any, ...],
-        state: StepState,
-        differing: set[str],
-        first: tuple[Fingerprinter, list[str], list[Fingerprint]],
-    ) -> None:
-        """Ask the rule about the tensors whose bits differ."""
-        prints, names, known = first
-        again = self._eager(plan, args, state)
-        now = prints.of([result.value for result in again])
-        steady = [r.name for r in again] == names and now == known
-        held = {r.name: r.value.detach().clone() for r in self._fitting(again, differing)}
-        if len(held) < len(differing):
-            self._say_once("not every tensor of a captured step was verified: no memory for copies")
-        updates = {r.name: state.moved(r.value) for r in again if r.name in held and r.gradient}
-        gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
-        del again
-        noise: dict[str, Difference] = {}
-        if not steady:
-            state.restore()
-            third = self._eager(plan, args, state)
-            noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
-            del third
-        state.restore()
-        rule, unjudged = self._tolerance, set()
-        for result in self._replayed(plan, args, state):
-            eager = held.get(result.name)
-            if eager is None or result.gradient in unjudged:
-                continue
-            apart = difference(result.value, eager)
-            runs = noise.get(result.name, NONE)
-            if result.gradient in differing:
-                allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
-            else:
-                allowed = rule.allowed(eager, runs.norm, gradients if result.is_gradient else 0.0)
-            if not apart.norm <= allowed:
-                raise self._mismatch(result.name, apart, runs)
-            if result.is_gradient and rule.is_rounding(eager, apart):
-                unjudged.add(result.name)
-
-    def _fitting(self, results: Sequence[Result], wanted: set[str]) -> Iterator[Result]:
-        """The first of the wanted results, with as much memory left free as their copies take."""
-        needed = 0
-        for result in results:
-            if result.name in wanted:
-                needed += result.value.numel() * result.value.element_size()
-                if _missing_memory(self._device, needed):
-                    return
-                yield result
-
-    def _same_names(self, eager: list[str], replayed: list[str]) -> None:
-        for name in (*eager, *replayed):
-            if name not in eager or name not in replayed:
-                where = "the eager step" if name in eager else "the replay"
-                raise VerificationError(_RULE, f"{self._step()}, only {where} has {name}", _REMEDY)
-
-    def _mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
-        observed = (
-            f"{self._step()}, {name} differs by up to {apart.largest:.3g}; two eager runs differ "
-            f"by up to {eager.largest:.3g}"
+        self._agreement().require(
+            BothWays(
+                partial(self._eager, plan, args, state),
+                partial(self._replayed, plan, args, state),
+                state.restore,
+                state.moved,
+            )
         )
-        return VerificationError(_RULE, observed, _REMEDY)
 
-    def _step(self) -> str:
-        return f"at step {self._trainer.global_step}"
+    def _agreement(self) -> Agreement:
+        where = f"at step {self._trainer.global_step}"
+        return Agreement(self._tolerance, self._device, where, self._say_once)
 
     # ------------------------------------------------------------------ the two ways
 
@@ -272,22 +184,10 @@ class Verification:
             rank_zero_warn(f"GraphCapture: {line}")
 
     def _prove(self, eager: list[Result], again: list[Result], returned: Any) -> None:
-        replayed = outputs(returned)
-        self._same_names([r.name for r in eager], [r.name for r in replayed])
+        agreement, replayed = self._agreement(), outputs(returned)
+        agreement.require_names([r.name for r in eager], [r.name for r in replayed])
         for first, second, now in zip(eager, again, replayed, strict=True):
             noise = difference(second.value, first.value)
             apart = difference(now.value, first.value)
             if not apart.norm <= self._tolerance.allowed(first.value, noise.norm):
-                raise self._mismatch(now.name, apart, noise)
-
-
-def _missing_memory(device: torch.device, needed: int) -> str:
-    """Why there is no room for so many bytes; empty if there is."""
-    if device.type != "cuda":
-        return ""
-    if torch.cuda.mem_get_info(device)[0] <= needed:
-        torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
-    if free > needed:
-        return ""
-    return f"a copy of the state takes {needed // _MIB} MiB, and {free // _MIB} MiB are free"
+                raise agreement.mismatch(now.name, apart, noise)

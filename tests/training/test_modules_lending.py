@@ -106,3 +106,50 @@ def test_shapes_share_modules_and_not_memory(
 
     compare(*fit_twice(backend, tmp_path, module=Chain, capture=CAPTURE, data=data))
     assert len(lent) == 4
+
+
+class HandingOut(Chain):
+    """The output of the second block is handed to hooks, after the optimizer step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = self.blocks[0](self.net(batch["x"]))
+        second = self.blocks[1](first)
+        logits = self.head(self.blocks[2](second))
+        loss = nn.functional.cross_entropy(logits, batch["y"])
+        return {"loss": loss, "features": second.detach()}
+
+
+def test_hooks_after_the_step_see_what_a_lent_output_was(
+    backend: str, tmp_path: Path, lent: set[LentMemory]
+) -> None:
+    def data() -> list[dict[str, Any]]:
+        return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
+
+    compare(*fit_twice(backend, tmp_path, module=HandingOut, capture=CAPTURE, data=data))
+    assert len(lent) == 4
+
+
+class KeepingTheLast(Chain):
+    """The output of the second block is kept, and read in the step after; batches of two sizes."""
+
+    def chain(self, x: Tensor) -> Tensor:
+        second = self.blocks[1](self.blocks[0](x))
+        before = getattr(self, "_kept", None)
+        self._kept = second.detach()
+        x = self.blocks[2](second)
+        return x if before is None else x + before.mean()
+
+
+def test_an_output_that_is_kept_is_copied_from_then_on(
+    backend: str, tmp_path: Path, lent: set[LentMemory]
+) -> None:
+    def data() -> list[dict[str, Any]]:
+        return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
+
+    _, captured = fits = fit_twice(
+        backend, tmp_path, module=KeepingTheLast, capture=CAPTURE, data=data
+    )
+    compare(*fits)
+    assert len(lent) == 4  # two outputs of either size, and none after the first replay
+    reasons = captured.statistics.recaptures
+    assert any("an output of a graphed module is kept" in reason for reason in reasons)

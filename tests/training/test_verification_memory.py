@@ -18,7 +18,7 @@ from tests.training.test_verification import HIDDEN, Everything, ReadsGlobal
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_missing_memory", lambda *_: "9 MiB are free")
+    monkeypatch.setattr(verification, "missing_memory", lambda *_: "9 MiB are free")
 
 
 @pytest.mark.usefixtures("no_memory")

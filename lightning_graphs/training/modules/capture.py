@@ -70,12 +70,14 @@ class Means:
         pool: Whose memory, stream and backend the graphs use.
         gradient_buffers: Where parameter gradients go.
         original: Gives a module's own forward.
+        lends: Outputs that the next graph reads are handed out without a copy.
     """
 
     root: LightningModule
     pool: GraphPool
     gradient_buffers: GradientBuffers
     original: OriginalForward
+    lends: bool = True
 
 
 def capture_calls(
@@ -110,7 +112,7 @@ def capture_calls(
                 for call in dict.fromkeys(call for call, _ in passes):
                     captures[call] = _Capture(call, replace(means, pool=own), order)
                 for call, direction in passes:
-                    if direction == "forward":
+                    if means.lends and direction == "forward":
                         captures[call].read_in_place(captures)
                     captures[call].run(direction)
     except BaseException:

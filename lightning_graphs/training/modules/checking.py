@@ -160,7 +160,7 @@ class _CallRun:
         call = site.call
         signature, tensors = Signature.of(call.args, call.kwargs)
         self._names = signature.tensor_names
-        self._samples = site.graphed._inputs.tensors if again else tensors
+        self._samples = site.graphed.static_inputs if again else tensors
         self._backward = site.graphed.backward_pass if whole else None
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable() if whole else []
@@ -181,7 +181,7 @@ class _CallRun:
         found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
         if backward is not None:
             direct = backward.direct
-            found |= dict.fromkeys(backward.parameters if direct is None else direct._parameters)
+            found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
         return [p for p in found if p not in call.frozen]
 
     @property

@@ -55,7 +55,7 @@ class ModuleRunner:
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(
-                trainer, module, calls, options, pool, gradients, statistics, schedule
+                trainer, module, calls, options, pool.beside(), gradients, statistics, schedule
             )
 
     @property
@@ -102,7 +102,10 @@ class ModuleRunner:
         """Take the optimizer step as a graph where it is one, or else as the strategy does."""
         # An optimizer without a graph may call its closure more than once, as LBFGS does.
         update = self._update if self.capturable is not None else None
-        if update is None or optimizer is not update.optimizer or self._warmup_left > 0:
+        if update is not None and optimizer is not update.optimizer:
+            update.follow(optimizer)
+            update = None
+        if update is None or self._warmup_left > 0:
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
         result = closure()
         if result is None or not update.step():

@@ -157,6 +157,14 @@ class CapturedCalls:
         return [site for sites in self.sites.values() for site in sites if site is not None]
 
     @property
+    def is_kept(self) -> bool:
+        """Whether a caller still holds an output that was handed out without a copy.
+
+        Any graph over the same memory may overwrite it.
+        """
+        return any(site.graphed.outputs_are_kept for site in self.captured)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether a backward pass is still to come."""
         return any(order.is_waiting for order in self._orders)

@@ -99,6 +99,7 @@ class ModuleGraphs:
         self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
             options.max_graphs, options.capture_after, self._release
         )
+        self._replayed: CapturedCalls | None = None
         self._last: StepOfModules | None = None
         self._observed: tuple[StepKind, StepObserver] | None = None
         self._search: _Search | None = None
@@ -115,7 +116,7 @@ class ModuleGraphs:
             forward.remove()
         self._forwards.clear()
         self._cache.clear()
-        self._last = None
+        self._last = self._replayed = None
         self.stage.means.pool.close()
 
     def _release(self, step: StepOfModules) -> None:
@@ -134,6 +135,11 @@ class ModuleGraphs:
             VerificationError: graphs compute something else than their modules, and likewise.
         """
         stage, new = self.stage, None
+        if self._replayed is not None and self._replayed.is_kept:
+            # Any replay over the same memory may overwrite it.
+            self._stop_observing()
+            self._means = replace(self._means, lends=False)
+            self._forget("an output of a graphed module is kept beyond its step, and is copied now")
         if self._observed is not None:
             new = self._look_back()
         elif stage.missed:
@@ -149,17 +155,22 @@ class ModuleGraphs:
             step = self._step_of(args)
         stage.missed = ""
         if step is None:
-            self._statistics.eager += 1
-            stage.elsewhere = None
-            for forward in self._forwards.values():
-                forward.begin(())
+            self._begin_eagerly()
             return
+        self._replayed = step.captured
         self._statistics.replayed += 1
         stage.elsewhere = self._elsewhere
         step.captured.begin()
         sites = step.captured.sites
         for module, forward in self._forwards.items():
             forward.begin(sites.get(module, ()))
+
+    def _begin_eagerly(self) -> None:
+        self._statistics.eager += 1
+        self.stage.missed = ""
+        self.stage.elsewhere = None
+        for forward in self._forwards.values():
+            forward.begin(())
 
     def _flags(self) -> Flags:
         parameters = self._parameters
@@ -220,7 +231,7 @@ class ModuleGraphs:
         """Go on with another captured step of this kind that makes this call, if one does."""
         assert self._last is not None
         # Every graph is whole in itself as long as no backward pass needs another's memory.
-        if self._last.captured.is_waiting:
+        if self._last.captured.is_waiting or self._last.captured.is_kept:
             return None
         for step in self._cache.plans():
             sites = step.captured.sites.get(module, ())
@@ -228,6 +239,7 @@ class ModuleGraphs:
             same = step.kind == self._last.kind and step.is_current
             if same and site is not None and site.accepts(*call):
                 self._last = self._cache.get(step.key)
+                self._replayed = step.captured
                 step.captured.begin()
                 for other, forward in self._forwards.items():
                     forward.sites = step.captured.sites.get(other, ())
@@ -358,7 +370,7 @@ class ModuleGraphs:
         else:
             self._statistics.recaptured(f"recapturing, because {reason}", reason)
         self._cache.clear()
-        self._last = None
+        self._last = self._replayed = None
         self._search = None
         for forward in self._forwards.values():
             forward.forget()

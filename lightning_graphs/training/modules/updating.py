@@ -130,6 +130,12 @@ class CapturedUpdate:
             self._schedule, self._trainer, self._body, self.optimizer, self.capturable
         )
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer, if it is now the trainer's only one."""
+        if self._trainer.optimizers == [optimizer]:
+            self.optimizer = optimizer
+            self._rebind("the optimizer was replaced")
+
     def step(self) -> bool:
         """Take the step on the gradients that there are, with the hooks before it.
 
@@ -173,11 +179,14 @@ class CapturedUpdate:
             self._rebind(*decision)
             return None
         trainer = self._trainer
+        with_gradient = tuple([p.grad is not None for p in self._parameters])
+        if not any(with_gradient):
+            return None  # there would be nothing in the graph
         key = (
             capturable.hyper_parameters(),
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
-            tuple([p.grad is not None for p in self._parameters]),
+            with_gradient,
         )
         plan = self._cache.get(key)
         is_new = plan is None

@@ -1,0 +1,70 @@
+"""KeyboardInterrupt between any two lines of a capture, not only in the user's code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.failures.support import forwards_are_their_own
+from tests.training.fits import compare, prepare
+from tests.training.leftovers import assert_nothing_left
+
+# Where a capture changes what others see: the policies, and who owns graphs.
+_FILES = ("core/graph.py", "core/pool.py", "core/capturing.py", "core/emulated.py", "core/cuda.py")
+
+
+class Interruption(Callback):
+    """Raises KeyboardInterrupt before the n-th line that runs of those files, from step 5 on."""
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self._armed = False
+        self.happened = False
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._armed = trainer.global_step >= 5
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        path = frame.f_code.co_filename
+        watched = "/lightning_graphs/training/" in path or path.endswith(_FILES)
+        return self._line if watched and not self.happened else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self._left -= self._armed and event == "line"
+        if self._left < 0 and not self.happened:
+            self.happened = True
+            raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.fixture
+def _tracing() -> Iterator[None]:
+    before = sys.gettrace()
+    yield
+    sys.settrace(before)
+
+
+@pytest.mark.usefixtures("_tracing")
+@pytest.mark.parametrize("line", [100, 700, 1500, 2500, 4000, 6000])
+def test_an_interrupt_leaves_nothing_behind(
+    backend: str, tmp_path: Path, scope: dict[str, Any], line: int
+) -> None:
+    interruption = Interruption(line)
+    captured = prepare(
+        backend, tmp_path, True, capture=scope, callbacks=lambda: [interruption], validation=0
+    )
+    sys.settrace(interruption)
+    with pytest.raises(SystemExit, match=r"^1$"):
+        captured.run()
+    sys.settrace(None)
+    assert interruption.happened
+    assert_nothing_left(captured)
+    forwards_are_their_own(captured.module)
+    again = prepare(backend, tmp_path / "again", True, capture=scope, validation=0)
+    compare(prepare(backend, tmp_path, False, validation=0).run(), again.run())

@@ -1,0 +1,250 @@
+"""What goes on around a captured fit: threads, garbage, other fits, and the end of the process.
+
+| surroundings                                      | scopes        | backend  |
+| ------------------------------------------------- | ------------- | -------- |
+| another thread allocates during the capture       | step, modules | both     |
+| a loader thread pins memory during the capture    | step, modules | CUDA     |
+| old graphs are collected during the capture       | step, modules | both     |
+| fit in a thread                                   | step, modules | both     |
+| two trainers in turn in one process               | step, modules | both     |
+| a cell is run again after an exception            | step, modules | both     |
+| ``sys.exit`` while another thread fits            | step          | both     |
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_graphs import core
+from tests.failures.support import (
+    PHASE_OF_CAPTURE,
+    Mishap,
+    assert_nothing_lost,
+    raise_mishap,
+    tripping,
+)
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
+
+ROOT = Path(__file__).parents[2]
+
+
+def at_capture(
+    backend: str, root: Path, scope: dict[str, Any], action: Callable[[], object]
+) -> None:
+    """Assert that a fit gives eager's values if this happens inside of its capture."""
+    eager_call, call = PHASE_OF_CAPTURE[scope["scope"]]
+    fits = tripping(backend, root, scope, eager=eager_call, captured=call, action=action)
+    for one in fits:
+        one.run()
+        assert one.module.net[1].trip.calls >= 7
+    compare(*fits)
+    assert_nothing_lost(*fits)
+
+
+def test_a_thread_that_allocates_during_a_capture(
+    backend: str, tmp_path: Path, scope: dict[str, Any], device: torch.device
+) -> None:
+    sums: list[float] = []
+
+    def allocate() -> None:
+        sums.append(float(torch.arange(1000, dtype=torch.float64).sum()))
+        if device.type == "cuda":
+            sums[-1] = float(torch.ones(1000).pin_memory().sum() + sums[-1] - 1000)
+
+    def beside() -> None:
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+
+    at_capture(backend, tmp_path, scope, beside)
+    assert sums == [499500.0] * 2
+
+
+if torch.cuda.is_available():
+
+    def test_a_loader_that_pins_memory(tmp_path: Path, scope: dict[str, Any]) -> None:
+        """Its thread pins batches ahead, all through the fit."""
+
+        def loader() -> DataLoader[Any]:
+            samples = [
+                {key: value[i] for key, value in batch.items()}
+                for batch in batches(20)
+                for i in range(8)
+            ]
+            return DataLoader(samples, batch_size=8, pin_memory=True, num_workers=1)
+
+        fits = fit_twice("cuda", tmp_path, capture=scope, data=loader)
+        compare(*fits)
+        assert_nothing_lost(*fits)
+
+
+def test_old_graphs_that_are_collected_during_a_capture(
+    backend: str, tmp_path: Path, scope: dict[str, Any], device: torch.device
+) -> None:
+    collected: list[int] = []
+
+    class Cycle:
+        """Holds a graph until the collector finds it."""
+
+        def __init__(self) -> None:
+            self.me = self
+            static = torch.ones(4, device=device)
+            self.graph = core.CUDAGraph(backend="cuda" if device.type == "cuda" else "emulated")
+            with core.graph(self.graph):
+                self.result = static * 2
+            self.static = static
+            self.graph.replay()
+
+        def __del__(self) -> None:
+            collected.append(1)
+
+    def collect() -> None:
+        gc.collect()
+        assert collected
+
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        at_capture(backend, tmp_path, scope, collect)
+    finally:
+        gc.enable()
+    assert collected == [1]
+
+
+def test_fit_in_a_thread(backend: str, tmp_path: Path, scope: dict[str, Any]) -> None:
+    eager = prepare(backend, tmp_path, False, capture=scope).run()
+    captured = prepare(backend, tmp_path, True, capture=scope)
+    thread = threading.Thread(target=captured.run)
+    thread.start()
+    thread.join()
+    compare(eager, captured)
+    assert_nothing_lost(eager, captured)
+
+
+def test_an_exception_in_a_thread(backend: str, tmp_path: Path, scope: dict[str, Any]) -> None:
+    calls = PHASE_OF_CAPTURE[scope["scope"]]
+    eager, captured = tripping(
+        backend, tmp_path, scope, eager=calls[0], captured=calls[1], action=raise_mishap
+    )
+    raised: list[str] = []
+
+    def run(one: Any) -> None:
+        with pytest.raises(Exception, match="on purpose") as caught:
+            one.run()
+        raised.append(str(caught.value))
+
+    for one in (eager, captured):
+        thread = threading.Thread(target=run, args=(one,))
+        thread.start()
+        thread.join()
+    assert len(raised) == 2
+    assert_nothing_lost(eager, captured)
+    for one in (eager, captured):  # in this thread
+        one.run()
+    compare(eager, captured)
+
+
+def test_two_trainers_in_turn(backend: str, tmp_path: Path, scope: dict[str, Any]) -> None:
+    """One module, trained a bit by the one and a bit by the other trainer, over and over."""
+    results = []
+    for graphs in (False, True):
+        first, second = (
+            prepare(backend, tmp_path / name, graphs, capture=scope, max_epochs=1)
+            for name in ("first", "second")
+        )
+        second.module = first.module
+        for epochs in (1, 2):
+            for one in (first, second):
+                one.trainer.fit_loop.max_epochs = epochs
+                one.run()
+                if graphs:
+                    assert one.statistics.replayed > 0
+                    assert one.statistics.fallbacks == []
+        results.append((first, second))
+    for eager, captured in zip(*results, strict=True):
+        compare(eager, captured)
+        assert_nothing_lost(eager, captured)
+
+
+def test_a_cell_that_is_run_again_after_an_exception(
+    backend: str, tmp_path: Path, scope: dict[str, Any]
+) -> None:
+    """A notebook keeps the exception, its frames with it, and the names of the cell."""
+
+    class Once(Net):
+        failed = False
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 8 and not self.failed:
+                self.failed = True
+                raise_mishap()
+
+    kept: list[BaseException] = []
+    results = []
+    for graphs in (False, True):
+        one = prepare(backend, tmp_path, graphs, module=Once, capture=scope)
+        try:
+            one.run()
+        except Mishap as error:
+            kept.append(error)
+        for _ in range(2):  # the cell makes a new trainer and a new callback, the module stays
+            again = prepare(backend, tmp_path, graphs, capture=scope)
+            again.module = one.module
+            again.run()
+        results.append(again)
+    assert len(kept) == 2
+    compare(*results)
+    assert_nothing_lost(*results)
+
+
+PROGRAM = """
+import sys, threading
+from pathlib import Path
+from tests.training.fits import Net, prepare
+
+replayed = threading.Event()
+
+def wait():
+    replayed.set()
+    threading.Event().wait()
+
+def made(name, end):
+    class Ending(Net):
+        def on_train_batch_end(self, *_):
+            if self.trainer.global_step == 8:
+                assert fit.statistics.replayed > 0
+                end()
+
+    fit = prepare({backend!r}, Path({root!r}) / name, True, module=Ending)
+    return fit
+
+threading.Thread(target=made("waiting", wait).run, daemon=True).start()
+assert replayed.wait(60)
+made("exiting", lambda: sys.exit(3)).run()
+"""
+
+
+def test_the_process_ends_without_a_teardown(backend: str, tmp_path: Path) -> None:
+    """``sys.exit`` in a hook, while the graphs of another thread wait for their next replay."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM.format(backend=backend, root=str(tmp_path))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 3, done.stderr
+    for word in ("Traceback", "Error", "error", "terminate called"):
+        assert word not in done.stderr
