@@ -252,12 +252,15 @@ def resumed(directory: Path, steps: int, killed_at: int) -> None:
 def kills(count: int, draw: random.Random) -> Row:
     """Killed ``count`` times at random steps, against a fit that was not."""
     steps = (count + 1) * STEPS_PER_KILL
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         killed_at = sorted(draw.sample(range(CHECKPOINT_EVERY, steps), count))
         for step in killed_at:
             command = [sys.executable, __file__, "--train", name, str(steps), str(step)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False
+            )
             if done.returncode != -signal.SIGKILL:
                 raise RuntimeError(f"the process that was to be killed said: {done.stderr}")
         resumed(directory, steps, -1)

@@ -10,8 +10,8 @@ import contextlib
 import functools
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -67,6 +67,7 @@ class CudaBackend(Backend):
         self._capture_streams: dict[int, torch.cuda.Stream] = {}
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._replacements: dict[PoolHandle, PoolHandle] = {}
+        self._graphs_of: Counter[PoolHandle] = Counter()
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return CudaGraph(self, keep_graph)
@@ -77,7 +78,20 @@ class CudaBackend(Backend):
             return torch.cuda.graph_pool_handle()
         while pool in self._replacements:
             pool = self._replacements[pool]
+        if self._graphs_of.get(pool) == 0 and _holds_memory(pool):
+            # torch has given up the pool with its last graph, and refuses to begin with it anew as
+            # long as somebody keeps a tensor of it.
+            self._replacements[pool] = torch.cuda.graph_pool_handle()
+            pool = self._replacements[pool]
         return pool
+
+    def taken(self, pool: PoolHandle) -> None:
+        """Count a graph that lives in a pool."""
+        self._graphs_of[pool] += 1
+
+    def left(self, pool: PoolHandle) -> None:
+        """Count a graph no longer."""
+        self._graphs_of[pool] -= 1
 
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
         """Leave behind a capture that was invalidated.
@@ -96,14 +110,19 @@ class CudaBackend(Backend):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
         if stream is None:
             # torch keeps one default stream for all devices, made on whichever came first.
             device = torch.cuda.current_device()
             if device not in self._capture_streams:
                 self._capture_streams[device] = torch.cuda.Stream(device)
             stream = self._capture_streams[device]
-        return torch.cuda.stream(stream)
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            yield
+        # A capture begins by setting the generators' state on its stream: no replay may overtake.
+        current.wait_stream(stream)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -144,6 +163,7 @@ class CudaGraph(CapturedGraph):
         self._liveness: InputLiveness | None = None
         self._annotations: AnnotatingRecorder | None = None
         self._inspection: GraphInfo | None = None
+        self._lives_in: PoolHandle | None = None
         self._renew()
 
     def capture_begin(
@@ -188,6 +208,9 @@ class CudaGraph(CapturedGraph):
             self._inspection = self._annotations.inspection()
             self._annotations = None
         self._native.capture_end()
+        assert self._pool is not None
+        self._backend.taken(self._pool)
+        self._lives_in = self._pool
         if self._debug and not self._keep_graph:
             self._native.instantiate()
         if self._liveness is not None:
@@ -243,6 +266,9 @@ class CudaGraph(CapturedGraph):
         self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph or self._debug)
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
+        if self._lives_in is not None:
+            self._backend.left(self._lives_in)
+            self._lives_in = None
         if self._debug:
             self._native.enable_debug_mode()
         for generator in self._generators:
@@ -312,6 +338,11 @@ class CudaGraph(CapturedGraph):
     def constants(self, numbers: Sequence[float]) -> list[Constant]:
         self.instantiate()
         return constants_of_cuda(self.raw_cuda_graph(), self.raw_cuda_graph_exec(), numbers)
+
+
+def _holds_memory(pool: PoolHandle) -> bool:
+    segments = torch.cuda.memory_snapshot()
+    return any(tuple(segment["segment_pool_id"]) == pool for segment in segments)
 
 
 def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> None:

@@ -58,6 +58,9 @@ class GraphedCallable:
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
+
+    Attributes:
+        in_words: Says why a backward pass is refused in the words of whoever made the graphs.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class GraphedCallable:
         self._version = version_of(self._witness)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
+        self.in_words: Callable[[ReplayError], ReplayError] = _as_it_is
 
     @property
     def is_next(self) -> bool:
@@ -121,10 +125,13 @@ class GraphedCallable:
         """The buffers that stand for the tensor leaves of a call, in order."""
         return self._inputs.tensors
 
-    def _spares_callers(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a replay overwrites nothing that a caller has kept of lent memory."""
+    def _spares_others(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a replay overwrites nothing of lent memory that is still of use.
+
+        Its lender may need it for the backward pass, and callers may have kept it.
+        """
         for leaf, lent in self._borrowed:
-            if tensors[leaf].data_ptr() != lent.address and lent.is_kept:
+            if tensors[leaf].data_ptr() != lent.address:
                 return False
         return not self._outputs.is_kept
 
@@ -152,7 +159,7 @@ class GraphedCallable:
         tensors = self._plan.tensors(args, kwargs)
         for guard in self._guards:
             guard.check(geometry=False)
-        if not self._spares_callers(tensors):
+        if not self._spares_others(tensors):
             return self.original(*args, **kwargs)
         self._inputs.copy_in(tensors)
         self._replay_forward()
@@ -183,13 +190,16 @@ class GraphedCallable:
         self, pending: PendingBackward, gradients: tuple[Tensor, ...]
     ) -> list[Tensor | None]:
         """Replay the backward graph; gradients are tensors of their own."""
-        self._refuse_unsound_backward(pending)
-        backward = self.backward_pass
-        assert backward is not None
-        direct = backward.direct
-        if direct is not None:
-            self._refuse_partial_backward()
-            direct.refuse_hooks()
+        try:
+            self._refuse_unsound_backward(pending)
+            backward = self.backward_pass
+            assert backward is not None
+            direct = backward.direct
+            if direct is not None:
+                self._refuse_partial_backward()
+                direct.refuse_hooks()
+        except ReplayError as error:
+            raise self.in_words(error) from None
         self._order.finish(pending)
         copy_all(backward.output_gradients, list(gradients))
         if direct is not None:
@@ -276,6 +286,10 @@ class GraphedCallable:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it is the original; whoever loads it needs nothing of this package."""
         return operator.getitem, ([self.original], 0)
+
+
+def _as_it_is(error: ReplayError) -> ReplayError:
+    return error
 
 
 class _GraphedNode(torch.autograd.Function):

@@ -6,6 +6,7 @@ Every function says why no public API serves, and what happens where torch lacks
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
@@ -71,6 +73,19 @@ def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
     """
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [getattr(module, name, {}) for name in names]
+
+
+def hooks_registered() -> int:
+    """A number that grows with every hook that is registered anywhere.
+
+    Tables of hooks need to be looked at only where it has moved. Where torch has no such number
+    the answer is always another one.
+    """
+    number = getattr(RemovableHandle, "next_id", None)
+    return number if isinstance(number, int) else next(_never_the_same)
+
+
+_never_the_same = itertools.count()
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:

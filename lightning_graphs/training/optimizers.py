@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class CapturableOptimizer:
         self._device = device
         self._given = [_flags(group) for group in optimizer.param_groups]
         self._groups = optimizer.param_groups
-        self._parameters = [(group["params"], len(group["params"])) for group in self._groups]
+        self._known_members = self._members()
+        self._known_state: list[Any] | None = None
         self._state = optimizer.state
         loaded = self._given.copy()
         self.can_live = _fusable(optimizer)
@@ -128,11 +130,19 @@ class CapturableOptimizer:
             optimizer.param_groups is not self._groups
             or optimizer.state is not self._state
             or len(self._groups) != len(self._rates)
-            or any(
-                group["params"] is not known or len(known) != count
-                for group, (known, count) in zip(self._groups, self._parameters, strict=True)
-            )
+            or not _are_same(self._members(), self._known_members)
+            or not (self._known_state is None or _are_same(self._state_now(), self._known_state))
         )
+
+    def remember_state(self) -> None:
+        """From now on, until the next capture, other tensors in the state are a replacement."""
+        self._known_state = self._state_now()
+
+    def _members(self) -> list[Any]:
+        return [p for group in self._groups for p in group["params"]]
+
+    def _state_now(self) -> list[Any]:
+        return [value for state in self._state.values() for value in state.values()]
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""
@@ -200,6 +210,10 @@ class CapturableOptimizer:
         if isinstance(self.optimizer, torch.optim.ASGD):
             return False
         return not any(given.get("capturable") or given.get("fused") for given in self._given)
+
+
+def _are_same(now: list[Any], known: list[Any]) -> bool:
+    return len(now) == len(known) and all(map(is_, now, known))
 
 
 _LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})

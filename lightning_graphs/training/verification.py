@@ -77,6 +77,7 @@ class Verification:
             VerificationError: names the first tensor that differs.
             GraphError: the eager step does by now what a captured one cannot do.
         """
+        batch = self._tensors(plan, args)
         state = StepState(self._trainer, self._module, self._optimizer)
         missing = missing_memory(self._device, state.nbytes)
         if not missing:
@@ -87,7 +88,7 @@ class Verification:
             except torch.OutOfMemoryError as error:
                 missing = str(error).partition("\n")[0]
             finally:
-                plan.inputs.copy_in(self._tensors(plan, args))
+                plan.inputs.copy_in(batch)
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()  # of the eager step and the copy of the state
         self._leave_proof(plan, args, missing)

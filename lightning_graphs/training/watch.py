@@ -9,7 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import AddressGuard
-from lightning_graphs.core.torch_private import has_step_hooks
+from lightning_graphs.core.torch_private import (
+    accumulation_hooks,
+    gradient_hooks,
+    has_step_hooks,
+    hook_tables,
+    hooks_registered,
+)
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -43,6 +49,7 @@ class FitWatch:
         self._guard = AddressGuard.of_module(module)
         self._modules = list(module.modules())
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
+        self._hooks = _Hooks(module)
 
     def reason_to_rebind(self) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are."""
@@ -50,6 +57,8 @@ class FitWatch:
             self._guard.check(geometry=False)
         except ReplayError as error:
             return error.observed
+        if self._hooks.have_changed():
+            return "a hook was registered or removed"
         if self._trainer.precision_plugin is not self._plugin:
             return "the trainer's precision was changed"
         if self._trainer.optimizers[0] is not self._optimizer:
@@ -91,3 +100,30 @@ class FitWatch:
             ("gradient clipping", clipping),
             ("precision of float32 products", torch.get_float32_matmul_precision()),
         )
+
+
+class _Hooks:
+    """The hooks on the modules and parameters of a fit, which a capture makes part of a graph."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._tables = [table for inner in module.modules() for table in hook_tables(inner)]
+        self._parameters = list(module.parameters())
+        self._known = self._now()
+        self._in_use = [table for table in self._tables if table]
+        self._counts = list(map(len, self._in_use))
+        self._number = hooks_registered()
+
+    def _now(self) -> list[tuple[object, ...]]:
+        tables = [tuple(table) for table in self._tables]
+        found = [(gradient_hooks(p), accumulation_hooks(p)) for p in self._parameters]
+        return [*tables, *(tuple(map(tuple, filter(None, pair))) for pair in found)]  # type: ignore[arg-type]
+
+    def have_changed(self) -> bool:
+        """Whether any was registered or removed since; as a rule it is one comparison."""
+        if list(map(len, self._in_use)) != self._counts:
+            return True
+        number = hooks_registered()
+        if number == self._number:
+            return False
+        self._number = number
+        return self._now() != self._known

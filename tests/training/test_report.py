@@ -107,7 +107,7 @@ class TestOfAFit:
 
     def test_the_busiest_graphs_are_inspected_where_their_templates_live(self) -> None:
         statistics, cell = Statistics(), torch.zeros(4)
-        graphs = [core.CUDAGraph(keep, backend="emulated") for keep in (True, True, False)]
+        graphs = [core.CUDAGraph(keep_graph=True, backend="emulated") for _ in range(3)]
         for name, graph in zip("abc", graphs, strict=True):
             with core.graph(graph):
                 cell.add_(1).mul_(2)
