@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
@@ -91,7 +92,7 @@ def runner_for(fit: Fit) -> Runner:
     """The runner that the options ask for; the strategy's methods must not be exchanged yet."""
     if fit.options.scope == "step":
         return fit.step_runner()
-    if fit.options.scope == "modules":
+    if fit.options.scope == "modules" or fit.options.modules:
         return fit.module_runner()
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
@@ -155,6 +156,7 @@ class AutoRunner:
         """The runner for the step that begins; here alone the scope changes."""
         runner = self._runner
         if isinstance(runner, StepRunner) and runner.has_failed:
+            rank_zero_info("GraphCapture: submodules become graphs, since the whole step cannot")
             runner.close()
             self._runner = self._fit.module_runner(self._calls, warmed_up=True)
         return self._runner
