@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
-import json
 import os
-import platform
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +19,9 @@ if TYPE_CHECKING:
 
 CLEAN, OBSTACLES, BAD_INPUT = 0, 1, 2
 """Exit codes: nothing stands in the way, something does, the input cannot be used."""
+
+READER_GONE = 141
+"""Exit code where the output is read no further, as in ``| head``: that of other programs there."""
 
 
 class InputError(Exception):
@@ -44,10 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         code: int = options.run(options, rest)
+        sys.stdout.flush()
     except InputError as error:
         print(f"lightning-graphs {options.command}: {error}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:
+        # What is still in the buffer is written at exit, and would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     return code
+
+
+def _env(options: argparse.Namespace, _: list[str]) -> int:
+    from lightning_graphs.cli_environment import show_environment
+
+    show_environment(options)
+    return CLEAN
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description="CUDA graphs for PyTorch Lightning.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     doctor = commands.add_parser(
@@ -97,6 +109,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> str:
+    # Of the package itself: it also runs from a checkout that nobody has installed.
+    return str(sys.modules["lightning_graphs"].__version__)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -133,6 +150,8 @@ def _check_configuration(path: Path) -> None:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         raise InputError(f"{place}: {getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        raise InputError(f"{path}: it is nested too deeply") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: a configuration is a mapping with the keys trainer, model, data")
 
@@ -155,7 +174,10 @@ def _diagnose(arguments: list[str], options: argparse.Namespace) -> Diagnosis:
     given = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
     rehearse = any(one.options.backend == "emulated" for one in given)
     doctor = GraphCapture(
-        doctor=True, warmup_steps=options.steps, backend="emulated" if rehearse else "auto"
+        doctor=True,
+        scope=given[0].options.scope if given else "auto",
+        warmup_steps=options.steps,
+        backend="emulated" if rehearse else "auto",
     )
     trainer.callbacks = [one for one in trainer.callbacks if one not in given] + [doctor]  # type: ignore[attr-defined]
     try:
@@ -200,7 +222,8 @@ def _lightning_cli(arguments: list[str], options: argparse.Namespace) -> Lightni
                 parser_kwargs={"exit_on_error": False},
             )
     except jsonargparse.ArgumentError as error:
-        raise InputError(_with_line(error.message, options.config)) from None
+        message = _without_class(error.message, options.config)
+        raise InputError(message or _with_line(error.message, options.config)) from None
     except Exception as error:
         raise InputError(f"{type(error).__name__}: {error}") from error
 
@@ -211,6 +234,28 @@ def _without_remarks() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"lightning\.")
         yield
+
+
+def _without_class(message: str, files: Sequence[str]) -> str:
+    """What to write where a message is about options whose class no file names; else empty."""
+    import yaml
+
+    for file in files:
+        content = yaml.safe_load(_text_of(Path(file)))
+        nameless = {
+            key: {"class_path": f"your_module.Your{kind}", "init_args": given}
+            for key, kind in (("model", "Model"), ("data", "Data"))
+            if isinstance(given := content.get(key), dict) and "class_path" not in given
+        }
+        if any(f'key "{key}"' in message for key in nameless):
+            return (
+                f"{file}: the doctor does not know the classes that your program hands to "
+                f"LightningCLI. Name class_path under {' and '.join(nameless)}:\n\n"
+                f"{yaml.safe_dump(nameless, sort_keys=False)}\n"
+                "or have your program run the doctor: LIGHTNING_GRAPHS='doctor: true' "
+                f"python train.py fit --config {file}"
+            )
+    return ""
 
 
 def _with_line(message: str, files: Sequence[str]) -> str:
@@ -253,130 +298,3 @@ def _inspect(options: argparse.Namespace, _: list[str]) -> int:
     except (GraphError, OSError) as error:
         raise InputError(f"{options.report}: {error}") from None
     return CLEAN
-
-
-# ---------------------------------------------------------------------- env
-
-
-@dataclass(frozen=True, slots=True)
-class Ability:
-    """Something that works on this machine or does not.
-
-    Attributes:
-        name: What it is.
-        works: Whether it works.
-        details: What was found, or why it does not work and what to do.
-    """
-
-    name: str
-    works: bool
-    details: str
-
-
-_PACKAGES = ("torch", "lightning", "cuda-python", "rich", "matplotlib")
-
-
-def _env(options: argparse.Namespace, _: list[str]) -> int:
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
-    # Of the package itself: it also runs from a checkout that nobody has installed.
-    versions["lightning-graphs"] = sys.modules["lightning_graphs"].__version__
-    versions.update((package, _version_of(package)) for package in _PACKAGES)
-    abilities = _abilities()
-    if options.json:
-        print(
-            json.dumps(
-                {"versions": versions, "abilities": [asdict(a) for a in abilities]}, indent=2
-            )
-        )
-        return CLEAN
-    for name, version in versions.items():
-        print(f"{name:18}{version}")
-    print()
-    for ability in abilities:
-        print(f"{ability.name:18}{'yes' if ability.works else 'no'}: {ability.details}")
-    return CLEAN
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _abilities() -> list[Ability]:
-    import torch
-
-    from lightning_graphs.core import driver
-
-    def gpu() -> str:
-        from lightning_graphs.core.backend import get_backend
-
-        get_backend("cuda")
-        return ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
-
-    def bindings() -> str:
-        return str(driver.driver().__name__)
-
-    def driver_version() -> str:
-        return "CUDA {}.{}".format(*driver.driver_version())
-
-    def kernel_names() -> str:
-        driver.require_driver((12, 3), "naming the kernels of a graph")
-        return "inspect() names kernels, and annotations say which module launched them"
-
-    def live_numbers() -> str:
-        driver.require_driver((12, 4), "rewriting a number inside of a graph")
-        return "momentum and betas that a scheduler moves stay inside of the graph"
-
-    def cli() -> str:
-        import jsonargparse
-
-        return f"jsonargparse {jsonargparse.__version__}"
-
-    return [
-        _ability("versions", _minimum_versions),
-        _ability("capture on a GPU", gpu),
-        _ability("rehearsal", lambda: 'GraphCapture(backend="emulated") on the CPU'),
-        _ability("cuda-python", bindings),
-        _ability("driver", driver_version),
-        _ability("kernel names", kernel_names),
-        _ability("live numbers", live_numbers),
-        _ability("doctor --config", cli),
-    ]
-
-
-def _ability(name: str, check: Callable[[], str]) -> Ability:
-    from lightning_graphs.errors import GraphError
-
-    try:
-        return Ability(name, True, check())
-    except GraphError as error:
-        reason = "; ".join(filter(None, [error.observed or error.rule, error.remedy]))
-    except (ImportError, RuntimeError, ValueError) as error:
-        reason = str(error)
-    return Ability(name, False, reason)
-
-
-def _minimum_versions() -> str:
-    """Compare with what the package itself requires."""
-    from packaging.requirements import Requirement
-
-    met: list[str] = []
-    unmet: list[str] = []
-    for text in importlib.metadata.requires("lightning-graphs") or []:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        version = _version_of(requirement.name)
-        allowed = version != "not installed" and requirement.specifier.contains(
-            version, prereleases=True
-        )
-        wanted = f"{requirement.name}{requirement.specifier}"
-        if allowed:
-            met.append(wanted)
-        else:
-            unmet.append(f"{wanted} is required, found: {version}")
-    if unmet:
-        raise ValueError("; ".join(unmet))
-    return ", ".join(met)

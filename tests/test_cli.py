@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ import torch
 
 import lightning_graphs
 from lightning_graphs import cli
+from lightning_graphs.core import driver
+from lightning_graphs.errors import UnsupportedError
 from lightning_graphs.reporting import Report
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +55,17 @@ class Reading(Clean):
         loss = super().training_step(batch, batch_idx)
         print("loss", loss.item())
         return loss
+
+
+class Manual(Clean):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
 
 
 class Failing(Clean):
@@ -204,6 +218,38 @@ class TestDoctor:
         assert cli.main(["doctor"]) == cli.BAD_INPUT
         assert "write --config config.yaml" in capsys.readouterr().err
 
+    def test_classes_that_only_the_program_knows(
+        self, project: Project, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        module = f"train_{Path.cwd().name}"
+        config = project(
+            (f"  class_path: {module}.Clean\n  init_args:\n    width: 4", "  width: 4"),
+            (f"data:\n  class_path: {module}.Data", "data:\n  count: 3"),
+        )
+        assert cli.main(["doctor", "--config", str(config)]) == cli.BAD_INPUT
+        error = capsys.readouterr().err
+        assert "Name class_path under model and data:" in error
+        assert "model:\n  class_path: your_module.YourModel\n  init_args:\n    width: 4" in error
+        assert "data:\n  class_path: your_module.YourData\n  init_args:\n    count: 3" in error
+        assert "Union" not in error
+
+    def test_manual_optimization_is_no_obstacle_unless_whole_steps_are_wanted(
+        self, project: Project, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        arguments = ["doctor", "--config"]
+        assert cli.main([*arguments, str(project((".Clean", ".Manual")))]) == cli.CLEAN
+        assert "nothing stands in the way, 1 remark" in capsys.readouterr().out
+        whole = project((".Clean", ".Manual"), ("capture_after: 1", "scope: step"))
+        assert cli.main([*arguments, str(whole)]) == cli.OBSTACLES
+
+    def test_a_file_that_is_nested_too_deeply(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = tmp_path / "config.yaml"
+        config.write_text("[" * 5000)
+        assert cli.main(["doctor", "--config", str(config)]) == cli.BAD_INPUT
+        assert f"{config}: it is nested too deeply" in capsys.readouterr().err
+
     def test_an_exception_of_the_module(
         self, project: Project, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -274,7 +320,7 @@ class TestEnv:
     def test_a_version_that_is_too_old(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(cli.importlib.metadata, "requires", lambda name: ["torch>=99"])
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch>=99"])
         assert cli.main(["env"]) == cli.CLEAN
         assert "versions          no: torch>=99 is required, found: " in capsys.readouterr().out
 
@@ -287,8 +333,50 @@ class TestEnv:
         (line,) = [each for each in lines if each.startswith("cuda-python       no: ")]
         assert 'pip install "cuda-python' in line
 
+    def test_one_reason_is_said_once(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def missing() -> None:
+            raise UnsupportedError("There is a driver.", "no library was found.", "install one")
+
+        monkeypatch.setattr(driver, "driver", missing)
+        assert cli.main(["env"]) == cli.CLEAN
+        lines = capsys.readouterr().out.splitlines()
+        assert "cuda-python       no: no library was found; install one" in lines
+        assert "driver            no: see cuda-python" in lines
+
+    @pytest.mark.parametrize("version", ["13.0", None])
+    def test_the_remedy_is_one_for_this_build_of_torch(
+        self,
+        version: str | None,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert cli.main(["env"]) == cli.CLEAN
+        out = capsys.readouterr().out
+        assert ("no NVIDIA driver or GPU is visible" in out) is (version is not None)
+        assert ("install a CUDA build of torch" in out) is (version is None)
+
 
 class TestCommandLine:
+    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(["--version"])
+        assert capsys.readouterr().out == f"lightning-graphs {lightning_graphs.__version__}\n"
+
+    def test_a_reader_that_has_gone(self, tmp_path: Path) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_graphs", "env"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (cli.READER_GONE, "")
+
     @pytest.mark.parametrize(
         ("arguments", "text"),
         [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,7 @@ class GraphedCallable:
     of ``module.forward``.
 
     Attributes:
-        in_words: Says why a backward pass is refused in the words of whoever made the graphs.
+        explain: Puts the error of a refused backward pass in the words of whoever made the graphs.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class GraphedCallable:
         self._version = version_of(self._witness)
         self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
-        self.in_words: Callable[[ReplayError], ReplayError] = _as_it_is
+        self.explain: Callable[[ReplayError], object] = _as_it_is
 
     @property
     def is_next(self) -> bool:
@@ -124,6 +125,15 @@ class GraphedCallable:
     def static_inputs(self) -> Sequence[Tensor]:
         """The buffers that stand for the tensor leaves of a call, in order."""
         return self._inputs.tensors
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """While no other graph waits for its backward pass: take any argument into lent memory."""
+        borrowed, self._borrowed = self._borrowed, ()
+        try:
+            yield
+        finally:
+            self._borrowed = borrowed
 
     def _spares_others(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a replay overwrites nothing of lent memory that is still of use.
@@ -199,7 +209,8 @@ class GraphedCallable:
                 self._refuse_partial_backward()
                 direct.refuse_hooks()
         except ReplayError as error:
-            raise self.in_words(error) from None
+            self.explain(error)
+            raise
         self._order.finish(pending)
         copy_all(backward.output_gradients, list(gradients))
         if direct is not None:
@@ -288,8 +299,8 @@ class GraphedCallable:
         return operator.getitem, ([self.original], 0)
 
 
-def _as_it_is(error: ReplayError) -> ReplayError:
-    return error
+def _as_it_is(error: ReplayError) -> None:
+    """The error speaks to callers of :func:`~lightning_graphs.core.make_graphed_callables`."""
 
 
 class _GraphedNode(torch.autograd.Function):

@@ -7,10 +7,10 @@ from html import escape
 from lightning_graphs.reporting.charts import kernels, outline, timeline
 from lightning_graphs.reporting.report import GraphRecord, Report
 from lightning_graphs.reporting.table import (
-    COLUMNS,
     COLUMNS_OF_WORDS,
     TIMES_OF_A_REHEARSAL,
     cells,
+    columns,
     summary_line,
 )
 
@@ -99,7 +99,9 @@ def _figures(report: Report) -> str:
 
 
 def _table(report: Report) -> str:
-    head = "".join(f'<th class="{_alignment(at)}">{name}</th>' for at, name in enumerate(COLUMNS))
+    head = "".join(
+        f'<th class="{_alignment(at)}">{name}</th>' for at, name in enumerate(columns(report))
+    )
     rows = [
         "<tr>"
         + "".join(

@@ -154,6 +154,8 @@ class Report:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise _unreadable(f"line {error.lineno}: {error.msg}") from error
+        except RecursionError:
+            raise _unreadable("it is nested too deeply") from None
         if not isinstance(data, dict) or data.pop("version", None) != VERSION:
             raise _unreadable(f"no object with version {VERSION}")
         return cls(**_checked(data, "report", _REPORT))

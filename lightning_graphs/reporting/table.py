@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_graphs.reporting.report import GraphRecord, Report
 
-COLUMNS = (
+_COLUMNS = (
     "signature",
     "scope",
     "nodes",
@@ -20,6 +20,9 @@ COLUMNS = (
     "replay ms/step",
     "speed-up",
 )
+_COLUMNS_OF_TIMES = 3
+"""So many columns, from the right, compare times, which a rehearsal has none of that count."""
+
 TIMES_OF_A_REHEARSAL = (
     "Rehearsed on the CPU: the emulated backend replays operator by operator, and its times say "
     "nothing about a GPU."
@@ -33,10 +36,15 @@ _LINE = 100
 """Characters of a line where the terminal has fewer, or there is none."""
 
 
+def columns(report: Report) -> tuple[str, ...]:
+    """What stands above the columns of a report's table."""
+    return _shown(_COLUMNS, report)
+
+
 def cells(record: GraphRecord, report: Report) -> tuple[str, ...]:
-    """A record of a report as text, in the order of :data:`COLUMNS`; a dash for the unknown."""
-    speed_up = record.speed_up if report.times_mean_something else None
-    return (
+    """A record of a report as text, in the order of :func:`columns`; a dash for the unknown."""
+    speed_up = record.speed_up
+    every = (
         record.signature,
         record.scope,
         _number(record.nodes, ",d"),
@@ -48,6 +56,11 @@ def cells(record: GraphRecord, report: Report) -> tuple[str, ...]:
         _number(record.replay_ms, ".3f"),
         "-" if speed_up is None else f"{speed_up:.2f}x",
     )
+    return _shown(every, report)
+
+
+def _shown(every: tuple[str, ...], report: Report) -> tuple[str, ...]:
+    return every if report.times_mean_something else every[:-_COLUMNS_OF_TIMES]
 
 
 def notes(report: Report) -> list[str]:
@@ -92,7 +105,7 @@ def render(report: Report) -> str:
     """The table and what is to be said below it, as text, as :func:`show` prints it."""
     console = _console(no_color=True, force_terminal=False)
     if console is None:
-        lines = _plain_table(_rows(report)) if report.graphs else []
+        lines = _plain_table(columns(report), _rows(report)) if report.graphs else []
         return "\n".join([*lines, *notes(report)])
     with console.capture() as captured:
         _print(console, report)
@@ -128,7 +141,7 @@ def _print(console: Any, report: Report) -> None:
 
     if report.graphs:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for i, column in enumerate(COLUMNS):
+        for i, column in enumerate(columns(report)):
             # Numbers take what they need, and the signature what is left.
             words = i < COLUMNS_OF_WORDS
             header = column if words else column.replace(" ", "\n")
@@ -145,18 +158,18 @@ def _rows(report: Report) -> list[tuple[str, ...]]:
     rows = [(shorten(row[0], _WIDEST, placeholder=" ..."), *row[1:]) for row in rows]
     hidden = len(report.graphs) - _ROWS
     if hidden > 0:
-        rows.append((f"and {hidden:,d} more", *[""] * (len(COLUMNS) - 1)))
+        rows.append((f"and {hidden:,d} more", *[""] * (len(columns(report)) - 1)))
     return rows
 
 
-def _plain_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+def _plain_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(
             cell.ljust(width) if i < COLUMNS_OF_WORDS else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in [COLUMNS, *rows]
+        for row in [head, *rows]
     ]
 
 

@@ -24,6 +24,7 @@ from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
+from lightning_graphs.training.warned import stacklevel_of_user
 
 
 class GraphCapture(Callback):
@@ -181,8 +182,14 @@ class GraphCapture(Callback):
         self._runner, self._reporter = runner, reporter
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
-        reason = _reason_to_stay_out(trainer) or why_no_whole_step(trainer, module)
-        doctor = Doctor(trainer, module, calls_of(trainer.strategy), self.options, reason)
+        doctor = Doctor(
+            trainer,
+            module,
+            calls_of(trainer.strategy),
+            self.options,
+            reason=_reason_to_stay_out(trainer),
+            no_whole_step=why_no_whole_step(trainer, module),
+        )
         self._fit.callback(doctor.finish)
         self.diagnosis = doctor.diagnosis
 
@@ -204,7 +211,7 @@ class GraphCapture(Callback):
                 "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
             )
         if reason:
-            rank_zero_warn(f"GraphCapture is inactive: {reason}")
+            rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
             self.statistics.fallbacks.append(reason)
         return not reason
 

@@ -11,7 +11,15 @@ from typing import Any, Literal
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
 
-Effect = Literal["eager step", "eager optimizer step", "does not run", "further graph"]
+Effect = Literal[
+    "eager step",
+    "eager optimizer step",
+    "does not run",
+    "further graph",
+    "submodules become graphs",
+]
+_REMARKS = ("further graph", "submodules become graphs")
+"""Effects of what need not be mended."""
 
 
 @dataclass(slots=True)
@@ -29,7 +37,8 @@ class Finding:
         last_step: The last observed step that met it; 0 for what shows before any step.
         effect: ``"eager step"``: the step is not captured; ``"eager optimizer step"``: the rest of
             it is; ``"does not run"``: a replay leaves it out; ``"further graph"``: the step is
-            captured in more than one part, which costs a launch and nothing else.
+            captured in more than one part, which costs a launch and nothing else;
+            ``"submodules become graphs"``: they do in place of the whole step.
         rule: What capture demands.
         observed: What was found, beyond operator and line; may be empty.
         remedy: What to do.
@@ -81,12 +90,13 @@ class Diagnosis:
 
     @property
     def obstacles(self) -> list[Finding]:
-        """What stands in the way: neither cuts of the graph nor what only the first step does.
+        """What stands in the way: neither what is captured otherwise nor what only the first
+        step does.
 
         The first step fills caches and the like; it is never captured.
         """
         once = 1 if self.steps > 1 else -1
-        blocking = [f for f in self.findings if f.effect != "further graph"]
+        blocking = [f for f in self.findings if f.effect not in _REMARKS]
         return [f for f in blocking if f.last_step != once]
 
     def add(

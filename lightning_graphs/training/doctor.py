@@ -42,6 +42,7 @@ from lightning_graphs.training.obstacles import (
     CHANGING_SHAPE,
     CONFIGURATION,
     HOOK,
+    NO_WHOLE_STEP,
     OBSERVER,
     OPTIMIZER,
 )
@@ -70,6 +71,7 @@ class Doctor:
         calls: The strategy's own methods.
         options: The callback's options; ``warmup_steps`` steps are observed.
         reason: Why the fit is not captured at all; empty if it may be.
+        no_whole_step: Why its steps are no whole graphs; likewise.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Doctor:
         calls: StrategyCalls,
         options: Options,
         reason: str,
+        no_whole_step: str,
     ) -> None:
         self.diagnosis = Diagnosis()
         self._trainer = trainer
@@ -86,6 +89,7 @@ class Doctor:
         self._calls = calls
         self._all = self._left = options.warmup_steps
         self._rehearsal = options.backend == "emulated"
+        self._whole_steps_only = options.scope == "step"
         self._active = self._finished = False
         device = trainer.strategy.root_device
         generators = [torch.default_generator]
@@ -107,7 +111,7 @@ class Doctor:
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._signatures: list[Signature] = []
         self._earlier: dict[Signature, list[Call]] = {}
-        self._judge_fit(reason)
+        self._judge_fit(reason, no_whole_step)
         intercept(trainer.strategy, self)
 
     def finish(self) -> None:
@@ -236,11 +240,16 @@ class Doctor:
 
     # ------------------------------------------------------------------ judging
 
-    def _judge_fit(self, reason: str) -> None:
+    def _judge_fit(self, reason: str, no_whole_step: str) -> None:
         """What shows before a step is taken."""
         trainer, module, add = self._trainer, self._module, self.diagnosis.add
         if reason:
             add(CONFIGURATION, "Trainer", observed=reason)
+        if no_whole_step and self._whole_steps_only:
+            add(NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
+        elif no_whole_step:
+            because = f"the whole step cannot, because {no_whole_step}"
+            add(NO_WHOLE_STEP, "GraphCapture", observed=because, effect="submodules become graphs")
         configured = _definition(module.configure_optimizers)
         for optimizer in trainer.optimizers:
             scaled = scaler_of(trainer.precision_plugin) is not None

@@ -16,7 +16,7 @@ from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import replaced
 
-_COUNTERS = ("global_step", "current_epoch")
+_COUNTERS = ("global_step", "current_epoch", "is_last_batch")
 
 COUNTER = Obstacle(
     "A captured step runs no Python code: a counter that it reads would stand still.",
@@ -130,9 +130,9 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
 def counters_watched(
     trainer: Trainer, on_read: Callable[[str], object] = refuse_frozen
 ) -> Iterator[None]:
-    """While capturing, reading ``global_step`` or ``current_epoch`` is refused.
+    """While capturing, reading ``global_step``, ``current_epoch`` or ``is_last_batch`` is refused.
 
-    The trainer's class is exchanged for a subclass: both are properties, and the module's own
+    The trainer's class is exchanged for a subclass: they are properties, and the module's own
     ``global_step`` and ``current_epoch`` read the trainer's.
 
     Args:

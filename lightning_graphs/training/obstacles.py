@@ -5,10 +5,18 @@ from __future__ import annotations
 from lightning_graphs.core.obstacles import Obstacle
 
 CONFIGURATION = Obstacle(
-    "GraphCapture captures one optimizer's step on one device.",
+    "GraphCapture captures on one device, and without a check of every operator on the host.",
     "change that, or train without GraphCapture",
     kind="configuration",
-    code="Trainer(devices=1, detect_anomaly=False)  # automatic optimization, one optimizer",
+    code="Trainer(devices=1, detect_anomaly=False)",
+)
+NO_WHOLE_STEP = Obstacle(
+    "A whole step becomes a graph where Lightning optimizes by itself, with one optimizer that "
+    "calls the step once.",
+    "nothing, if that is needed: scope='auto' and scope='modules' make graphs of the submodules; "
+    "modules=[...] names them",
+    kind="configuration",
+    code='GraphCapture(scope="modules", modules=["generator", "discriminator"])',
 )
 OPTIMIZER = Obstacle(
     "The step of an optimizer is captured where it neither reads its state on the host nor calls "

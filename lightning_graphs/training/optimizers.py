@@ -95,6 +95,7 @@ class CapturableOptimizer:
         self._groups = optimizer.param_groups
         self._known_members = self._members()
         self._known_state: list[Any] | None = None
+        self._known_entries: list[tuple[Any, str, Any]] = []
         self._state = optimizer.state
         loaded = self._given.copy()
         self.can_live = _fusable(optimizer)
@@ -131,12 +132,27 @@ class CapturableOptimizer:
             or optimizer.state is not self._state
             or len(self._groups) != len(self._rates)
             or not _are_same(self._members(), self._known_members)
-            or not (self._known_state is None or _are_same(self._state_now(), self._known_state))
+            or self._state_was_replaced()
         )
 
     def remember_state(self) -> None:
-        """From now on, until the next capture, other tensors in the state are a replacement."""
+        """From now on other tensors in the place of these are a replacement; at every capture."""
         self._known_state = self._state_now()
+        self._known_entries = [
+            (parameter, key, value)
+            for parameter, state in self._state.items()
+            for key, value in state.items()
+        ]
+
+    def _state_was_replaced(self) -> bool:
+        known = self._known_state
+        if known is None or _are_same(self._state_now(), known):
+            return False
+        for parameter, key, value in self._known_entries:
+            if self._state.get(parameter, {}).get(key) is not value:
+                return True
+        self.remember_state()  # a parameter that was unfrozen has made its own
+        return False
 
     def _members(self) -> list[Any]:
         return [p for group in self._groups for p in group["params"]]

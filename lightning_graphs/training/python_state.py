@@ -7,22 +7,31 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.held_values import (
+    OF_ALL_MODULES,
+    HeldValues,
+    held_in,
+    is_object,
+    is_plain,
+)
 
-_PLAIN = (bool, int, float, str)
-_CONTAINERS = (list, dict, set, deque)
+_CHANGEABLE = (list, dict, set, deque)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
-_LIVE_IN_LIBRARIES = ("p", "momentum")
+_LIVE_IN_LIBRARIES = frozenset(
+    {"p", "momentum", "dropout", "label_smoothing", "margin", "negative_slope", "alpha", "beta"}
+    | {"delta", "lambd", "threshold"}
+)
 
 STORED = Obstacle(
     "A captured step runs no Python code: what it stores in attributes would stand still.",
@@ -40,7 +49,7 @@ DRAWN = Obstacle(
 
 
 class AttributeReads:
-    """Plain attributes of modules that captured steps have read: numbers, flags and texts.
+    """Attributes of modules that captured steps have read.
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
     hook which anneals a weight or changes a dropout rate gets a graph for the new value.
@@ -50,31 +59,35 @@ class AttributeReads:
     """
 
     def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
-        self._reads: dict[str, tuple[Any, Any]] = {}
+        self._held = HeldValues()
         self._on_use = on_use
 
     def __len__(self) -> int:
-        return len(self._reads)
+        return len(self._held)
 
     def values(self) -> tuple[tuple[str, Any], ...]:
-        """Name and present value of everything that was read."""
-        return tuple([(name, _held(owner, key)) for name, (owner, key) in self._reads.items()])
+        """Name and present value of everything that was read, and of what is inside of it."""
+        return self._held.now()
 
     @contextlib.contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
         """Note what the body reads from the module and from submodules of its author's own.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
-        checks their class; of theirs, the rates that training is known to move are noted.
+        checks their class; of theirs, the numbers that training is known to move are noted.
+
+        Raises:
+            CaptureError: the body reads an iterator, before anything is taken from it.
         """
         compiled = any(map(is_compiled, module.modules()))
         exchanged = []
         for path, owner in module.named_modules():
             name = f"self.{path}" if path else "self"
             if type(owner).__module__.startswith(_LIBRARIES):
-                for key in _LIVE_IN_LIBRARIES:
-                    if isinstance(vars(owner).get(key), _PLAIN):
-                        self._note(owner, name, key)
+                table = vars(owner)
+                for key in _LIVE_IN_LIBRARIES & table.keys():
+                    if isinstance(table[key], (bool, int, float)):
+                        self._held.add(f"{name}.{key}", table.get, key)
             elif not (compiled and path):
                 exchanged.append((owner, type(owner), name))
         try:
@@ -91,14 +104,8 @@ class AttributeReads:
 
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
-            if key == "_hparams" or _is_attribute(kind, key):
-                name = f"{path}.{'hparams' if key == '_hparams' else key}"
-                if self._on_use is not None:
-                    self._on_use(name, False)
-                if isinstance(value, _PLAIN):
-                    self._reads.setdefault(name, (owner, key))
-                else:
-                    self._note_items(name, value)
+            if key not in OF_ALL_MODULES:
+                self._note(owner, kind, key, value, path)
             return value
 
         def write(owner: Any, key: str, value: Any) -> None:
@@ -111,38 +118,30 @@ class AttributeReads:
             watched["__setattr__"] = write
         return type(kind)(kind.__name__, (kind,), watched)
 
-    def _note(self, owner: Any, path: str, key: str) -> None:
-        self._reads.setdefault(f"{path}.{key}", (owner, key))
-
-    def _note_items(self, name: str, value: Any) -> None:
-        """Note the plain values in a settings object: which of them was read does not show."""
-        for key, held in _items(value):
-            if isinstance(held, _PLAIN):
-                self._reads.setdefault(f"{name}[{key!r}]", (value, key))
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    """Keys and values of mappings, sequences, namespaces and dataclasses; nothing of others."""
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    foreign = type(value).__module__.startswith((*_LIBRARIES, "transformers."))
-    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not foreign):
-        return list(vars(value).items())
-    return []
+    def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
+        table = object.__getattribute__(owner, "__dict__")
+        if key not in table and not (is_plain(value) and _is_of_class(kind, key)):
+            return
+        name = f"{path}.{'hparams' if key == '_hparams' else key}"
+        if self._on_use is not None:
+            self._on_use(name, False)
+        elif isinstance(value, Iterator):
+            observed = f"{name}, an iterator, is read at {CallSiteFinder().here().describe()}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+        if key in table:
+            self._held.add(name, table.get, key)
+        else:
+            self._held.add(name, partial(getattr, owner), key)
 
 
-def _held(owner: Any, key: Any) -> Any:
-    try:
-        return owner[key] if isinstance(owner, (dict, list, tuple)) else getattr(owner, key)
-    except (KeyError, IndexError, AttributeError):
-        return None
-
-
-def _is_attribute(kind: type, key: str) -> bool:
-    hidden = key.startswith("_") or key == "training"
-    return not hidden and not isinstance(getattr(kind, key, None), property)
+def _is_of_class(kind: type, key: str) -> bool:
+    """Whether an attribute is a value that its author gave to the class: no property, no method."""
+    for base in kind.__mro__:
+        if base in (LightningModule, nn.Module):
+            return False
+        if key in vars(base):
+            return is_plain(vars(base)[key])
+    return False
 
 
 @contextlib.contextmanager
@@ -170,18 +169,14 @@ def nothing_left_behind(module: LightningModule) -> Iterator[None]:
 
 
 class Attributes:
-    """What the attributes of a module tree hold, and what the containers among them hold."""
+    """What the attributes of a module tree hold, and what containers and objects in them hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self._containers: list[tuple[str, Any, Any]] = []
-        for path, owner in module.named_modules():
-            name = f"self.{path}" if path else "self"
-            table = vars(owner)
-            self._containers.append((name, table, table.copy()))
-            for key, value in table.items():
-                if type(value) in _CONTAINERS:
-                    own = name if key in ("_parameters", "_buffers", "_modules") else ""
-                    self._containers.append((own or f"{name}.{key}", value, value.copy()))
+        for name, held in held_in(module):
+            if isinstance(held, (nn.Module, *_CHANGEABLE)) or is_object(held):
+                table = held if isinstance(held, _CHANGEABLE) else vars(held)
+                self._containers.append((name, table, _copy(table)))
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
@@ -206,11 +201,17 @@ class Attributes:
                 (container.update if isinstance(container, set) else container.extend)(before)
 
 
+def _copy(container: Any) -> Any:
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
 def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
     if key not in now or key not in before:
         return True
     a, b = now[key], before[key]
-    return a is not b and not (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+    return a is not b and not (is_plain(a) and type(a) is type(b) and a == b)
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -220,37 +221,59 @@ def _same(now: Any, before: Any) -> bool:
 
 
 class Generators:
-    """The states of the random generators that Python code on the host draws from."""
+    """The states of the random generators that Python code on the host draws from.
+
+    Those of Python, numpy and torch, and those that the module holds.
+    """
 
     def __init__(self, module: LightningModule) -> None:
-        self._random = random.getstate()
         self._numpy: Any = sys.modules.get("numpy")
-        self._legacy = self._numpy.random.get_state() if self._numpy else None
         # On a CPU, torch's generator is that of the captured operators themselves.
-        self._torch = torch.get_rng_state() if module.device.type != "cpu" else None
+        self._with_torch = module.device.type != "cpu"
+        found: list[tuple[str, _Get, _Set]] = [
+            ("Python's random", random.getstate, random.setstate)
+        ]
+        if self._numpy is not None:
+            numpy = self._numpy.random
+            found.append(("numpy.random", numpy.get_state, numpy.set_state))
+        if self._with_torch:
+            name = "torch's generator of the CPU"
+            found.append((name, torch.get_rng_state, torch.set_rng_state))
+        for name, held in held_in(module):
+            found += [(name, get, put) for get, put in self._access(held)]
+        self._states = [(name, get, put, get()) for name, get, put in found]
+
+    def _access(self, held: Any) -> list[tuple[_Get, _Set]]:
+        """How to read and write the state of a generator; nothing of other objects."""
+        if isinstance(held, random.Random):
+            return [(held.getstate, held.setstate)]
+        if self._with_torch and isinstance(held, torch.Generator) and held.device.type == "cpu":
+            return [(held.get_state, held.set_state)]
+        if self._numpy is not None:
+            if isinstance(held, self._numpy.random.RandomState):
+                return [(held.get_state, held.set_state)]
+            if isinstance(held, self._numpy.random.Generator):
+                bits = held.bit_generator
+                return [(partial(getattr, bits, "state"), partial(setattr, bits, "state"))]
+        return []
 
     def drawn(self) -> list[str]:
         """The names of the generators that were drawn from."""
-        names = []
-        if random.getstate() != self._random:
-            names.append("Python's random")
-        if self._legacy is not None and not _equal(self._numpy.random.get_state(), self._legacy):
-            names.append("numpy.random")
-        if self._torch is not None and not torch.equal(torch.get_rng_state(), self._torch):
-            names.append("torch's generator of the CPU")
-        return names
+        return [name for name, get, _, before in self._states if not _equal(get(), before)]
 
     def restore(self) -> None:
         """Put the states back."""
-        random.setstate(self._random)
-        if self._legacy is not None:
-            self._numpy.random.set_state(self._legacy)
-        if self._torch is not None:
-            torch.set_rng_state(self._torch)
+        for _, _, put, before in self._states:
+            put(before)
+
+
+_Get = Callable[[], Any]
+_Set = Callable[[Any], object]
 
 
 def _equal(now: Any, before: Any) -> bool:
-    return all(
-        bool((a == b).all()) if hasattr(a, "all") else a == b
-        for a, b in zip(now, before, strict=True)
-    )
+    if isinstance(now, dict):
+        return all(_equal(now[key], before[key]) for key in now)
+    if isinstance(now, (tuple, list)):
+        return all(map(_equal, now, before))
+    return bool((now == before).all()) if hasattr(now, "all") else bool(now == before)

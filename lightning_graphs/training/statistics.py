@@ -17,6 +17,7 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import GraphError
 from lightning_graphs.reporting import GraphRecord, Report, StepTime
 from lightning_graphs.training.conditions import Conditions
+from lightning_graphs.training.warned import stacklevel_of_user
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Statistics:
         """Warn, once for each reason, that something runs eagerly."""
         if reason not in self.fallbacks:
             self.fallbacks.append(reason)
-            rank_zero_warn(f"GraphCapture: {reason}")
+            rank_zero_warn(f"GraphCapture: {reason}", stacklevel=stacklevel_of_user())
 
     def recaptured(self, sentence: str, change: str) -> None:
         """Say that another capture is made, and keep what changed."""

@@ -18,7 +18,8 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.signature import CallPlan, Signature, TensorSpec
+from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.body import StepBody
@@ -157,6 +158,7 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
         inputs = StaticInputs(tensors)
+        versions = list(map(version_of, inputs.tensors))
         arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
         adds = not phase.zeroing or self._observers.own_zero_grad
         targets = GradientTargets(
@@ -186,6 +188,7 @@ class StepCapture:
                         updating=nullcontext if live is None else live.marked,
                     )
                 gradients, outside = targets.attached()
+            _refuse_written(signature, inputs, versions)
             numbers = live.find(segments.graphs[-1]) if live is not None else None
         except torch.OutOfMemoryError as error:
             segments.abandon()
@@ -207,6 +210,8 @@ class StepCapture:
         except BaseException:  # KeyboardInterrupt and the like
             segments.abandon()
             raise
+        if self._capturable is not None:
+            self._capturable.remember_state()
         output.finish_capture()
         return StepPlan(
             CallPlan(signature, check_modes=True),
@@ -306,6 +311,19 @@ class _Segments:
         """Release the graphs that were finished before the failure."""
         while self.graphs:
             self._pool.release(self.graphs.pop())
+
+
+def _refuse_written(signature: Signature, inputs: StaticInputs, versions: list[int]) -> None:
+    """Hooks, and the next epoch of a dataset in memory, see what an eager step writes."""
+    pairs = zip(signature.names, signature.leaves, strict=True)
+    names = [name for name, leaf in pairs if isinstance(leaf, TensorSpec)]
+    for name, tensor, before in zip(names, inputs.tensors, versions, strict=True):
+        if version_of(tensor) != before:
+            raise CaptureError(
+                "A captured step reads a copy of the batch: what it writes there, hooks do not see.",
+                f"training_step changes {name} in place",
+                "make a new tensor: x = x + 1 in place of x += 1",
+            )
 
 
 def _frozen(value: Any) -> Any:

@@ -25,6 +25,7 @@ from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import nothing_left_behind
 from lightning_graphs.training.state import StepState, outputs
 from lightning_graphs.training.step import StepPlan
+from lightning_graphs.training.warned import stacklevel_of_user
 
 
 class Verification:
@@ -182,7 +183,7 @@ class Verification:
     def _say_once(self, line: str) -> None:
         if not self._said:
             self._said = True
-            rank_zero_warn(f"GraphCapture: {line}")
+            rank_zero_warn(f"GraphCapture: {line}", stacklevel=stacklevel_of_user())
 
     def _prove(self, eager: list[Result], again: list[Result], returned: Any) -> None:
         agreement, replayed = self._agreement(), outputs(returned)

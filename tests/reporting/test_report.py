@@ -46,6 +46,10 @@ class TestJson:
         with pytest.raises(GraphError, match=r"line 2: Expecting"):
             Report.from_json('{"version": 1,\n nonsense')
 
+    def test_text_that_is_nested_too_deeply(self) -> None:
+        with pytest.raises(GraphError, match="nested too deeply"):
+            Report.from_json("[" * 200_000)
+
 
 class TestPage:
     def test_its_figures_are_those_of_the_report(self) -> None:
@@ -144,10 +148,13 @@ class TestTable:
         assert "x f32[19]" in text
         assert "x f32[20]" not in text
 
-    def test_a_rehearsal_claims_no_speed_up(self) -> None:
+    def test_a_rehearsal_shows_no_times_of_steps(self) -> None:
         rehearsed, real = example(backend="emulated"), example()
         assert "say nothing about a GPU" in render(rehearsed)
-        assert "2.50x" not in render(rehearsed) + summary_line(rehearsed)
+        for text in ("2.50x", "5.250", "2.100", "speed-up"):
+            assert text not in render(rehearsed) + summary_line(rehearsed)
+        assert Page(rehearsed.to_html()).tables[0][0][-2:] == ["pool MiB", "replays"]
+        assert "speed-up" in render(real)
         assert "graphs/speed_up" not in rehearsed.metrics()
         assert "say nothing about a GPU" not in render(real)
         assert summary_line(real).endswith(

@@ -205,9 +205,12 @@ class TestSingleObstacles:
                 self.optimizers().step()
 
         eager = prepare(backend, tmp_path, False, module=Manual).run()
-        fit = examined(backend, tmp_path, module=Manual)
+        fit = examined(backend, tmp_path, module=Manual, capture={"scope": "auto"})
         (row,) = rows(fit, "configuration")
-        assert "manually" in row.observed
+        assert row.effect == "submodules become graphs"
+        assert "the whole step cannot, because the module optimizes manually" in row.observed
+        assert "Trainer(" not in row.code
+        assert row not in fit.capture.diagnosis.obstacles
         lines = [r.line for r in rows(fit, "host-read")]
         assert line(Manual.training_step, "read") in lines
         compare(eager, fit, replayed=False)

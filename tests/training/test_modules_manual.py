@@ -191,9 +191,13 @@ def test_networks_that_are_called_repeatedly_are_not_chosen_unasked(
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed == 0
     assert captured.statistics.fallbacks == [
-        f"`{name}` is not graphed: it is called {times} times in a step; modules=[...] may name it"
+        f"`{name}` is not graphed: it is called {times} times in a step; "
+        f'modules=["{name}"] names it all the same'
         for name, times in (("generator", 2), ("critic", 3))
-    ] + ["steps run eagerly: no submodule of them could be captured"]
+    ] + [
+        "steps run eagerly: no submodule of them could be captured. "
+        "modules=[...] names some, doctor=True lists what is in the way"
+    ]
 
 
 def test_a_gradient_penalty_stays_eager(backend: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,21 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern: str, nearest: str) -
         names(pattern)
     with pytest.raises(OptionError, match="Every entry of exclude names a submodule"):
         names("backbone", exclude=[pattern])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [
+        ("encodr.layers.*", "encoder.layers.*"),
+        ("encoder.layer.*.inner", "encoder.layers.*.inner"),
+        ("backbon.*", "backbone.*"),
+        ("layers.*", "encoder.layers.*"),
+        ("Encodr", "Encoder"),
+    ],
+)
+def test_the_likeliest_pattern_is_offered_first(pattern: str, nearest: str) -> None:
+    with pytest.raises(OptionError, match=rf"nearest names are {re.escape(nearest)}(,|$)"):
+        names(pattern)
 
 
 def test_a_module_and_its_ancestor_are_refused() -> None:

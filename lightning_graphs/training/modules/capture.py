@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from time import perf_counter
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
@@ -71,6 +72,8 @@ class Means:
         gradient_buffers: Where parameter gradients go.
         original: Gives a module's own forward.
         lends: Outputs that the next graph reads are handed out without a copy.
+        direct: Backward graphs write the gradients of parameters themselves. Where somebody asks
+            for the gradients of some parameters only, autograd must know of them.
     """
 
     root: LightningModule
@@ -78,6 +81,7 @@ class Means:
     gradient_buffers: GradientBuffers
     original: OriginalForward
     lends: bool = True
+    direct: bool = True
 
 
 def capture_calls(
@@ -101,7 +105,8 @@ def capture_calls(
     groups = [(pool, [(c, d) for c, d in observation.passes if c in together])]
     for call in calls:
         if call not in together:
-            # Its backward, should it ever run, finds its activations whatever ran in between.
+            # Its backward, should one run in the same step, finds its activations whatever ran in
+            # between. The next step makes them void.
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
@@ -159,6 +164,16 @@ def _is_detached(call: ObservedCall) -> bool:
     return call.requires_grad and call.backwards == 0
 
 
+def _of_module(name: str, error: ReplayError) -> None:
+    """Let a refused backward pass say what a user of the callback can do about it."""
+    error.observed = f"in the backward pass of `{name}`: {error.observed or 'they were released'}"
+    error.remedy = (
+        f'GraphCapture(exclude=["{name}"]) runs that module eagerly; with automatic optimization '
+        'scope="step" captures such passes as well'
+    )
+    error.args = (error.rule, error.observed, error.remedy)
+
+
 class _Capture:
     """The capture of one call, as it was observed."""
 
@@ -182,7 +197,7 @@ class _Capture:
                     call.kwargs,
                     pool=pool,
                     order=order,
-                    direct=not hooked and not call.partial,
+                    direct=means.direct and not hooked and not call.partial,
                     allow_unused=True,
                     static_outputs=False,
                     gradient_buffers=means.gradient_buffers,
@@ -220,6 +235,7 @@ class _Capture:
         """The graphs, at the end of all captures."""
         with as_observed(self._call):
             graphed = self.passes.finish()
+            graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
         return Site(self._call, graphed, self.cost, parameters, required)

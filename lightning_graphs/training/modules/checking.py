@@ -236,7 +236,8 @@ class _CallRun:
         """Replay the graphs of both."""
         backward = self._backward
         direct = backward is not None and backward.direct is not None
-        return self._run(self._site.graphed, direct=direct)
+        with self._site.graphed.alone():
+            return self._run(self._site.graphed, direct=direct)
 
     def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
         call = self._site.call

@@ -31,6 +31,7 @@ class Choice:
     def __init__(self, root: nn.Module, options: Options) -> None:
         self._by_name = bool(options.modules)
         self._refused: set[nn.Module] = set()
+        self._shown: dict[tuple[nn.Module, int], str] = {}
         self._candidates: Mapping[str, nn.Module]
         if options.modules:
             self._candidates = select(root, options.modules, options.exclude)
@@ -40,6 +41,19 @@ class Choice:
     def candidates(self) -> Mapping[str, nn.Module]:
         """Name and module of everything that a step may call as a graph."""
         return self._candidates
+
+    def learn(self, observation: Observation) -> bool:
+        """Keep in mind which calls no backward graph can serve, in this step or in another.
+
+        Returns:
+            Whether there was one.
+        """
+        found = {(c.module, c.ordinal): r for c in observation.calls if (r := c.obstacle())}
+        self._shown |= found
+        return bool(found)
+
+    def _reason(self, call: ObservedCall) -> str | None:
+        return call.obstacle() or self._shown.get((call.module, call.ordinal))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first, those without autograd among them.
@@ -66,7 +80,7 @@ class Choice:
             obstacle = _obstacle(call.module, observation)
             if obstacle is not None:
                 note(_left_out(call.name, obstacle))
-            elif (reason := call.obstacle()) is not None:
+            elif (reason := self._reason(call)) is not None:
                 note(f"a call of `{call.name}` stays eager: it {reason}")
             elif call.module not in self._refused:
                 chosen.append(call)
@@ -98,13 +112,15 @@ class Choice:
                 found.append(call)
         return found
 
-    @staticmethod
     def _obstacle(
-        call: ObservedCall, times: Mapping[nn.Module, int], observed: Observation
+        self, call: ObservedCall, times: Mapping[nn.Module, int], observed: Observation
     ) -> str | None:
-        reason = call.obstacle()
+        reason = self._reason(call)
         if reason is None and times[call.module] > 1:
-            reason = f"is called {times[call.module]} times in a step; modules=[...] may name it"
+            reason = (
+                f"is called {times[call.module]} times in a step; "
+                f'modules=["{call.name}"] names it all the same'
+            )
         return _obstacle(call.module, observed) or (reason and f"it {reason}")
 
 

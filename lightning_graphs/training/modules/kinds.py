@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lightning_graphs.core.signature import CallPlan, Signature
@@ -85,3 +86,28 @@ class StepOfModules:
         if flags != self.kind.flags or not self.is_current:
             return False
         return self._call is None or self._call.match(args, {}) is not None
+
+
+@dataclass(slots=True)
+class Search:
+    """Steps of a kind that was captured are observed: one of them made other calls.
+
+    Attributes:
+        kind: The kind.
+        left: How many steps are observed yet.
+        reason: What is said if nothing comes of it.
+    """
+
+    kind: StepKind
+    left: int
+    reason: str
+
+
+def moved_attributes(plans: Sequence[StepOfModules]) -> list[str]:
+    """The attributes that have other values now than in these graphs, for a person to read."""
+    moved: dict[str, str] = {}
+    for plan in plans:
+        for (name, then), (_, now) in zip(plan.baked.values, plan.baked.now(), strict=True):
+            if then != now:
+                moved[name] = f"{name}: {then!r} -> {now!r}"
+    return list(moved.values())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.torch_private import (
@@ -42,6 +45,9 @@ class ObservedCall:
         sources: For each argument that other observed calls returned, by its index among the
             tensors of the arguments, these calls and the index of the tensor in what they returned.
         partial: A backward pass left the module's parameters out.
+        ordinal: Which call of the module in the step it is, counted from 0.
+        outlives: No backward pass went through it in its step, and the outputs' autograd graph was
+            kept: one may come later.
     """
 
     name: str
@@ -59,6 +65,8 @@ class ObservedCall:
     twice_differentiable: bool = False
     partial: bool = False
     sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    ordinal: int = 0
+    outlives: bool = False
 
     @classmethod
     def now(
@@ -94,6 +102,8 @@ class ObservedCall:
             return "is differentiated twice (create_graph=True)"
         if self.backwards > 1:
             return "has more than one backward pass through it (retain_graph=True)"
+        if self.outlives:
+            return "has an output whose autograd graph is kept for a later step"
         return None
 
 
@@ -138,6 +148,10 @@ class _Made:
         )
 
 
+class _Token:
+    """Lives as long as the autograd graph of some outputs."""
+
+
 class StepObserver:
     """Watches modules through forward hooks; with :meth:`remove` nothing of it is left.
 
@@ -151,6 +165,8 @@ class StepObserver:
         self._made: dict[int, list[_Made]] = {}
         self._device_type = device_type
         self._open: list[ObservedCall] = []
+        self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
+        self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
         for name, module in modules.items():
             self._watch(name, module)
@@ -170,6 +186,8 @@ class StepObserver:
         args, kwargs = _detached((args, dict(kwargs)))
         parent = self._open[-1] if self._open else None
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
+        call.ordinal = self._times[module]
+        self._times[module] += 1
         self._find_sources(call)
         self._open.append(call)
         self.observation.calls.append(call)
@@ -197,6 +215,8 @@ class StepObserver:
         call.requires_grad = bool(outputs)
         if not outputs or call.recomputed:
             return
+        for output in outputs:
+            self._follow(call, output)
         trainable = next((p for p in module.parameters() if p.requires_grad), None)
 
         def backward(_: Any) -> None:
@@ -204,7 +224,7 @@ class StepObserver:
             call.twice_differentiable |= torch.is_grad_enabled()
             if trainable is not None:
                 node = torch.autograd.graph.get_gradient_edge(trainable).node
-                call.partial |= not will_execute(node)
+                call.partial |= not _accumulates(node)
             if call.backwards == 1:
                 self.observation.passes.append((call, "backward"))
 
@@ -212,12 +232,32 @@ class StepObserver:
             torch.autograd.graph.register_multi_grad_hook(outputs, backward, mode="all")
         )
 
+    def _follow(self, call: ObservedCall, output: Tensor) -> None:
+        """Be able to tell, after the step, whether the autograd graph of an output is alive."""
+        if output.grad_fn is not None:
+            token = _Token()
+            metadata: Any = output.grad_fn.metadata  # a dict, whatever its annotation says
+            metadata[id(token)] = token
+            self._graphs.append((call, weakref.ref(token)))
+
     def remove(self) -> None:
         """Take every hook off; may be called again."""
+        # Before that, the hooks keep the graphs alive that they are hooks of.
         while self._handles:
             self._handles.pop().remove()
+        for call, token in self._graphs:
+            call.outlives |= call.backwards == 0 and token() is not None
+        self._graphs.clear()
         self._open.clear()
         self._made.clear()
+
+
+def _accumulates(leaf: Node) -> bool:
+    """Whether the backward pass that is running adds to this leaf's ``.grad``."""
+    try:
+        return will_execute(leaf)
+    except RuntimeError:  # torch answers so for a leaf whose gradient autograd.grad returns
+        return False
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +14,7 @@ from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.checking import Schedule
+from lightning_graphs.training.modules.foresight import requests_watched
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -82,7 +84,7 @@ class ModuleRunner:
         stage = self._graphs.stage
         stage.stepping = True
         try:
-            with self._log.installed():
+            with self._log.installed(), self._requests():
                 return self._calls.training_step(*args, **kwargs)
         finally:
             stage.stepping = False
@@ -92,9 +94,14 @@ class ModuleRunner:
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
         try:
-            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+            with self._requests():
+                return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             stage.stepping = stepping
+
+    def _requests(self) -> AbstractContextManager[None]:
+        graphs = self._graphs
+        return requests_watched(graphs.asked) if graphs.watches_requests else nullcontext()
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any

@@ -18,7 +18,7 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import hook_tables
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.python_state import AttributeReads
@@ -168,6 +168,21 @@ class CapturedCalls:
     def is_waiting(self) -> bool:
         """Whether a backward pass is still to come."""
         return any(order.is_waiting for order in self._orders)
+
+    def refuse_requests(self, inputs: Sequence[Any]) -> None:
+        """Refuse a backward pass for some gradients only, where graphs write them themselves.
+
+        Raises:
+            ReplayError: names the module to whose parameters these inputs belong.
+        """
+        for site in self.captured:
+            if any(tensor is p for tensor in inputs for p in site.parameters):
+                raise ReplayError(
+                    "The gradients of a graphed module are all computed at once, by backward().",
+                    "torch.autograd.grad, or backward(inputs=...), for parameters of "
+                    f"`{site.call.name}`",
+                    f'GraphCapture(exclude=["{site.call.name}"])',
+                )
 
     def begin(self) -> None:
         """Begin a step: every backward pass that is still pending is void."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +25,14 @@ from lightning_graphs.training.modules.dispatch import (
     Stage,
     original_forward,
 )
-from lightning_graphs.training.modules.kinds import Flags, StepKind, StepOfModules
+from lightning_graphs.training.modules.foresight import Foresight
+from lightning_graphs.training.modules.kinds import (
+    Flags,
+    Search,
+    StepKind,
+    StepOfModules,
+    moved_attributes,
+)
 from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.options import Options
@@ -36,29 +43,14 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _SEARCH = 16
 """How many steps, for each sighting before a capture, are observed in search of another one."""
-
-
 _RARE = 4
 """How many eager steps in a row, for each graph allowed, are taken without a warning."""
+_PATIENCE = 64
+"""How many steps code that may go through a graph twice is given to show where."""
 _SHORT_LIVED = 8
 """Graphs that were dropped after fewer steps than this were hardly worth their capture."""
 _DROPS_TOLERATED = 3
 """How often in a row such graphs are captured again."""
-
-
-@dataclass(slots=True)
-class _Search:
-    """Steps of a kind that was captured are observed: one of them made other calls.
-
-    Attributes:
-        kind: The kind.
-        left: How many steps are observed yet.
-        reason: What is said if nothing comes of it.
-    """
-
-    kind: StepKind
-    left: int
-    reason: str
 
 
 class ModuleGraphs:
@@ -74,6 +66,7 @@ class ModuleGraphs:
 
     Attributes:
         stage: What decides over the calls while a step runs.
+        watches_requests: Graphs write gradients of which autograd knows nothing.
     """
 
     def __init__(
@@ -86,7 +79,11 @@ class ModuleGraphs:
         schedule: Schedule,
     ) -> None:
         apart = pool.beside()
-        self._means = Means(module, pool, gradients.of, original_forward)
+        foresight = Foresight(module)
+        self.watches_requests = not foresight.asks_for_gradients
+        self._patience = _PATIENCE if foresight.differentiates_again else 0
+        direct = self.watches_requests
+        self._means = Means(module, pool, gradients.of, original_forward, direct=direct)
         self._checks = CallChecks(schedule)
         self.stage = Stage(options, replace(self._means, pool=apart), statistics, self._checks)
         self._options = options
@@ -102,7 +99,7 @@ class ModuleGraphs:
         self._replayed: CapturedCalls | None = None
         self._last: StepOfModules | None = None
         self._observed: tuple[StepKind, StepObserver] | None = None
-        self._search: _Search | None = None
+        self._search: Search | None = None
         self._complete: set[StepKind] = set()
         self._rare = 0
         self._rare_before: StepKind | None = None
@@ -121,7 +118,7 @@ class ModuleGraphs:
 
     def _release(self, step: StepOfModules) -> None:
         step.captured.release(self._statistics)
-        if not any(other.kind == step.kind for other in self._cache.plans()):
+        if not self._plans_of(step.kind):
             self._complete.discard(step.kind)
 
     # ------------------------------------------------------------------ each step
@@ -209,20 +206,23 @@ class ModuleGraphs:
         self._rare += 1
         before, self._rare_before = self._rare_before, kind
         if self._rare == _RARE * self._options.max_graphs and before is not None:
-            change = "; ".join(before.change(kind)) or "by an attribute that graphs contain"
-            self._statistics.note(
-                "steps run eagerly: for a long time none came back often enough for graphs. "
-                f"The last two differ: {change}"
-            )
+            change = "; ".join(before.change(kind) or moved_attributes(self._plans_of(kind)))
+            if change:  # or else none of them can be captured, as was said
+                self._statistics.note(
+                    "steps run eagerly: for a long time none came back often enough for graphs. "
+                    f"The last two differ: {change}"
+                )
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
-        plans = (step for step in self._cache.plans() if step.kind == kind)
-        return frozenset(item for step in plans for item in step.baked.now())
+        return frozenset(item for step in self._plans_of(kind) for item in step.baked.now())
+
+    def _plans_of(self, kind: StepKind) -> list[StepOfModules]:
+        return [step for step in self._cache.plans() if step.kind == kind]
 
     def _signature(self, batch: tuple[Any, ...]) -> Signature | None:
-        modes = Modes.current(self._device_type)
         try:
+            modes = Modes.current(self._device_type)
             return Signature.of(batch, {}, names=("batch",), modes=modes)[0]
         except CaptureError:
             return None  # the modules' own arguments decide
@@ -246,6 +246,18 @@ class ModuleGraphs:
                 return site
         return None
 
+    def asked(self, inputs: Sequence[Any]) -> None:
+        """A backward pass is started for these tensors only: autograd knows of all from now on.
+
+        Raises:
+            ReplayError: graphs of the present step write one of these gradients.
+        """
+        self._means = replace(self._means, direct=False)
+        if self.stage.elsewhere is not None and self._replayed is not None:
+            self._replayed.refuse_requests(inputs)
+        elif self._cache.plans():
+            self._forget("a step asks for some gradients only")
+
     # ------------------------------------------------------------------ observation and capture
 
     def _observe(self, kind: StepKind) -> None:
@@ -263,20 +275,27 @@ class ModuleGraphs:
         kind, observer = self._observed
         self._stop_observing()
         observation = observer.observation
+        if self._choice.learn(observation):
+            self._patience = 0
+        elif self._patience > 0:
+            self._patience -= 1
+            self._statistics.note(
+                "steps run eagerly until one shows which module create_graph=True or "
+                f"retain_graph=True is about, {_PATIENCE} steps at most"
+            )
+            return None
         calls = self._choice.first(observation, self._statistics.note)
         search = self._search
         if search is not None and search.kind == kind:
             key = (kind, pattern_of(calls, observation))
-            if self._is_known(key) or not self._cache.is_due(key):
+            known = any(s.key[:2] == key and s.is_current for s in self._plans_of(kind))
+            if known or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:
                     self._give_up(search)
                 return None
             self._search = None
         return self._capture(kind, calls, observation)
-
-    def _is_known(self, key: tuple[Hashable, Hashable]) -> bool:
-        return any(step.key[:2] == key and step.is_current for step in self._cache.plans())
 
     def _capture(
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
@@ -345,7 +364,10 @@ class ModuleGraphs:
                 "none of them could be",
                 "on_failure='eager' trains without graphs and says why for each",
             )
-        self._statistics.note("steps run eagerly: no submodule of them could be captured")
+        self._statistics.note(
+            "steps run eagerly: no submodule of them could be captured. modules=[...] names some, "
+            "doctor=True lists what is in the way"
+        )
 
     def _go_searching(self) -> None:
         """A call of the last step found no graph: look for a step that makes such calls."""
@@ -353,9 +375,9 @@ class ModuleGraphs:
             kind = self._last.kind
             if kind not in self._complete:
                 left = _SEARCH * (self._options.capture_after + 1)
-                self._search = _Search(kind, left, self.stage.missed)
+                self._search = Search(kind, left, self.stage.missed)
 
-    def _give_up(self, search: _Search) -> None:
+    def _give_up(self, search: Search) -> None:
         self._search = None
         self._complete.add(search.kind)
         self._statistics.note(search.reason)

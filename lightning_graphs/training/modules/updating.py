@@ -13,10 +13,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
-from lightning_graphs.errors import GraphError, VerificationError
+from lightning_graphs.errors import CaptureError, GraphError, VerificationError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
@@ -210,6 +211,26 @@ class CapturedUpdate:
         return plan
 
     def _captured(self, capturable: CapturableOptimizer) -> UpdatePlan:
+        """Capture a step on the gradients that there are; whatever its code raises is a refusal."""
+        try:
+            return self._capture(capturable)
+        except GraphError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise CaptureError(
+                "A captured optimizer step needs memory of its own, beside that of eager steps.",
+                str(error).partition("\n")[0],
+                "allow fewer graphs (max_graphs), or make the batch smaller",
+            ) from error
+        except Exception as error:
+            site = CallSiteFinder().of_exception(error)
+            raise CaptureError(
+                "An optimizer step is captured by running its code.",
+                f"{type(error).__name__}: {error}, at {site.describe()}",
+                "mend the line, if the eager step raises it too; or leave the step eager",
+            ) from error
+
+    def _capture(self, capturable: CapturableOptimizer) -> UpdatePlan:
         with_gradient = [p for p in self._parameters if p.grad is not None]
         others = [p for p in self._parameters if p.grad is None]
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
@@ -225,9 +246,10 @@ class CapturedUpdate:
             self._body.update(updating=nullcontext if live is None else live.marked)
         try:
             numbers = live.find(captured) if live is not None else None
-        except GraphError:
+        except BaseException:
             self._pool.release(captured)
             raise
+        capturable.remember_state()
         return UpdatePlan(gradients, captured, numbers)
 
     def _rebind(self, reason: str, obstacle: str | None = None) -> None:

@@ -1,0 +1,220 @@
+"""The Python values that modules hold: what is inside of them, and what a capture bakes in."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset})
+_SEQUENCES = (list, tuple, deque)
+_LIBRARIES = frozenset(
+    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "tensorboard"}
+    | {"tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
+)
+_TABLES = ("_parameters", "_buffers", "_modules")
+_DEPTH = 3
+_MOST_INSIDE = 10_000  # longer ones are data
+_MOST = 512
+"""Entries that are looked at one by one, of a container and of all that is inside of a value."""
+
+# `log` and `forward` are exchanged in instances while a step or a module is captured.
+OF_ALL_MODULES = frozenset({*vars(LightningModule()), "__dict__", "log", "forward"})
+"""Attributes of modules that are no values of their author's."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+def is_object(value: Any) -> bool:
+    """Whether everything in an object is in its ``__dict__``, and is its author's own.
+
+    Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
+    """
+    kind: Any = type(value)
+    if isinstance(value, SimpleNamespace):
+        return True
+    if kind.__new__ is not object.__new__ or isinstance(value, (nn.Module, Enum)):
+        return False
+    package = kind.__module__.partition(".")[0]
+    library = package in _LIBRARIES or (
+        package in sys.stdlib_module_names and kind is not Namespace
+    )
+    return not library and hasattr(value, "__dict__")
+
+
+def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
+    """Label, key and value of what is inside of a container or an object; None if nothing can be.
+
+    Sets have nothing inside: what is hashed is compared by value.
+    """
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", key, held) for key, held in value.items()]
+    if isinstance(value, _SEQUENCES):
+        return [(f"[{index}]", index, held) for index, held in enumerate(value)]
+    if is_object(value):
+        return [(f".{key}", key, held) for key, held in vars(value).items()]
+    return None
+
+
+def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and value of every module in a tree, and of what their attributes hold, levels deep.
+
+    Of what every module has, only the tables of its parameters, buffers and submodules.
+    """
+    modules = list(root.named_modules())
+    seen = {id(module) for _, module in modules}
+    for path, module in modules:
+        yield from _held_in_module(f"self.{path}" if path else "self", module, _DEPTH, seen)
+
+
+def _held_in_module(
+    name: str, module: nn.Module, depth: int, seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    yield name, module
+    for key, value in vars(module).items():
+        if key in _TABLES:
+            yield name, value
+        elif key not in OF_ALL_MODULES:
+            yield from _held_in_value(f"{name}.{key}", value, depth, seen)
+
+
+def _held_in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if is_plain(value) or isinstance(value, torch.Tensor):
+        return
+    if isinstance(value, nn.Module):  # one that is not registered
+        for path, module in value.named_modules():
+            if id(module) not in seen:
+                seen.add(id(module))
+                own = f"{name}.{path}" if path else name
+                yield from _held_in_module(own, module, depth - 1, seen)
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    yield name, value
+    if depth > 0 and (not isinstance(value, Sized) or len(value) <= _MOST_INSIDE):
+        for label, _, held in entries(value) or []:
+            yield from _held_in_value(name + label, held, depth - 1, seen)
+
+
+class HeldValues:
+    """Values that captures have baked in, by name, as something that can be compared and hashed.
+
+    Plain values are compared by value, also inside of containers and objects; everything else by
+    identity. As long as nothing has changed, asking costs one comparison an entry.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[str, tuple[Callable[[Any], Any], Any]] = {}
+        self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        self._values: list[tuple[str, Any]] = []
+        self._described: tuple[tuple[str, Any], ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def add(self, name: str, get: Callable[[Any], Any], key: Any) -> None:
+        """Look at ``get(key)`` from now on; a name that is known stays as it is."""
+        if name not in self._roots:
+            self._roots[name] = (get, key)
+            self._described = None
+
+    def now(self) -> tuple[tuple[str, Any], ...]:
+        """Name and present value of everything, in the order of their addition."""
+        if self._described is not None and self._is_unchanged():
+            return self._described
+        self._checks, self._values = [], []
+        for name, (get, key) in self._roots.items():
+            value = get(key)
+            self._checks.append((get, key, value))
+            self._describe(name, value, _DEPTH, len(self._values) + _MOST)
+        self._described = tuple(self._values)
+        return self._described
+
+    def _is_unchanged(self) -> bool:
+        for get, key, known in self._checks:
+            now = get(key)
+            if now is known:
+                continue
+            if type(now) is not type(known) or type(now) not in _COMPARED or now != known:
+                return False
+        return True
+
+    def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
+        if is_plain(value):
+            self._values.append((name, value))
+            return
+        if isinstance(value, (set, frozenset)) and len(value) <= _MOST:
+            frozen = frozenset(value)
+            self._checks.append((frozenset, value, frozen))
+            self._values.append((name, frozen))
+            return
+        table = vars(value) if is_object(value) else value
+        count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
+        if count is not None:  # ahead of its entries: an index may be gone
+            self._checks.append((len, table, count))
+        if count is None or not depth or len(self._values) + count > most:
+            self._values.append((name, _Identity(value, count)))
+            return
+        self._values.append((name, _Kind(type(value), count)))
+        get = table.get if isinstance(table, dict) else table.__getitem__
+        for label, key, held in entries(value) or []:
+            self._checks.append((get, key, held))
+            self._describe(name + label, held, depth - 1, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A container or object whose entries are values of their own."""
+
+    kind: type
+    count: int
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__} of {self.count}"
+
+
+class _Identity:
+    """An object that is only equal to itself, and that is not kept alive for being known."""
+
+    __slots__ = ("_count", "_hash", "_name", "_object")
+
+    def __init__(self, value: Any, count: int | None) -> None:
+        self._object: Callable[[], Any]
+        try:
+            self._object = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
+        self._count = count
+        self._hash = hash((id(value), count))
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+        self._name = name or f"{type(value).__qualname__} at {id(value):#x}"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, _Identity) or self._count != other._count:
+            return False
+        mine = self._object()
+        return mine is not None and mine is other._object()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return self._name if self._count is None else f"{self._name} of {self._count}"
