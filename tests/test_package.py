@@ -18,7 +18,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LINE_BUDGET = 400
 
 # From the bottom up: a layer imports itself and what lies below it, never what lies above.
-LAYERS = ("errors", "core", "reporting", "training", "pytorch_lightning", "cli", "__main__")
+LAYERS = (
+    "errors",
+    "core",
+    "reporting",
+    "training",
+    "pytorch_lightning",
+    "cli_environment",
+    "cli",
+    "__main__",
+)
 # Imported inside the functions that need them, never while a module of ours is being imported.
 LAZY = {"cuda", "matplotlib", "rich", "transformers", "yaml"}
 LIGHTNING = {"lightning", "pytorch_lightning"}

@@ -98,7 +98,7 @@ def _from_file(path: Path, variable: str) -> Configuration:
             values = json.loads(text, object_pairs_hook=_without_repetition)
         except json.JSONDecodeError as error:
             raise _unreadable(f"{path}, line {error.lineno}: {error.msg}", "JSON") from None
-        except _RepeatedKey as error:
+        except ValueError as error:
             raise _unreadable(f"{path}: {error}", "JSON") from None
         except RecursionError:
             raise _unreadable(f"{path}: its brackets are nested too deeply", "JSON") from None
@@ -159,16 +159,12 @@ def _yaml(text: str, place: str) -> Any:
         raise _unreadable(f"{place}{line}: {problem}", "YAML") from None
 
 
-class _RepeatedKey(ValueError):
-    """A key that a JSON object has twice."""
-
-
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object with these keys and values; json itself would keep the last of several."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise _RepeatedKey(f"{key} a second time")
+            raise ValueError(f"{key} a second time")
         values[key] = value
     return values
 

@@ -202,7 +202,7 @@ class _Identity:
             self._object = lambda: value
         self._count = count
         self._hash = hash((id(value), count))
-        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+        name = getattr(value, "__name__", None)
         self._name = name or f"{type(value).__qualname__} at {id(value):#x}"
 
     def __eq__(self, other: object) -> bool:

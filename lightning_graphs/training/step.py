@@ -320,7 +320,7 @@ def _refuse_written(signature: Signature, inputs: StaticInputs, versions: list[i
     for name, tensor, before in zip(names, inputs.tensors, versions, strict=True):
         if version_of(tensor) != before:
             raise CaptureError(
-                "A captured step reads a copy of the batch: what it writes there, hooks do not see.",
+                "A captured step reads a copy of the batch: hooks do not see what it writes there.",
                 f"training_step changes {name} in place",
                 "make a new tensor: x = x + 1 in place of x += 1",
             )

@@ -32,6 +32,8 @@ def raise_mishap() -> None:
 class Trip:
     """Does something at one call of many; counts outside of what a capture looks at."""
 
+    __slots__ = ("action", "at", "calls")
+
     def __init__(self, at: int, action: Callable[[], object]) -> None:
         self.at = at
         self.action = action

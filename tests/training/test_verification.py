@@ -40,7 +40,7 @@ VERIFYING_ALL = {"verify": 1}
 
 
 class Everything(Net):
-    """A metric, a frozen parameter, one that the optimizer lacks, and a batch changed in place."""
+    """A metric, a frozen parameter, and one that the optimizer lacks."""
 
     def __init__(self) -> None:
         super().__init__(lambda module: adamw(module.net))  # type: ignore[arg-type, attr-defined]
@@ -49,7 +49,6 @@ class Everything(Net):
         self.mean = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        batch["x"].mul_(self.extra.detach().cos())
         loss = self.loss({**batch, "x": batch["x"] * self.extra})
         self.mean.update(loss)
         self.log("mean", self.mean, on_epoch=True)
@@ -213,7 +212,12 @@ def test_with_every_step_verified_no_wrong_one_is_taken(
 
 
 class Counter:
-    value = 0
+    """What has slots has no attributes that a capture looks at."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
 
     def next(self) -> int:
         self.value += 1
