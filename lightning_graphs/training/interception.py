@@ -61,11 +61,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     attributes = vars(owner)
     missing = object()
     before = attributes.get(name, missing)
-    attributes[name] = value
     try:
+        attributes[name] = value
         yield
     finally:
         if before is missing:
-            del attributes[name]
+            attributes.pop(name, None)
         else:
             attributes[name] = before
