@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -21,7 +21,6 @@ from lightning_graphs.core.tree import TensorSpec, alias_groups
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_VALUES = methodcaller("values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,38 +160,45 @@ class AddressGuard:
         guard._watch(tables)
         return guard
 
-    def check(self, *, geometry: bool = True) -> None:
+    def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
         Args:
             geometry: Whether shape, strides and dtype are compared too. Without, a check costs less
                 than half, and misses only a tensor that took another geometry at the same address,
                 as ``t_()`` does.
+            trainable: Whether to see that what required grad still does, for callers without an
+                autograd node, which is told so.
 
         Raises:
             ReplayError: The first tensor that is not what it was, and how it differs.
         """
-        found = list(chain.from_iterable(map(_VALUES, self._tables)))
+        found = list(chain.from_iterable(self._values))
         if (
-            len(found) != len(self._objects)
+            any(self._empty)
+            or len(found) != len(self._objects)
             or not all(map(is_, found, self._objects))
             or not same_pointers(self._tensors, self._pointers, self._indices)
-            or list(map(_REQUIRES_GRAD, self._tensors)) != self._requires_grad
+            or any(map(_REQUIRES_GRAD, self._frozen))
+            or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
             or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
 
     def _watch(self, tables: list[tuple[str, Mapping[str, Any]]]) -> None:
         """Watch every value of every table; messages open with the name of the table."""
-        self._tables = [table for _, table in tables]
+        self._values = [table.values() for _, table in tables if table]  # live views
+        self._empty = [table for _, table in tables if not table]
         self._known = [(name, table, dict(table)) for name, table in tables]
-        self._objects = list(chain.from_iterable(map(_VALUES, self._tables)))
+        self._objects = list(chain.from_iterable(self._values))
         names = [_named(name, key) for name, table in tables for key in table]
         watched = [i for i, value in enumerate(self._objects) if isinstance(value, Tensor)]
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._tensor_names = [names[i] for i in watched]
         self._indices = list(range(len(watched)))
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        self._trainable = [t for t in self._tensors if t.requires_grad]
+        self._frozen = [t for t in self._tensors if not t.requires_grad]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
 

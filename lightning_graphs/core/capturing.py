@@ -16,6 +16,8 @@ from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
+    GradientLayout,
+    LentGradients,
     new_buffers,
     refuse_parameter_hooks,
 )
@@ -84,10 +86,12 @@ class CallableCapture:
         self._plan = CallPlan(signature, check_modes=False)
         self._inputs = StaticInputs(tensors)
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
+        self._function = function
         self._held = Held(function)
         self._bindings = Bindings(self._held)
         self._borrowed: dict[int, LentMemory] = {}
         self._parameters = _trainable(self._module)
+        self._layouts: list[GradientLayout | None] = []
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._place = -1
@@ -119,12 +123,13 @@ class CallableCapture:
         state = StateSnapshot(self._held.state())
         with _same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
-                self._pass(self._checked_call())
+                self._first_pass()
                 for _ in range(iterations - 1):
-                    self._pass(self._call())
+                    self._pull_back(OutputPlan(self._call(), static=True))
             finally:
                 state.restore()
         backend.synchronize()
+        self._held = Held(self._function)  # code may make its modules when it first runs
 
     def _checked_call(self) -> Any:
         """Call it, and refuse it if it writes its arguments."""
@@ -145,34 +150,41 @@ class CallableCapture:
                 )
         return returned
 
-    def _pass(self, returned: Any) -> None:
-        outputs = OutputPlan(returned, static=True).requiring_grad
-        if not outputs:
-            return
-        self._parameters = _with_leaves_behind(outputs, self._parameters, self._inputs.tensors)
-        if targets := self._targets():
-            zeros = [torch.zeros_like(output) for output in outputs]
-            gradients = self._gradients(outputs, targets, zeros)
-            self._check_gradients(targets, gradients)
+    def _first_pass(self) -> None:
+        """Find out what gets a gradient, and what these gradients look like."""
+        outputs = OutputPlan(self._checked_call(), static=True)
+        self._parameters = _with_leaves_behind(
+            outputs.requiring_grad, self._parameters, self._inputs.tensors
+        )
+        gradients = self._pull_back(outputs)
+        self._check_gradients(gradients)
+        self._layouts = [None if g is None else GradientLayout.of(g) for g in gradients]
 
-    def _check_gradients(
-        self, targets: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> None:
+    def _pull_back(self, outputs: OutputPlan) -> Sequence[Tensor | None]:
+        """The gradients of all targets; none where nothing is differentiable."""
+        targets = self._targets()
+        if not outputs.requiring_grad or not targets:
+            return ()
+        zeros = [torch.zeros_like(output) for output in outputs.requiring_grad]
+        return self._gradients(outputs.requiring_grad, targets, zeros)
+
+    def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if any(g is not None and g.layout is not torch.strided for g in gradients):
             raise CaptureError(
                 "The gradients of a graphed callable are dense: they need fixed addresses.",
                 "a sparse gradient",
                 "nn.Embedding(..., sparse=False)",
             )
-        unused = {id(t) for t, g in zip(targets, gradients, strict=True) if g is None}
+        unused = {id(t) for t, g in zip(self._targets(), gradients, strict=False) if g is None}
+        if not unused or self._allow_unused:
+            return
         inputs = zip(self._plan.signature.tensor_names, self._inputs.tensors, strict=True)
         names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
-        if names and not self._allow_unused:
-            raise CaptureError(
-                "Every output gradient must reach every input and parameter that requires grad.",
-                f"no output depends on {', '.join(names)}",
-                "pass allow_unused_input=True, or requires_grad_(False) on what is not used",
-            )
+        raise CaptureError(
+            "Every output gradient must reach every input and parameter that requires grad.",
+            f"no output depends on {', '.join(names)}",
+            "pass allow_unused_input=True, or requires_grad_(False) on what is not used",
+        )
 
     def _call(self) -> Any:
         modes = self._plan.signature.modes
@@ -250,17 +262,19 @@ class CallableCapture:
         if self._direct:
             refuse_parameter_hooks(self._named())
             direct = DirectGradients(self._parameters, self._gradient_buffers(self._parameters))
+        to_autograd = len(positions) if direct is not None else len(targets)
+        handed = LentGradients(self._layouts[:to_autograd])
         with self._pool.capture() as captured:
             gradients = self._gradients(outputs, targets, static)
+            handed.capture(gradients[:to_autograd])
             if direct is not None:
-                direct.capture(gradients[len(positions) :])
-        handed = gradients[: len(positions)] if direct is not None else gradients
+                direct.capture(gradients[to_autograd:])
         return BackwardPass(
             captured,
             static,
             positions,
             () if direct is not None else tuple(self._parameters),
-            tuple(g.detach() if g is not None else None for g in handed),
+            handed,
             direct,
             self._order.place(),
         )
@@ -299,7 +313,7 @@ class CallableCapture:
         self._bindings.restore()
 
     def _named(self) -> list[tuple[str, Parameter]]:
-        named = (*self._held.named_tensors("parameters"), *self._held.tensors.items())
+        named = (*self._held.named_parameters(), *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
         return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
 
@@ -323,7 +337,7 @@ def _refuse_unfit_state(held: Held) -> None:
             "a module in it has a graphed forward already",
             "call .forward.reset() on that module first, or keep it outside",
         )
-    buffers = held.named_tensors("buffers")
+    buffers = held.named_buffers()
     trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
     if trainable is not None:
         raise CaptureError(
@@ -331,7 +345,7 @@ def _refuse_unfit_state(held: Held) -> None:
             f"buffer `{trainable}` requires grad",
             "make it an nn.Parameter, or call requires_grad_(False) on it",
         )
-    named = (*held.named_tensors("parameters"), *held.named_tensors("buffers"))
+    named = (*held.named_parameters(), *buffers)
     lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
     if lazy is not None:
         raise CaptureError(

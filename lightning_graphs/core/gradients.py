@@ -1,15 +1,23 @@
-"""Where the parameter gradients of a graphed backward go, without autograd's help."""
+"""Where the gradients of a graphed backward go: to autograd, or to ``.grad`` without its help."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
+from lightning_graphs.core.lending import LentMemory
+from lightning_graphs.core.torch_private import (
+    accumulation_hooks,
+    clone_all,
+    gradient_hooks,
+    hooks_registered,
+)
 from lightning_graphs.errors import CaptureError, ReplayError
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
@@ -45,6 +53,107 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
             raise CaptureError(rule, observed, remedy)
 
 
+class GradientLayout(NamedTuple):
+    """What the memory of a gradient looks like: device, dtype, sizes and strides in elements."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> GradientLayout:
+        """The layout of a copy: that of the gradient, without overlaps and gaps."""
+        dense = torch.empty_like(gradient, device="meta")
+        return cls(gradient.device, gradient.dtype, tuple(dense.shape), dense.stride())
+
+
+class LentGradients:
+    """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
+
+    Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
+    overwrite gradients that are still of use (pytorch#181723). Here the graph ends with one fused
+    copy into memory outside of its pool, and that memory is lent to one backward pass at a time. A
+    replay that finds any of it still held saves it first; from then on gradients are copies.
+
+    Args:
+        layouts: Of each gradient, in order; None for one that will not exist.
+    """
+
+    def __init__(self, layouts: Sequence[GradientLayout | None]) -> None:
+        self._memory, self._buffers = _side_by_side(layouts)
+        self._lent = [buffer for buffer in self._buffers if buffer is not None]
+        self._loans = [LentMemory(memory) for memory in self._memory]
+        self._lends = True
+        for loan in self._loans:
+            loan.settle()
+
+    def capture(self, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients into the buffers; to be called as the last part of a capture.
+
+        Raises:
+            CaptureError: other gradients exist than those whose layouts were given.
+        """
+        if any(
+            (g is None) is not (b is None) for g, b in zip(gradients, self._buffers, strict=True)
+        ):
+            raise CaptureError(
+                "A capture computes what its warm-up computed.",
+                "an input or parameter got a gradient in only one of the two",
+                "leave the choice of what is computed to constants of the call",
+            )
+        if self._lent:
+            torch._foreach_copy_(self._lent, [g for g in gradients if g is not None])
+
+    def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
+        """Run the backward graph; the gradients, in the order of their layouts."""
+        if any(loan.is_kept for loan in self._loans):
+            self._lends = False
+            kept = clone_all(self._memory)
+            backward()
+            gradients = clone_all(self._lent)
+            torch._foreach_copy_(self._memory, kept)
+        else:
+            backward()
+            gradients = list(map(_alias, self._lent)) if self._lends else clone_all(self._lent)
+        if len(gradients) == len(self._buffers):
+            return gradients
+        found = iter(gradients)
+        return [None if buffer is None else next(found) for buffer in self._buffers]
+
+
+def _side_by_side(
+    layouts: Sequence[GradientLayout | None],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Memory for each device and dtype, and a buffer in it for each layout.
+
+    They share a storage so that one number tells whether anybody holds any of them.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, layout in enumerate(layouts):
+        if layout is not None:
+            kinds.setdefault((layout.device, layout.dtype), []).append(i)
+    memory: list[Tensor] = []
+    buffers: list[Tensor | None] = [None] * len(layouts)
+    for (device, dtype), indices in kinds.items():
+        step = _ALIGNMENT // dtype.itemsize
+        starts = [0]
+        for i in indices:
+            layout = layouts[i]
+            assert layout is not None
+            starts.append(starts[-1] + -(-math.prod(layout.shape) // step) * step)
+        memory.append(torch.empty(starts.pop(), dtype=dtype, device=device))
+        for i, start in zip(indices, starts, strict=True):
+            layout = layouts[i]
+            assert layout is not None
+            buffers[i] = memory[-1].as_strided(layout.shape, layout.stride, start)
+    return memory, buffers
+
+
+_alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much
+_ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memory in larger units
+
+
 class DirectGradients:
     """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
 
@@ -64,6 +173,7 @@ class DirectGradients:
         self._buffers = list(buffers)
         self._kept: list[Tensor] | None = None
         self._nothing = [None] * len(self._parameters)
+        self._hooks_looked_at = -1
 
     @property
     def parameters(self) -> Sequence[Parameter]:
@@ -89,6 +199,9 @@ class DirectGradients:
         Raises:
             ReplayError: a hook was registered on a parameter after the capture.
         """
+        number = hooks_registered()
+        if number == self._hooks_looked_at:
+            return
         parameters = self._parameters
         if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
             raise ReplayError(
@@ -96,6 +209,7 @@ class DirectGradients:
                 "a gradient hook was registered on a parameter after the capture",
                 'remove it, or use param_grads="autograd"',
             )
+        self._hooks_looked_at = number
 
     def replay(self, backward: Callable[[], None]) -> None:
         """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""

@@ -8,6 +8,7 @@ import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.buffers import AddressGuard, StaticInputs, copy_all
-from lightning_graphs.core.gradients import DirectGradients
+from lightning_graphs.core.gradients import DirectGradients, LentGradients
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.lending import LentMemory
 from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes
-from lightning_graphs.core.torch_private import clone_all, version_of, will_execute
+from lightning_graphs.core.torch_private import version_of, will_execute
 from lightning_graphs.errors import ReplayError, SignatureError
 
 
@@ -35,8 +36,7 @@ class BackwardPass:
         output_gradients: Static inputs, one for each output that requires grad.
         input_positions: Positions, among the call's tensor leaves, of the inputs that require grad.
         parameters: The parameters whose gradients autograd is given; none if they are direct.
-        gradients: The static gradients of those inputs and then of those parameters; None for one
-            that was not used.
+        handed: Hands autograd the gradients of those inputs and then of those parameters.
         direct: Writes the parameters' gradients itself; None where autograd does.
         place: Its place in the order of captures.
     """
@@ -45,7 +45,7 @@ class BackwardPass:
     output_gradients: list[Tensor]
     input_positions: tuple[int, ...]
     parameters: tuple[Parameter, ...]
-    gradients: tuple[Tensor | None, ...]
+    handed: LentGradients
     direct: DirectGradients | None
     place: int
 
@@ -93,6 +93,7 @@ class GraphedCallable:
         self._outputs = outputs
         self._pool = pool
         self._replay_forward = forward.replay
+        self._writes_gradients = backward is not None and backward.direct is not None
         self._modes = plan.signature.modes
         self._modules = list(modules)
         self._training = [m.training for m in self._modules]
@@ -168,7 +169,7 @@ class GraphedCallable:
         self._check_autocast()
         tensors = self._plan.tensors(args, kwargs)
         for guard in self._guards:
-            guard.check(geometry=False)
+            guard.check(geometry=False, trainable=self._writes_gradients)
         if not self._spares_others(tensors):
             return self.original(*args, **kwargs)
         self._inputs.copy_in(tensors)
@@ -182,6 +183,15 @@ class GraphedCallable:
         differentiable = [tensors[i] for i in backward.input_positions]
         results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
         return self._outputs.hand_out(results)
+
+    def refuse_changes(self) -> None:
+        """Name the parameter that changed since the capture.
+
+        Raises:
+            ReplayError: what changed, and the remedy.
+        """
+        for guard in self._guards:
+            guard.check()
 
     def _check_autocast(self) -> None:
         modes = self._modes
@@ -198,8 +208,8 @@ class GraphedCallable:
 
     def run_backward(
         self, pending: PendingBackward, gradients: tuple[Tensor, ...]
-    ) -> list[Tensor | None]:
-        """Replay the backward graph; gradients are tensors of their own."""
+    ) -> Sequence[Tensor | None]:
+        """Replay the backward graph; the gradients, of inputs and then of parameters."""
         try:
             self._refuse_unsound_backward(pending)
             backward = self.backward_pass
@@ -213,19 +223,10 @@ class GraphedCallable:
             raise
         self._order.finish(pending)
         copy_all(backward.output_gradients, list(gradients))
+        replay = backward.graph.replay
         if direct is not None:
-            direct.replay(backward.graph.replay)
-        else:
-            backward.graph.replay()
-        return self._hand_out_gradients(backward.gradients)
-
-    def _hand_out_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        # Autograd keeps what it is given as ``.grad`` and adds to it in place: a static buffer
-        # would be overwritten by the next replay (pytorch#181723).
-        if not gradients:
-            return []
-        copies = iter(clone_all([g for g in gradients if g is not None]))
-        return [next(copies) if g is not None else None for g in gradients]
+            return backward.handed.replay(partial(direct.replay, replay))
+        return backward.handed.replay(replay)
 
     def _refuse_unsound_backward(self, pending: PendingBackward) -> None:
         if torch.is_grad_enabled():
@@ -310,6 +311,8 @@ class _GraphedNode(torch.autograd.Function):
     def forward(ctx: Any, graphed: GraphedCallable, *inputs: Tensor) -> Any:
         ctx.graphed = graphed
         ctx.pending = graphed._pending
+        if not all(ctx.needs_input_grad[1:]):
+            graphed.refuse_changes()
         return graphed._outputs.differentiable()
 
     @staticmethod

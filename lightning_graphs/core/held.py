@@ -26,6 +26,7 @@ class Held:
 
     Attributes:
         modules: Root modules by the name that the callable has for them; its own is empty.
+        owners: All modules with their paths, each once, as they were at construction.
         tensors: Other tensors by name.
     """
 
@@ -38,21 +39,38 @@ class Held:
                 self.modules[name] = value
             elif isinstance(value, Tensor):
                 self.tensors[name] = value
+        seen: set[nn.Module] = set()
+        self.owners = [
+            named
+            for name, root in self.modules.items()
+            for named in root.named_modules(memo=seen, prefix=name)
+        ]
 
     def submodules(self) -> list[nn.Module]:
         """All modules, each once."""
-        return list(dict.fromkeys(m for root in self.modules.values() for m in root.modules()))
+        return [owner for _, owner in self.owners]
 
-    def named_tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """The ``"parameters"`` or ``"buffers"`` of all modules with their full names."""
-        for name, root in self.modules.items():
-            yield from getattr(root, f"named_{kind}")(prefix=name)
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """The parameters of all modules with their full names."""
+        return self._named("_parameters")
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """The buffers of all modules with their full names."""
+        return self._named("_buffers")
+
+    def _named(self, table: str) -> list[tuple[str, Tensor]]:
+        found: dict[int, tuple[str, Tensor]] = {}
+        for path, owner in self.owners:
+            for key, tensor in getattr(owner, table).items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor))
+        return list(found.values())
 
     def state(self) -> list[Tensor]:
         """Every tensor that a call may read or write beside its arguments."""
-        named = (*self.named_tensors("parameters"), *self.named_tensors("buffers"))
-        attributes = (v for m in self.submodules() for v in vars(m).values())
+        attributes = (v for owner in self.submodules() for v in vars(owner).values())
         plain = [value for value in attributes if isinstance(value, Tensor)]
+        named = (*self.named_parameters(), *self.named_buffers())
         return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
@@ -77,8 +95,7 @@ class Bindings:
     def __init__(self, held: Held) -> None:
         self._tables: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = [
             (path, table, _tensors_of(table))
-            for name, root in held.modules.items()
-            for path, owner in root.named_modules(prefix=name)
+            for path, owner in held.owners
             for table in (owner._parameters, owner._buffers, vars(owner))
         ]
 

@@ -9,6 +9,8 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.gradients import (
     DirectGradients,
+    GradientLayout,
+    LentGradients,
     new_buffers,
     refuse_parameter_hooks,
 )
@@ -160,3 +162,69 @@ def test_hooks_come_back_even_after_an_exception(device: torch.device) -> None:
     assert torch.autograd.grad(parameter.sum(), parameter)[0].tolist() == [10.0, 10.0]
     handle.remove()
     assert torch.autograd.grad(parameter.sum(), parameter)[0].tolist() == [1.0, 1.0]
+
+
+class Lending:
+    """A backward graph of three gradients, the second of which does not exist."""
+
+    def __init__(self, device: torch.device) -> None:
+        like = (torch.empty(2, 3, device=device).t(), torch.empty(5, device=device))
+        layouts = [GradientLayout.of(like[0]), None, GradientLayout.of(like[1])]
+        self.static = [torch.zeros_like(t) for t in like]
+        self.gradients = LentGradients(layouts)
+
+    def run(self, value: float) -> list[Tensor]:
+        def backward() -> None:
+            for i, tensor in enumerate(self.static):
+                tensor.fill_(value + i)
+            self.gradients.capture([self.static[0], None, self.static[1]])
+
+        first, none, last = self.gradients.replay(backward)
+        assert none is None
+        assert first is not None
+        assert last is not None
+        assert first.stride() == (1, 3)
+        return [first, last]
+
+
+def _flat(gradients: list[Tensor]) -> list[float]:
+    return [float(g.reshape(-1)[-1]) for g in gradients]
+
+
+def test_gradients_that_nobody_holds_are_lent_without_a_copy(device: torch.device) -> None:
+    lending = Lending(device)
+    addresses = set()
+    for value in (1.0, 5.0, 9.0):
+        found = lending.run(value)
+        assert _flat(found) == [value, value + 1]
+        addresses.add(found[0].data_ptr())
+        assert all(g.data_ptr() % 64 == 0 for g in found)
+        del found
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_gradient_that_is_held_keeps_its_value(device: torch.device, held: int) -> None:
+    lending = Lending(device)
+    kept = lending.run(1.0)[held]
+    alias = kept.view(-1)[:1] if kept.is_contiguous() else kept.detach()
+    del kept
+    for value in (5.0, 9.0):
+        assert _flat(lending.run(value)) == [value, value + 1]
+        assert alias.reshape(-1).tolist()[0] == 1.0 + held
+
+
+def test_once_held_gradients_are_copies(device: torch.device) -> None:
+    lending = Lending(device)
+    kept = [lending.run(value) for value in (1.0, 5.0)]
+    assert [_flat(g) for g in kept] == [[1.0, 2.0], [5.0, 6.0]]
+    del kept
+    one, other = lending.run(7.0), lending.run(8.0)
+    assert one[0].data_ptr() != other[0].data_ptr()
+    assert [_flat(one), _flat(other)] == [[7.0, 8.0], [8.0, 9.0]]
+
+
+def test_another_set_of_gradients_is_refused(device: torch.device) -> None:
+    gradients = LentGradients([GradientLayout.of(torch.empty(2, device=device)), None])
+    with pytest.raises(CaptureError, match="what its warm-up computed"):
+        gradients.capture([None, torch.ones(2, device=device)])
