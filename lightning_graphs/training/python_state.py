@@ -272,6 +272,8 @@ _Set = Callable[[Any], object]
 
 
 def _equal(now: Any, before: Any) -> bool:
+    if isinstance(now, tuple) and isinstance(now[0], int):  # hundreds of numbers, no array
+        return bool(now == before)
     if isinstance(now, dict):
         return all(_equal(now[key], before[key]) for key in now)
     if isinstance(now, (tuple, list)):

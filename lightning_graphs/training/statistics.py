@@ -65,6 +65,7 @@ class Statistics:
     _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(
         default_factory=dict, repr=False
     )
+    _uncounted: dict[CUDAGraph, None] = field(default_factory=dict, repr=False)
 
     def note(self, reason: str) -> None:
         """Warn, once for each reason, that something runs eagerly."""
@@ -101,23 +102,31 @@ class Statistics:
             cost: What :func:`capture_cost` measured.
             scope: What of the step it is.
         """
-        counts = [graph.node_counts() for graph in graphs]
-        counted = all(counts)
         same = (r for r in self.graphs if (r.scope, r.signature) == (scope, signature))
         record = next(same, None)
         if record is None:
             record = GraphRecord(signature=signature, scope=scope, captures=0)
             self.graphs.append(record)
         record.parts = len(graphs)
-        record.nodes = sum(sum(count.values()) for count in counts) if counted else None
-        record.kernels = sum(count.get("kernel", 0) for count in counts) if counted else None
         record.captures += 1
         record.capture_ms = cost.ms
         if graphs[0].backend.name == "cuda":
             pools = {graph.pool() for graph in graphs}
             record.pool_mib = sum(cost.added.get(pool, 0) for pool in pools) / 2**20
         self._alive[graphs[0]] = record, tuple(graphs)
+        self._uncounted[graphs[0]] = None
         return record
+
+    def _count_nodes(self, first: CUDAGraph) -> None:
+        """Count them when somebody asks: that takes as long as a tenth of a capture."""
+        if first not in self._uncounted:
+            return
+        del self._uncounted[first]
+        record, graphs = self._alive[first]
+        counts = [graph.node_counts() for graph in graphs]
+        if all(counts):
+            record.nodes = sum(sum(count.values()) for count in counts)
+            record.kernels = sum(count.get("kernel", 0) for count in counts)
 
     def count_replay(self, first: CUDAGraph) -> None:
         """Count a replay, by the first of its graphs."""
@@ -126,6 +135,7 @@ class Statistics:
 
     def released(self, first: CUDAGraph) -> None:
         """Forget the graphs of a capture, by the first of them; their record stays."""
+        self._count_nodes(first)
         self._alive.pop(first, None)
 
     def inspect(self) -> None:
@@ -140,6 +150,8 @@ class Statistics:
 
     def report(self) -> Report:
         """The report as it is now; what happens later does not change it."""
+        for first in list(self._uncounted):
+            self._count_nodes(first)
         return Report(
             backend=self.backend,
             device=self.device,

@@ -110,12 +110,13 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
+    generators = Generators(means.root)
     try:
         with capture_cost(pool.backend) as cost:
             for memory, passes in groups:
                 own, order = captured.group(memory)
                 for call in dict.fromkeys(call for call, _ in passes):
-                    captures[call] = _Capture(call, replace(means, pool=own), order)
+                    captures[call] = _Capture(call, replace(means, pool=own), order, generators)
                 for call, direction in passes:
                     if means.lends and direction == "forward":
                         captures[call].read_in_place(captures)
@@ -147,7 +148,7 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    capture = _Capture(call, replace(means, pool=own), ReplayOrder())
+    capture = _Capture(call, replace(means, pool=own), ReplayOrder(), Generators(means.root))
     try:
         with capture_cost(pool.backend) as cost:
             capture.run("forward")
@@ -175,11 +176,20 @@ def _of_module(name: str, error: ReplayError) -> None:
 
 
 class _Capture:
-    """The capture of one call, as it was observed."""
+    """The capture of one call, as it was observed.
 
-    def __init__(self, call: ObservedCall, means: Means, order: ReplayOrder) -> None:
+    Args:
+        call: The call.
+        means: What the capture is made with.
+        order: Shared with the other calls of the step.
+        generators: Those of Python code, which every part of the capture leaves as they are.
+    """
+
+    def __init__(
+        self, call: ObservedCall, means: Means, order: ReplayOrder, generators: Generators
+    ) -> None:
         self._call = call
-        self._root = means.root
+        self._generators = generators
         self.pool = pool = means.pool
         self.cost = CaptureCost()
         hooked = any(gradient_hooks(p) or accumulation_hooks(p) for p in call.module.parameters())
@@ -267,7 +277,7 @@ class _Capture:
 
     def _unchanged(self, run: Callable[[], Result]) -> Result:
         """Refuse code that stores values in attributes or draws numbers on the host."""
-        attributes, generators = Attributes(self._call.module), Generators(self._root)
+        attributes, generators = Attributes(self._call.module), self._generators
         try:
             result = run()
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -270,17 +270,25 @@ def as_observed(call: ObservedCall) -> Iterator[None]:
     parameters = list(call.module.parameters())
     flags = [m.training for m in modules]
     required = [p.requires_grad for p in parameters]
-    for module, flag in zip(modules, call.training, strict=True):
-        module.training = flag
-    for parameter in parameters:
-        parameter.requires_grad_(parameter not in call.frozen)
+    _set_flags(modules, call.training)
+    _set_requires_grad(parameters, [p not in call.frozen for p in parameters])
     try:
         with torch.set_grad_enabled(call.grad_enabled):
             yield
     finally:
-        for module, flag in zip(modules, flags, strict=True):
+        _set_flags(modules, flags)
+        _set_requires_grad(parameters, required)
+
+
+def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        if module.training is not flag:  # setting an attribute of a module takes long
             module.training = flag
-        for parameter, require in zip(parameters, required, strict=True):
+
+
+def _set_requires_grad(parameters: Sequence[nn.Parameter], required: Sequence[bool]) -> None:
+    for parameter, require in zip(parameters, required, strict=True):
+        if parameter.requires_grad is not require:
             parameter.requires_grad_(require)
 
 
