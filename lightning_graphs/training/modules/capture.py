@@ -189,6 +189,8 @@ class _Capture:
         self, call: ObservedCall, means: Means, order: ReplayOrder, generators: Generators
     ) -> None:
         self._call = call
+        with as_observed(call):
+            self._attributes = Attributes(call.module)
         self._generators = generators
         self.pool = pool = means.pool
         self.cost = CaptureCost()
@@ -277,13 +279,13 @@ class _Capture:
 
     def _unchanged(self, run: Callable[[], Result]) -> Result:
         """Refuse code that stores values in attributes or draws numbers on the host."""
-        attributes, generators = Attributes(self._call.module), self._generators
         try:
             result = run()
         finally:
-            changed, drawn = attributes.changed(), generators.drawn()
-            attributes.restore()
-            generators.restore()
+            if changed := self._attributes.changed():
+                self._attributes.restore()
+            if drawn := self._generators.drawn():
+                self._generators.restore()
         if changed:
             names = ", ".join(changed[:3])
             raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
