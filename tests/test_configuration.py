@@ -20,6 +20,7 @@ from tests.test_package import run_python
 from tests.training.fits import Net, batches, compare, loader_of, prepare
 
 pytest.importorskip("jsonargparse")
+pytest.importorskip("hydra")
 OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 LightningCLI = import_module("lightning.pytorch.cli").LightningCLI
 
@@ -195,13 +196,6 @@ def test_jsonargparse_names_what_is_wrong(
     assert re.search(said, capsys.readouterr().err + str(caught.value))
 
 
-def instantiate(config: Any) -> Any:
-    """What Hydra does with ``_target_``: the other keys become arguments, as they are."""
-    module, name = config._target_.rsplit(".", 1)
-    given = {key: config[key] for key in config if key != "_target_"}
-    return getattr(import_module(module), name)(**given)
-
-
 def test_hydra_makes_it_from_a_target(backend: str, tmp_path: Path) -> None:
     config = OmegaConf.create(
         {
@@ -215,6 +209,7 @@ def test_hydra_makes_it_from_a_target(backend: str, tmp_path: Path) -> None:
     )
     eager = prepare(backend, tmp_path, False).run()
     captured = prepare(backend, tmp_path, True)
-    captured.capture = captured.trainer.callbacks[-1] = instantiate(config)
+    made = import_module("hydra.utils").instantiate(config)
+    captured.capture = captured.trainer.callbacks[-1] = made
     compare(eager, captured.run())
     assert list(captured.capture.options.modules) == ["net"]

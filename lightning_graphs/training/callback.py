@@ -151,6 +151,7 @@ class GraphCapture(Callback):
         if not self._is_active(trainer, pl_module):
             return
         device = trainer.strategy.root_device
+        calls = calls_of(trainer.strategy)
         name: Literal["cuda", "emulated"] = "cuda" if device.type == "cuda" else "emulated"
         with contextlib.ExitStack() as stack:
             stream = progress = None
@@ -169,7 +170,7 @@ class GraphCapture(Callback):
 
             def switch_off() -> None:
                 runner.close()
-                release(trainer.strategy)
+                release(trainer.strategy, calls)
                 if progress is not None:
                     progress.mirrored = frozenset()
                 self._runner = None
@@ -177,7 +178,7 @@ class GraphCapture(Callback):
             self.statistics.backend = name
             reporter = FitReporter(trainer, self.options, self.statistics, runner, switch_off)
             intercept(trainer.strategy, reporter.timing)
-            stack.callback(release, trainer.strategy)
+            stack.callback(release, trainer.strategy, calls)
             self._fit = stack.pop_all()
         self._runner, self._reporter = runner, reporter
 

@@ -119,7 +119,7 @@ class Doctor:
         if self._finished:
             return
         self._finished = True
-        release(self._trainer.strategy)
+        release(self._trainer.strategy, self._calls)
         for name, site in self._numbers.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import replaced
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
+_LIGHTNING = ("lightning", "pytorch_lightning")  # this package, too
 
 COUNTER = Obstacle(
     "A captured step runs no Python code: a counter that it reads would stand still.",
@@ -133,7 +135,8 @@ def counters_watched(
     """While capturing, reading ``global_step``, ``current_epoch`` or ``is_last_batch`` is refused.
 
     The trainer's class is exchanged for a subclass: they are properties, and the module's own
-    ``global_step`` and ``current_epoch`` read the trainer's.
+    ``global_step`` and ``current_epoch`` read the trainer's. Its ``fit_loop`` holds counters and
+    little else; only Lightning itself may look there.
 
     Args:
         trainer: The trainer.
@@ -148,7 +151,14 @@ def counters_watched(
 
         return property(read)
 
-    watched = type(original.__name__, (original,), {name: watching(name) for name in _COUNTERS})
+    def fit_loop(owner: Trainer) -> Any:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_LIGHTNING):
+            on_read("trainer.fit_loop")
+        return vars(owner)["fit_loop"]
+
+    properties = {name: watching(name) for name in _COUNTERS}
+    properties["fit_loop"] = property(fit_loop)
+    watched = type(original.__name__, (original,), properties)
     trainer.__class__ = watched
     try:
         yield

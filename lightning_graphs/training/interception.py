@@ -49,10 +49,14 @@ def intercept(strategy: Strategy, handler: StepHandler) -> None:
         vars(strategy)[name] = getattr(handler, name)
 
 
-def release(strategy: Strategy) -> None:
-    """Give the strategy its own methods back; may be called again."""
+def release(strategy: Strategy, calls: StrategyCalls) -> None:
+    """Give the strategy its methods back, also those that a user had exchanged before."""
     for name in NAMES:
-        vars(strategy).pop(name, None)
+        own = getattr(calls, name)
+        if getattr(own, "__func__", None) is getattr(type(strategy), name):
+            vars(strategy).pop(name, None)
+        else:
+            vars(strategy)[name] = own
 
 
 @contextlib.contextmanager

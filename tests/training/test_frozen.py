@@ -64,6 +64,11 @@ class Stepped(Net):
         return self.loss(batch) / (1 + self.global_step)
 
 
+class ByProgress(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) / (1 + self.trainer.fit_loop.epoch_loop.batch_idx)
+
+
 class ByEpoch(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) * (2.0 if self.trainer.current_epoch else 1.0)
@@ -158,6 +163,7 @@ REFUSED = [
     (IndexReturned, "batch_idx"),
     (IndexLogged, "index"),
     (Stepped, "trainer.global_step"),
+    (ByProgress, "trainer.fit_loop"),
     (ByEpoch, "trainer.current_epoch"),
     (Appending, "losses"),
     (Assigning, "last"),

@@ -23,6 +23,25 @@ def test_nothing_is_left_behind(backend: str, tmp_path: Path) -> None:
     assert_nothing_left(captured)
 
 
+def test_what_a_user_has_exchanged_in_the_strategy_stays(backend: str, tmp_path: Path) -> None:
+    fits = []
+    for graphs in (False, True):
+        one = prepare(backend, tmp_path, graphs)
+        strategy, seen = one.trainer.strategy, []
+        own = strategy.training_step
+
+        def counting(*args: Any, own: Any = own, seen: list[int] = seen) -> Any:
+            seen.append(len(seen))
+            return own(*args)
+
+        vars(strategy)["training_step"] = counting
+        fits.append(one.run())
+        assert vars(strategy)["training_step"] is counting
+        assert "backward" not in vars(strategy)
+        assert seen
+    compare(*fits)
+
+
 def test_fit_twice_with_one_trainer(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(backend, tmp_path)
     for one in (eager, captured):
