@@ -17,8 +17,9 @@ Effect = Literal[
     "does not run",
     "further graph",
     "submodules become graphs",
+    "stays eager between them",
 ]
-_REMARKS = ("further graph", "submodules become graphs")
+_REMARKS = ("further graph", "submodules become graphs", "stays eager between them")
 """Effects of what need not be mended."""
 
 
@@ -38,7 +39,8 @@ class Finding:
         effect: ``"eager step"``: the step is not captured; ``"eager optimizer step"``: the rest of
             it is; ``"does not run"``: a replay leaves it out; ``"further graph"``: the step is
             captured in more than one part, which costs a launch and nothing else;
-            ``"submodules become graphs"``: they do in place of the whole step.
+            ``"submodules become graphs"``: they do in place of the whole step; ``"stays eager
+            between them"``: it stands outside of every submodule, where it is in nobody's way.
         rule: What capture demands.
         observed: What was found, beyond operator and line; may be empty.
         remedy: What to do.

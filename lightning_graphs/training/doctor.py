@@ -27,7 +27,7 @@ from lightning_graphs.core.torch_private import (
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.body import loss_of
-from lightning_graphs.training.diagnosis import Diagnosis
+from lightning_graphs.training.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.frozen import (
     COUNTER,
     LOGGED_NUMBER,
@@ -57,7 +57,9 @@ from lightning_graphs.training.python_state import (
     Generators,
 )
 from lightning_graphs.training.runner import refuse_iterator
-from lightning_graphs.training.watched import WatchedInt, draws_watched, watched_in
+from lightning_graphs.training.watched import Nesting, WatchedInt, draws_watched, watched_in
+
+_BETWEEN: Effect = "stays eager between them"
 
 
 class Doctor:
@@ -90,6 +92,9 @@ class Doctor:
         self._all = self._left = options.warmup_steps
         self._rehearsal = options.backend == "emulated"
         self._whole_steps_only = options.scope == "step"
+        self._only_submodules = bool(no_whole_step) and not self._whole_steps_only
+        self._nesting = Nesting(module)
+        self._between: set[CallSite] = set()
         self._active = self._finished = False
         device = trainer.strategy.root_device
         generators = [torch.default_generator]
@@ -106,7 +111,7 @@ class Doctor:
         self._metrics = metrics_of(module)
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads(self._attribute_used)
-        self._attribute_sites: dict[tuple[str, bool], CallSite] = {}
+        self._attribute_sites: dict[tuple[str, bool], tuple[CallSite, Effect]] = {}
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._signatures: list[Signature] = []
@@ -200,8 +205,14 @@ class Doctor:
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(counters_watched(self._trainer, self._used))
             stack.enter_context(draws_watched(self._drew))
+            stack.enter_context(self._nesting.counted())
             stack.enter_context(self._observing())
             yield
+
+    @property
+    def _effect(self) -> Effect:
+        between = self._only_submodules and not self._nesting.inside
+        return _BETWEEN if between else "eager step"
 
     def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -218,25 +229,29 @@ class Doctor:
     def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
         if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
             return  # one remedy mends both
-        observed = "" if site.line else "in the backward pass"
-        self.diagnosis.add(obstacle, operator, site, observed=observed)
+        if not site.line:
+            self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
+        else:
+            self.diagnosis.add(obstacle, operator, site, effect=self._effect)
 
     def _look(self, arguments: Any) -> None:
         for number in watched_in(arguments):
             number.used()
+        if self._only_submodules and not self._nesting.inside:
+            self._between.add(self._observer.here())
 
     def _used(self, name: str) -> None:
         if self._active and not self._observer.silent:
-            self.diagnosis.add(COUNTER, name, self._observer.here())
+            self.diagnosis.add(COUNTER, name, self._observer.here(), effect=self._effect)
 
     def _drew(self, name: str) -> None:
         if self._active and not self._observer.silent:
             self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
-            self.diagnosis.add(DRAWN, name, self._observer.here())
+            self.diagnosis.add(DRAWN, name, self._observer.here(), effect=self._effect)
 
     def _attribute_used(self, name: str, written: bool) -> None:
         if self._active and not self._observer.silent:
-            self._attribute_sites[name, written] = self._observer.here()
+            self._attribute_sites[name, written] = self._observer.here(), self._effect
 
     # ------------------------------------------------------------------ judging
 
@@ -294,7 +309,9 @@ class Doctor:
     def _judge_returned(self, returned: Any) -> None:
         step = _definition(self._module.training_step)
         for number in watched_in(returned):
-            self.diagnosis.add(COUNTER, number.name, step, observed="it is returned")
+            self.diagnosis.add(
+                COUNTER, number.name, step, observed="it is returned", effect=self._effect
+            )
         if self._module.automatic_optimization:
             try:
                 loss_of(returned)
@@ -316,10 +333,11 @@ class Doctor:
                 owner = name.rpartition(".")[0]
                 places = ((name, True), (name, False), (owner, False))
                 known = [self._attribute_sites[p] for p in places if p in self._attribute_sites]
-                self.diagnosis.add(STORED, name, known[0] if known else step)
+                site, effect = known[0] if known else (step, "eager step")
+                self.diagnosis.add(STORED, name, site, effect=effect)
         for name in generators.drawn():
             if name not in self._drawn:
-                self.diagnosis.add(DRAWN, name, step)
+                self.diagnosis.add(DRAWN, name, step)  # by whom is not known
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
             if id(tensor) not in state and version_of(tensor) != version:
@@ -337,7 +355,11 @@ class Doctor:
             others = [f for f in self.diagnosis.at(change.site) if f.operator != change.operator]
             if not (consequence or others):
                 self.diagnosis.add(
-                    CHANGING_NUMBER, change.operator, change.site, observed=change.what
+                    CHANGING_NUMBER,
+                    change.operator,
+                    change.site,
+                    observed=change.what,
+                    effect=_BETWEEN if change.site in self._between else "eager step",
                 )
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
             self._earlier[signature] = calls

@@ -192,13 +192,20 @@ class TestSingleObstacles:
         assert "[4,8]" in row.observed.replace(" ", "")
 
     def test_manual_optimization(self, backend: str, tmp_path: Path) -> None:
+        class Reads(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * float(x.max() > 0)  # inside
+
         class Manual(Net):
             def __init__(self) -> None:
                 super().__init__()
                 self.automatic_optimization = False
+                self.net[1] = Reads()
+                self.steps = 0
 
             def training_step(self, batch: Any, batch_idx: int) -> None:
-                loss = self.loss(batch)
+                self.steps += 1
+                loss = self.loss(batch) * (1 + batch_idx)
                 loss.item()  # read
                 self.optimizers().zero_grad()
                 self.manual_backward(loss)
@@ -211,8 +218,13 @@ class TestSingleObstacles:
         assert "the whole step cannot, because the module optimizes manually" in row.observed
         assert "Trainer(" not in row.code
         assert row not in fit.capture.diagnosis.obstacles
-        lines = [r.line for r in rows(fit, "host-read")]
-        assert line(Manual.training_step, "read") in lines
+        read, inside = line(Manual.training_step, "read"), line(Reads.forward, "inside")
+        effects = {r.line: r.effect for r in rows(fit, "host-read")}
+        assert effects == {read: "stays eager between them", inside: "eager step"}
+        python = {r.operator: r.effect for r in rows(fit, "python-state")}
+        assert {"batch_idx", "self.steps"} <= set(python)
+        assert set(python.values()) == {"stays eager between them"}
+        assert {r.line for r in fit.capture.diagnosis.obstacles} == {inside}
         compare(eager, fit, replayed=False)
 
     @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
