@@ -156,7 +156,8 @@ def main() -> None:
     step.be_quiet()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning "
-        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys"
+        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys",
+        flush=True,
     )
     results = []
     for row in options.rows.split(","):

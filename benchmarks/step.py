@@ -321,13 +321,15 @@ def main() -> None:
     be_quiet()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning "
-        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys"
+        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys",
+        flush=True,
     )
     loop, added = cpu_time()
     verdict = "PASS" if added <= ADDED_LIMIT else "FAIL"
     print(
         f"Lightning's loop alone: {loop:.0f} us per step; CPU time that the callback adds: "
-        f"{added:.0f} us {verdict} (limit {ADDED_LIMIT} us)"
+        f"{added:.0f} us {verdict} (limit {ADDED_LIMIT} us)",
+        flush=True,
     )
     results = []
     jobs = [(row, False) for row in options.rows.split(",")]

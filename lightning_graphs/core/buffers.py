@@ -74,14 +74,9 @@ class StaticInputs:
                 for i in sorted(set(firsts))
             }
             linear = {i: _linear(b, _overlap_span(b)) for i, b in own.items() if b.numel()}
-        order = sorted(linear, key=lambda i: _group_key(tensors[i], linear[i]))
-        targets = [linear[i] for i in order]
-        overlapping = [k for k, i in enumerate(order) if linear[i] is not own[i]]
-        self._leaves = order
-        self._targets = targets
-        self._spans = [(k, targets[k].numel()) for k in overlapping]
-        self._groups = _grouped([tensors[i] for i in order], targets)
-        self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
+        self._every = _CopyPlan(tensors, own, linear)
+        missing = {i: buffer for i, buffer in linear.items() if i not in given}
+        self._own = _CopyPlan(tensors, own, missing) if given else self._every
         self._differentiable = any(map(_REQUIRES_GRAD, tensors))
         # Given buffers hold their values, and autograd may count writes to them.
         self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
@@ -89,21 +84,45 @@ class StaticInputs:
             buffer.requires_grad_(tensors[i].requires_grad)
         self.tensors = [own[first] for first in firsts]
 
-    def copy_in(self, tensors: Sequence[Tensor]) -> None:
+    def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
         """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
 
         The leaves must have the specs and aliases of those at construction, which
         :class:`~lightning_graphs.core.signature.CallPlan` verifies: nothing is checked here. A
         leaf that already is its buffer costs no copy; one that lies in another buffer is read
         before that buffer is overwritten.
+
+        Args:
+            tensors: The leaves.
+            given: Whether to copy into given buffers too, which may hold their values already.
         """
+        plan = self._every if given else self._own
+        if not plan.targets:
+            return
         if self._differentiable and torch.is_grad_enabled():
             with torch.no_grad():
-                self._copy(tensors)
+                plan.copy(tensors)
         else:
-            self._copy(tensors)
+            plan.copy(tensors)
 
-    def _copy(self, tensors: Sequence[Tensor]) -> None:
+
+class _CopyPlan:
+    """How some leaves of a call get into their buffers."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]
+    ) -> None:
+        order = sorted(linear, key=lambda i: _group_key(tensors[i], linear[i]))
+        targets = [linear[i] for i in order]
+        overlapping = [k for k, i in enumerate(order) if linear[i] is not buffers[i]]
+        self.targets = targets
+        self._leaves = order
+        self._spans = [(k, targets[k].numel()) for k in overlapping]
+        self._groups = _grouped([tensors[i] for i in order], targets)
+        self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Copy these leaves of a call."""
         sources = [tensors[i] for i in self._leaves]
         for k, span in self._spans:
             sources[k] = _linear(sources[k], span)
@@ -116,7 +135,7 @@ class StaticInputs:
     def _copy_foreign(self, sources: list[Tensor]) -> None:
         """The copy when some sources lie in our own buffers, at their places or at others."""
         pending = []
-        for source, target in zip(sources, self._targets, strict=True):
+        for source, target in zip(sources, self.targets, strict=True):
             if source.untyped_storage().data_ptr() not in self._storages:
                 pending.append((source, target))
             elif source.data_ptr() != target.data_ptr():

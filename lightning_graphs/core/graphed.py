@@ -172,7 +172,7 @@ class GraphedCallable:
             guard.check(geometry=False, trainable=self._writes_gradients)
         if not self._spares_others(tensors):
             return self.original(*args, **kwargs)
-        self._inputs.copy_in(tensors)
+        self._inputs.copy_in(tensors, given=not self._borrowed)
         self._replay_forward()
         self._order.replay(self._place)
         backward = self.backward_pass
