@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -116,10 +117,10 @@ class Observer(Recorder):
         self._resident: set[int] = set()
         self._host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
-        self._states: list[Tensor] = []
+        self._generator_watch = GeneratorWatch(generators)
 
     def __enter__(self) -> Observer:
-        self._states = self._generator_states()
+        self._generator_watch.begin()
         return super().__enter__()
 
     def begin(self, resident: Sequence[Tensor]) -> None:
@@ -235,19 +236,7 @@ class Observer(Recorder):
         inputs: Sequence[Tensor],
         written: Sequence[Tensor],
     ) -> Any:
-        before = self._generator_states()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and not _equal(before, self._states):
-            self.refuse(str(func), SET_GENERATOR)
-        result = super()._run(func, args, kwargs, inputs, written)
-        after = self._generator_states()
-        if draws or not _equal(before, after):
-            self._states = after
-        return result
-
-    def _generator_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-
-def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
+        with self._generator_watch.around(func) as was_set:
+            if was_set:
+                self.refuse(str(func), SET_GENERATOR)
+            return super()._run(func, args, kwargs, inputs, written)

@@ -11,6 +11,7 @@ from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
 from lightning_graphs.core.constants import Constant
+from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
 from lightning_graphs.errors import ReplayError
@@ -222,10 +223,6 @@ def _own_view(tensor: Tensor) -> Tensor:
     return Geometry.of(tensor).over(tensor.untyped_storage())
 
 
-def _all_equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
-
-
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -249,7 +246,7 @@ class RecordingCapture(Recorder):
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-        self._rng_states = self._current_rng_states()
+        self._generator_watch = GeneratorWatch(generators)
         self._born: list[tuple[UntypedStorage, torch.dtype]] = []
         self._born_ids: set[int] = set()
 
@@ -267,23 +264,16 @@ class RecordingCapture(Recorder):
         written: Sequence[Tensor],
     ) -> Any:
         """Run the operator; refuse a generator that was set meanwhile, and memory that moves."""
-        before = self._current_rng_states()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and not _all_equal(before, self._rng_states):
-            self.refuse(str(func), SET_GENERATOR)
-        result = super()._run(func, args, kwargs, inputs, written)
-        after = self._current_rng_states()
-        if not _all_equal(before, after):
-            self._rng_states = after
+        with self._generator_watch.around(func) as was_set:
+            if was_set:
+                self.refuse(str(func), SET_GENERATOR)
+            result = super()._run(func, args, kwargs, inputs, written)
         for known in map(self.know, written):
             if known.id in self._saved:
                 storage, value = self._saved[known.id]
                 if storage.nbytes() != value.nbytes():
                     self.refuse(str(func), MOVED_STORAGE)
         return result
-
-    def _current_rng_states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
 
     def keep(self, operation: Operation) -> None:
         for tensor in tensors_in(operation.result):

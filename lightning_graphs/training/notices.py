@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import GraphError
 from lightning_graphs.training.options import Options
@@ -13,6 +16,45 @@ _REBINDS_TOLERATED = 3
 
 _RARE_TOLERATED = 4
 """How many eager steps in a row, for each graph allowed, are taken without a warning."""
+
+Kind = TypeVar("Kind")
+
+
+class RareSteps(Generic[Kind]):
+    """Counts steps that come and go, so that none of them is ever captured.
+
+    Args:
+        options: The callback's options.
+        difference: What tells two kinds of steps apart, for a person to read; empty if nothing.
+
+    Attributes:
+        count: How many there were in a row.
+    """
+
+    def __init__(self, options: Options, difference: Callable[[Kind, Kind], str]) -> None:
+        self.count = 0
+        self._tolerated = _RARE_TOLERATED * options.max_graphs
+        self._difference = difference
+        self._before: Kind | None = None
+        self._said = False
+
+    def end(self) -> None:
+        """Note that a step is worth a graph: what came before is forgotten."""
+        self.count = 0
+
+    def add(self, kind: Kind) -> str:
+        """Count a step.
+
+        Returns:
+            How the last two differ, once in a fit, when there were too many; or else nothing.
+        """
+        self.count += 1
+        before, self._before = self._before, kind
+        if self._said or before is None or self.count <= self._tolerated:
+            return ""
+        change = self._difference(before, kind)
+        self._said = bool(change)
+        return change
 
 
 class Notices:
@@ -27,13 +69,12 @@ class Notices:
         self._options = options
         self._statistics = statistics
         self._rebinds = 0
-        self._rare = 0
-        self._said_rare = False
-        self._seen_last: Signature | None = None
+        self._rare = RareSteps(options, difference)
 
     def replayed(self) -> None:
         """Note that graphs are of use: what came before is forgotten."""
-        self._rebinds = self._rare = 0
+        self._rebinds = 0
+        self._rare.end()
 
     def captured(self, signature: Signature, before: Signature | None) -> None:
         """Count a capture, and say what tells it from the last one, if there is one."""
@@ -54,14 +95,10 @@ class Notices:
 
     def rare(self, signature: Signature) -> None:
         """Say so once when signatures come and go and none is ever captured."""
-        self._rare += 1
-        before, self._seen_last = self._seen_last, signature
-        many = self._rare > _RARE_TOLERATED * self._options.max_graphs
-        if many and not self._said_rare and before is not None and before != signature:
-            self._said_rare = True
+        if change := self._rare.add(signature):
             self._statistics.note(
-                f"steps run eagerly: in {self._rare} steps no batch signature came back often "
-                f"enough for a graph. The last two differ: {difference(before, signature)}"
+                f"steps run eagerly: in {self._rare.count} steps no batch signature came back "
+                f"often enough for a graph. The last two differ: {change}"
             )
 
     def refused(self, error: GraphError) -> None:

@@ -195,7 +195,7 @@ class Exploding(Blocks):
         if self.countdown is not None:
             self.countdown = None if fires else self.countdown - 1
         if fires and self.where == "before":
-            raise Boom
+            raise Boom("before")
         handles = []
         if fires and self.where == "inside":
             handles.append(self.blocks[1].register_forward_pre_hook(raising))
@@ -205,12 +205,12 @@ class Exploding(Blocks):
             for handle in handles:
                 handle.remove()
         if fires:
-            raise Boom
+            raise Boom("after")
         return loss
 
 
 def raising(*_: Any) -> None:
-    raise Boom
+    raise Boom("inside")
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
@@ -230,7 +230,7 @@ def test_an_exception_leaves_nothing_behind(
         for captured in (False, True)
     ]
     for fit in fits:
-        with pytest.raises(Boom):
+        with pytest.raises(Boom, match=where):
             fit.run()
     assert_nothing_left(fits[1])
     for module in fits[1].module.modules():
@@ -319,6 +319,23 @@ def test_shapes_that_never_come_back_are_mentioned_once(backend: str, tmp_path: 
     compare(eager, captured, replayed=False)
     (reason,) = captured.statistics.fallbacks
     assert 'none came back often enough for graphs. The last two differ: batch["x"]: f32[' in reason
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_steps_that_cannot_be_captured_are_not_called_rare(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=PartlyReading,
+        capture={**named("blocks.1"), "max_graphs": 1, "on_failure": "eager"},
+        data=lambda: sizes(*[8] * 12, 6, 8, rounds=1),
+        max_epochs=1,
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    refusal, consequence = captured.statistics.fallbacks
+    assert "`blocks.1` runs eagerly" in refusal
+    assert "no submodule of them could be captured" in consequence
 
 
 class Statistical(Net):

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from lightning_graphs import VerificationError
 from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
 from lightning_graphs.training.agreement import Agreement, BothWays
-from lightning_graphs.training.modules import checking
-from lightning_graphs.training.modules.checking import CallChecks, UpdateChecks
+from lightning_graphs.training.modules import checking, update_checks
+from lightning_graphs.training.modules.checking import CallChecks
+from lightning_graphs.training.modules.update_checks import UpdateChecks
+from tests.training import fits
 from tests.training.fits import Fit, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks
@@ -199,7 +201,8 @@ def test_a_check_that_is_interrupted_leaves_nothing(
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "missing_memory", lambda *_: "9 MiB are free")
+    for checks in (checking, update_checks):
+        monkeypatch.setattr(checks, "missing_memory", lambda *_: "9 MiB are free")
 
 
 @pytest.mark.usefixtures("no_memory")
@@ -215,6 +218,7 @@ def test_without_memory_for_a_copy_a_smaller_check_runs(backend: str, tmp_path: 
         "GraphCapture: of a captured module only the forward pass was verified: 9 MiB are free",
     }
     assert sum("verified" in str(w.message) for w in caught) == 2
+    assert {w.filename for w in caught if "verified" in str(w.message)} <= {fits.__file__, __file__}
     compare(eager, captured)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays
-from lightning_graphs.training.modules.checking import CallChecks, UpdateChecks
+from lightning_graphs.training.modules.checking import CallChecks
+from lightning_graphs.training.modules.update_checks import UpdateChecks
 from tests.training.fits import GradientTrace, Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks

@@ -35,6 +35,7 @@ from lightning_graphs.training.modules.kinds import (
 )
 from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
+from lightning_graphs.training.notices import RareSteps
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
 
@@ -43,8 +44,6 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _SEARCH = 16
 """How many steps, for each sighting before a capture, are observed in search of another one."""
-_RARE = 4
-"""How many eager steps in a row, for each graph allowed, are taken without a warning."""
 _PATIENCE = 64
 """How many steps code that may go through a graph twice is given to show where."""
 _SHORT_LIVED = 8
@@ -101,8 +100,7 @@ class ModuleGraphs:
         self._observed: tuple[StepKind, StepObserver] | None = None
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
-        self._rare = 0
-        self._rare_before: StepKind | None = None
+        self._rare = RareSteps(options, self._difference)
         self._drops = 0
         self._dropped_at = 0
 
@@ -194,24 +192,19 @@ class ModuleGraphs:
         kind = StepKind(self._signature(batch), flags)
         if self._drops > _DROPS_TOLERATED:
             return None
-        if self._cache.is_due((kind, self._read(kind))):
-            self._rare = 0
+        key = (kind, self._read(kind))
+        if self._cache.is_due(key):
+            self._rare.end()
             self._observe(kind)
-        else:
-            self._note_rare(kind)
+        elif not self._cache.is_refused(key) and (change := self._rare.add(kind)):
+            self._statistics.note(
+                "steps run eagerly: for a long time none came back often enough for graphs. "
+                f"The last two differ: {change}"
+            )
         return None
 
-    def _note_rare(self, kind: StepKind) -> None:
-        """Say so once when steps come and go and none is ever captured."""
-        self._rare += 1
-        before, self._rare_before = self._rare_before, kind
-        if self._rare == _RARE * self._options.max_graphs and before is not None:
-            change = "; ".join(before.change(kind) or moved_attributes(self._plans_of(kind)))
-            if change:  # or else none of them can be captured, as was said
-                self._statistics.note(
-                    "steps run eagerly: for a long time none came back often enough for graphs. "
-                    f"The last two differ: {change}"
-                )
+    def _difference(self, before: StepKind, kind: StepKind) -> str:
+        return "; ".join(before.change(kind) or moved_attributes(self._plans_of(kind)))
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""

@@ -1,0 +1,103 @@
+"""Captured optimizer steps against the eager ones, before training relies on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory, tolerance_of
+from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.differences import Result
+from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.modules.checking import Schedule
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.python_state import Attributes, Generators
+from lightning_graphs.training.state import StepState
+
+_UNVERIFIED = "the captured optimizer step was not verified"
+
+
+class UpdateChecks:
+    """Takes a captured optimizer step both ways from one state, and compares.
+
+    Args:
+        schedule: Which steps are verified.
+        trainer: The trainer.
+        body: What the step computes.
+        optimizer: The trainer's optimizer.
+        capturable: Keeps it capturable.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        trainer: Trainer,
+        body: StepBody,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer,
+    ) -> None:
+        self._schedule = schedule
+        self._trainer = trainer
+        self._body = body
+        self._optimizer = optimizer
+        self._capturable = capturable
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this step is to be verified once more."""
+        return self._schedule.is_due
+
+    def check(self, replay: Callable[[], None]) -> None:
+        """Verify a captured step on the gradients that there are.
+
+        Gradients, parameters, the optimizer's state and the loss scale are compared, and are
+        afterwards as before.
+
+        Args:
+            replay: Takes the captured step.
+
+        Raises:
+            VerificationError: names the first tensor that differs.
+        """
+        if not self._schedule.is_on:
+            return
+        root, say = self._schedule.root, self._schedule.say
+        state = StepState(self._trainer, root, self._optimizer)
+        if missing := missing_memory(root.device, state.nbytes):
+            say(_UNVERIFIED, missing)
+            return
+
+        attributes, python = Attributes(root), Generators(root)
+
+        def restore() -> None:
+            state.restore()
+            attributes.restore()
+            python.restore()
+
+        def eager() -> list[Result]:
+            # Kernels round a rate on the device otherwise.
+            rates = self._capturable.live_rates()
+            with rates_exchanged(self._trainer, self._optimizer, rates):
+                self._body.update()
+            return state.results(None)
+
+        def replayed() -> list[Result]:
+            replay()
+            return state.results(None)
+
+        agreement = Agreement(tolerance_of(self._trainer), root.device, self._schedule.where, say)
+        try:
+            with state.kept():
+                try:
+                    agreement.require(BothWays(eager, replayed, restore, state.moved))
+                finally:
+                    attributes.restore()
+                    python.restore()
+        except torch.OutOfMemoryError as error:
+            say(_UNVERIFIED, str(error).partition("\n")[0])
+        finally:
+            if root.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the copy of the state
