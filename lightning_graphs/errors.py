@@ -42,6 +42,10 @@ class SignatureError(GraphError):
     """A call differs from the one that was captured."""
 
 
+class ArgumentElsewhereError(SignatureError):
+    """An argument is not in the memory where a graph reads it."""
+
+
 class UnsupportedError(GraphError):
     """This machine, driver, torch version or backend cannot do what was asked for."""
 

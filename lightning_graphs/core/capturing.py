@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.gradients import (
@@ -18,13 +16,24 @@ from lightning_graphs.core.gradients import (
     GradientBuffers,
     GradientLayout,
     LentGradients,
+    OutputGradients,
     new_buffers,
     refuse_parameter_hooks,
 )
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
-from lightning_graphs.core.held import Bindings, Held
-from lightning_graphs.core.lending import LentMemory
+from lightning_graphs.core.graphed import (
+    BackwardPass,
+    GraphedCallable,
+    original_of,
+    refuse_unfit_state,
+)
+from lightning_graphs.core.held import (
+    Bindings,
+    Held,
+    trainable_parameters,
+    with_leaves_behind,
+)
+from lightning_graphs.core.lending import SharedArgument, Source
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
@@ -74,7 +83,7 @@ class CallableCapture:
         original: Callable[..., Any] | None = None,
     ) -> None:
         self._module = function if isinstance(function, nn.Module) else None
-        self._original = original or _original(function)
+        self._original = original or original_of(function)
         self._pool = pool
         self._order = order
         self._direct = direct
@@ -89,14 +98,16 @@ class CallableCapture:
         self._function = function
         self._held = Held(function)
         self._bindings = Bindings(self._held)
-        self._borrowed: dict[int, LentMemory] = {}
-        self._parameters = _trainable(self._module)
+        self._borrowed: dict[int, Source] = {}
+        self._shared: dict[int, SharedArgument] = {}
+        self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
+        self._parameters = trainable_parameters(self._module)
         self._layouts: list[GradientLayout | None] = []
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._place = -1
         self._backward: BackwardPass | None = None
-        _refuse_unfit_state(self._held)
+        refuse_unfit_state(self._held)
 
     @property
     def outputs(self) -> OutputPlan:
@@ -104,17 +115,40 @@ class CallableCapture:
         assert self._outputs is not None
         return self._outputs
 
-    def read_in_place(self, arguments: Mapping[int, tuple[Tensor, LentMemory]]) -> None:
-        """Read arguments where earlier graphs write them; before the forward is captured.
+    def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
+        """The static input of an argument, for later calls that are given the same tensor."""
+        return self._inputs.tensors[leaf], self._shared.setdefault(leaf, SharedArgument())
+
+    def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
+        """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
+        backward = self._backward
+        if backward is None or leaf not in backward.input_positions:
+            return None
+        buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
+        return (buffer, backward.handed) if buffer is not None else None
+
+    def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
+        """Read arguments where earlier graphs have them; before the forward is captured.
 
         Args:
             arguments: By their index among the tensor leaves of the call, the earlier graph's
-                output tensor, and what tells whether somebody else still looks at it.
+                tensor, and what tells whether an argument is in it.
         """
-        self._borrowed = {leaf: lent for leaf, (_, lent) in arguments.items()}
-        given = {leaf: output for leaf, (output, _) in arguments.items()}
+        self._borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
+        given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
         self._inputs = StaticInputs(self._inputs.tensors, given=given)
         self._args, self._kwargs = substitute((self._args, self._kwargs), self._inputs.tensors)
+
+    def read_gradients_in_place(
+        self, gradients: Mapping[int, tuple[Tensor, LentGradients]]
+    ) -> None:
+        """Read gradients where later graphs write them; before the backward is captured.
+
+        Args:
+            gradients: By the index of an output among all tensors of the return value, the later
+                graph's buffer and whose it is.
+        """
+        self._lenders = dict(gradients)
 
     def warm_up(self, iterations: int) -> None:
         """Run forward and backward on a side stream, leaving no trace in state or generators."""
@@ -153,7 +187,7 @@ class CallableCapture:
     def _first_pass(self) -> None:
         """Find out what gets a gradient, and what these gradients look like."""
         outputs = OutputPlan(self._checked_call(), static=True)
-        self._parameters = _with_leaves_behind(
+        self._parameters = with_leaves_behind(
             outputs.requiring_grad, self._parameters, self._inputs.tensors
         )
         gradients = self._pull_back(outputs)
@@ -256,7 +290,7 @@ class CallableCapture:
     def _captured_backward(
         self, outputs: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> BackwardPass:
-        static = [torch.zeros_like(output) for output in outputs]
+        static, lenders = self._output_gradients(outputs)
         positions = self._differentiable_positions()
         direct = None
         if self._direct:
@@ -271,13 +305,29 @@ class CallableCapture:
                 direct.capture(gradients[to_autograd:])
         return BackwardPass(
             captured,
-            static,
+            OutputGradients(static, lenders),
             positions,
             () if direct is not None else tuple(self._parameters),
             handed,
             direct,
             self._order.place(),
         )
+
+    def _output_gradients(
+        self, outputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], dict[int, LentGradients]]:
+        """Static gradients of the outputs, and who lends those that a later graph writes."""
+        static, lenders = [], {}
+        for i, (index, output) in enumerate(
+            zip(self.outputs.differentiable_indices, outputs, strict=True)
+        ):
+            buffer = torch.zeros_like(output)
+            if index in self._lenders:
+                lent, lender = self._lenders[index]
+                if GradientLayout.of(lent) == GradientLayout.of(buffer):
+                    buffer, lenders[i] = lent, lender
+            static.append(buffer)
+        return static, lenders
 
     def _differentiable_positions(self) -> tuple[int, ...]:
         """Where the inputs of :meth:`_targets` stand among the tensor leaves of the call."""
@@ -306,6 +356,7 @@ class CallableCapture:
             order=self._order,
             place=self._place,
             borrowed=self._borrowed,
+            shared=self._shared,
         )
 
     def abandon(self) -> None:
@@ -318,75 +369,10 @@ class CallableCapture:
         return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
 
 
-def _original(function: Callable[..., Any]) -> Callable[..., Any]:
-    forward = function.forward if isinstance(function, nn.Module) else function
-    if isinstance(forward, GraphedCallable):
-        raise CaptureError(
-            "A callable is graphed once.",
-            f"{type(function).__qualname__} has a graphed forward already",
-            "call .forward.reset() on the module (or .reset() on the function) first",
-        )
-    return forward
-
-
-def _refuse_unfit_state(held: Held) -> None:
-    forwards = (vars(module).get("forward") for module in held.submodules())
-    if any(isinstance(forward, GraphedCallable) for forward in forwards):
-        raise CaptureError(
-            "A graphed callable cannot be part of another one.",
-            "a module in it has a graphed forward already",
-            "call .forward.reset() on that module first, or keep it outside",
-        )
-    buffers = held.named_buffers()
-    trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
-    if trainable is not None:
-        raise CaptureError(
-            "Only parameters of a graphed module may be trainable.",
-            f"buffer `{trainable}` requires grad",
-            "make it an nn.Parameter, or call requires_grad_(False) on it",
-        )
-    named = (*held.named_parameters(), *buffers)
-    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
-    if lazy is not None:
-        raise CaptureError(
-            "A graph is captured over memory that exists.",
-            f"`{lazy}` is not initialized yet",
-            "call the module once before",
-        )
-
-
 def _same_values(tensor: Tensor, before: Tensor) -> bool:
     """Whether all elements are equal, NaN counted as equal to NaN."""
     now = tensor.detach()
     return bool(((now == before) | ((now != now) & (before != before))).all())
-
-
-def _trainable(module: nn.Module | None) -> list[Parameter]:
-    return [p for p in module.parameters() if p.requires_grad] if module is not None else []
-
-
-def _with_leaves_behind(
-    outputs: Sequence[Tensor], known: list[Parameter], inputs: Sequence[Tensor]
-) -> list[Parameter]:
-    """The parameters and every other trainable leaf that the outputs depend on.
-
-    A function does not say which parameters it uses, and a module may use some that are not its
-    own. Without this walk they would silently get no gradient.
-    """
-    seen: set[Node] = set()
-    found = dict.fromkeys(known)
-    given = {id(t) for t in inputs}
-    pending = [output.grad_fn for output in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in given:
-            found[leaf] = None  # type: ignore[index]
-        pending.extend(parent for parent, _ in node.next_functions)
-    return list(found)
 
 
 @contextlib.contextmanager

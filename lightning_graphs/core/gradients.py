@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_graphs.core.buffers import copy_all
 from lightning_graphs.core.lending import LentMemory
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
@@ -88,6 +89,16 @@ class LentGradients:
         for loan in self._loans:
             loan.settle()
 
+    @property
+    def buffers(self) -> Sequence[Tensor | None]:
+        """The lent memory of each gradient; None where there is none."""
+        return self._buffers
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether somebody holds any of the memory."""
+        return any(loan.is_kept for loan in self._loans)
+
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients into the buffers; to be called as the last part of a capture.
 
@@ -107,7 +118,7 @@ class LentGradients:
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
         """Run the backward graph; the gradients, in the order of their layouts."""
-        if any(loan.is_kept for loan in self._loans):
+        if self.is_kept:
             self._lends = False
             kept = clone_all(self._memory)
             backward()
@@ -120,6 +131,37 @@ class LentGradients:
             return gradients
         found = iter(gradients)
         return [None if buffer is None else next(found) for buffer in self._buffers]
+
+
+class OutputGradients:
+    """The static inputs of a backward graph, where the gradients of outputs go.
+
+    The gradient that the graph of a later callable lends is read where it is.
+
+    Args:
+        buffers: One for each gradient.
+        lenders: By index, whose memory a buffer is.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
+        self.buffers = list(buffers)
+        self._lent = [(i, self.buffers[i], lender) for i, lender in lenders.items()]
+        self._own = [i for i in range(len(self.buffers)) if i not in lenders]
+        self._targets = [self.buffers[i] for i in self._own]
+
+    def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Bring the gradients in; buffers and values that are to be put back after the replay."""
+        if self._targets:
+            copy_all(self._targets, [gradients[i] for i in self._own])
+        displaced = []
+        for i, buffer, lender in self._lent:
+            gradient = gradients[i]
+            if gradient.data_ptr() == buffer.data_ptr() and gradient.stride() == buffer.stride():
+                continue
+            if lender.is_kept:
+                displaced.append((buffer, buffer.clone()))
+            buffer.copy_(gradient)
+        return displaced
 
 
 def _side_by_side(

@@ -14,17 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
-from lightning_graphs.core.buffers import AddressGuard, StaticInputs, copy_all
-from lightning_graphs.core.gradients import DirectGradients, LentGradients
+from lightning_graphs.core.buffers import AddressGuard, StaticInputs
+from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.lending import LentMemory
+from lightning_graphs.core.held import Held
+from lightning_graphs.core.lending import SharedArgument, Source
 from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Modes
 from lightning_graphs.core.torch_private import version_of, will_execute
-from lightning_graphs.errors import ReplayError, SignatureError
+from lightning_graphs.errors import (
+    ArgumentElsewhereError,
+    CaptureError,
+    ReplayError,
+    SignatureError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class BackwardPass:
 
     Attributes:
         graph: Computes the gradients from ``output_gradients``.
-        output_gradients: Static inputs, one for each output that requires grad.
+        output_gradients: Its static inputs, one for each output that requires grad.
         input_positions: Positions, among the call's tensor leaves, of the inputs that require grad.
         parameters: The parameters whose gradients autograd is given; none if they are direct.
         handed: Hands autograd the gradients of those inputs and then of those parameters.
@@ -42,7 +49,7 @@ class BackwardPass:
     """
 
     graph: CUDAGraph
-    output_gradients: list[Tensor]
+    output_gradients: OutputGradients
     input_positions: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     handed: LentGradients
@@ -80,7 +87,8 @@ class GraphedCallable:
         pool: GraphPool,
         order: ReplayOrder,
         place: int,
-        borrowed: Mapping[int, LentMemory],
+        borrowed: Mapping[int, Source],
+        shared: Mapping[int, SharedArgument],
     ) -> None:
         self.original = original
         self.__wrapped__ = original  # inspect.signature shows the original's arguments
@@ -105,6 +113,7 @@ class GraphedCallable:
         self._place = place
         self._pending: PendingBackward | None = None
         self._borrowed = tuple(borrowed.items())
+        self._shared = tuple(shared.items())
         # Optimizers change all parameters together: one tells, at no cost that grows with them.
         self._witness = parameters[0] if parameters else self._anchor
         self._version = version_of(self._witness)
@@ -136,15 +145,14 @@ class GraphedCallable:
         finally:
             self._borrowed = borrowed
 
-    def _spares_others(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a replay overwrites nothing of lent memory that is still of use.
-
-        Its lender may need it for the backward pass, and callers may have kept it.
-        """
-        for leaf, lent in self._borrowed:
-            if tensors[leaf].data_ptr() != lent.address:
-                return False
-        return not self._outputs.is_kept
+    def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
+        for leaf, source in self._borrowed:
+            if not source.holds(tensors[leaf]):
+                raise ArgumentElsewhereError(
+                    "A graph reads an argument where an earlier graph has put it.",
+                    f"{self._plan.signature.tensor_names[leaf]} is another tensor now",
+                    "pass what the earlier call returned or was given; or capture again",
+                )
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether these arguments, under the switches now in force, have a replay."""
@@ -162,6 +170,7 @@ class GraphedCallable:
 
         Raises:
             SignatureError: the call differs from the captured one; the message names the leaf.
+            ArgumentElsewhereError: an argument that is read in place is another tensor.
             ReplayError: a parameter or buffer moved, or the graphs were released.
         """
         if self._released or [m.training for m in self._modules] != self._training:
@@ -170,9 +179,12 @@ class GraphedCallable:
         tensors = self._plan.tensors(args, kwargs)
         for guard in self._guards:
             guard.check(geometry=False, trainable=self._writes_gradients)
-        if not self._spares_others(tensors):
+        self._refuse_arguments_elsewhere(tensors)
+        if self._outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)
         self._inputs.copy_in(tensors, given=not self._borrowed)
+        for leaf, argument in self._shared:
+            argument.put(tensors[leaf])
         self._replay_forward()
         self._order.replay(self._place)
         backward = self.backward_pass
@@ -222,11 +234,14 @@ class GraphedCallable:
             self.explain(error)
             raise
         self._order.finish(pending)
-        copy_all(backward.output_gradients, list(gradients))
+        displaced = backward.output_gradients.take(gradients)
         replay = backward.graph.replay
         if direct is not None:
-            return backward.handed.replay(partial(direct.replay, replay))
-        return backward.handed.replay(replay)
+            replay = partial(direct.replay, replay)
+        handed = backward.handed.replay(replay)
+        for buffer, value in displaced:
+            buffer.copy_(value)
+        return handed
 
     def _refuse_unsound_backward(self, pending: PendingBackward) -> None:
         if torch.is_grad_enabled():
@@ -298,6 +313,54 @@ class GraphedCallable:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it is the original; whoever loads it needs nothing of this package."""
         return operator.getitem, ([self.original], 0)
+
+
+def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a callable runs.
+
+    Raises:
+        CaptureError: it is a graph already.
+    """
+    forward = function.forward if isinstance(function, nn.Module) else function
+    if isinstance(forward, GraphedCallable):
+        raise CaptureError(
+            "A callable is graphed once.",
+            f"{type(function).__qualname__} has a graphed forward already",
+            "call .forward.reset() on the module (or .reset() on the function) first",
+        )
+    return forward
+
+
+def refuse_unfit_state(held: Held) -> None:
+    """Look at what a callable holds before anything of it runs.
+
+    Raises:
+        CaptureError: a part of it is a graph already, a buffer is trainable, or a parameter has no
+            memory yet.
+    """
+    forwards = (vars(module).get("forward") for module in held.submodules())
+    if any(isinstance(forward, GraphedCallable) for forward in forwards):
+        raise CaptureError(
+            "A graphed callable cannot be part of another one.",
+            "a module in it has a graphed forward already",
+            "call .forward.reset() on that module first, or keep it outside",
+        )
+    buffers = held.named_buffers()
+    trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
+    if trainable is not None:
+        raise CaptureError(
+            "Only parameters of a graphed module may be trainable.",
+            f"buffer `{trainable}` requires grad",
+            "make it an nn.Parameter, or call requires_grad_(False) on it",
+        )
+    named = (*held.named_parameters(), *buffers)
+    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise CaptureError(
+            "A graph is captured over memory that exists.",
+            f"`{lazy}` is not initialized yet",
+            "call the module once before",
+        )
 
 
 def _as_it_is(error: ReplayError) -> None:

@@ -10,6 +10,8 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from lightning_graphs.core.buffers import AddressGuard
 
@@ -111,6 +113,35 @@ class Bindings:
                 if key in before:
                     table[key] = before[key]
         return rebound
+
+
+def trainable_parameters(module: nn.Module | None) -> list[Parameter]:
+    """The parameters of a module that require a gradient; none of what is no module."""
+    return [p for p in module.parameters() if p.requires_grad] if module is not None else []
+
+
+def with_leaves_behind(
+    outputs: Sequence[Tensor], known: list[Parameter], inputs: Sequence[Tensor]
+) -> list[Parameter]:
+    """The parameters and every other trainable leaf that the outputs depend on.
+
+    A function does not say which parameters it uses, and a module may use some that are not its
+    own. Without this walk they would silently get no gradient.
+    """
+    seen: set[Node] = set()
+    found = dict.fromkeys(known)
+    given = {id(t) for t in inputs}
+    pending = [output.grad_fn for output in outputs]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in given:
+            found[leaf] = None  # type: ignore[index]
+        pending.extend(parent for parent, _ in node.next_functions)
+    return list(found)
 
 
 def _tensors_of(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class OutputPlan:
         """The graph's own output tensors, in the order of the leaves."""
         return self._tensors
 
+    @property
+    def differentiable_indices(self) -> list[int]:
+        """Which of :attr:`tensors` require grad."""
+        return self._differentiable
+
     def lend(self, index: int) -> LentMemory:
         """Hand out one of :attr:`tensors` itself from now on, not a copy."""
         if index not in self._lent:

@@ -140,7 +140,15 @@ class Node:
         return f"{self.kind.__name__} of {len(self.labels)} ({', '.join(self.labels)})"
 
 
-class _Opened(NamedTuple):
+class Opened(NamedTuple):
+    """One level of a container.
+
+    Attributes:
+        context: What its type does not tell: length, keys, field names.
+        labels: What follows its name to reach each value.
+        values: What is in it.
+    """
+
     context: Any
     labels: list[str]
     values: Sequence[Any]
@@ -173,7 +181,7 @@ def is_registered(kind: type) -> bool:
 
 def flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> Node | None:
     """The structure of a value; its leaves are appended with their names, depth first."""
-    opened = None if isinstance(value, Tensor) else _open(value)
+    opened = None if isinstance(value, Tensor) else open_container(value)
     if opened is None:
         leaves.append((name, value))
         return None
@@ -202,7 +210,7 @@ def substitute(value: Any, tensors: Iterable[Tensor]) -> Any:
 def _substitute(value: Any, supply: Iterator[Tensor]) -> Any:
     if isinstance(value, Tensor):
         return next(supply)
-    opened = _open(value)
+    opened = open_container(value)
     if opened is None:
         return value
     kind: Any = type(value)
@@ -242,25 +250,25 @@ def first_change(path: str, before: Node | None, after: Node | None) -> str:
     return f"{path or 'args'}: {before or 'a leaf'} -> {after or 'a leaf'}"
 
 
-def _open(value: Any) -> _Opened | None:
-    """One level of a container, None for a leaf."""
+def open_container(value: Any) -> Opened | None:
+    """One level of a container; None for a leaf."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return _Opened(len(value), [f"[{i}]" for i in range(len(value))], value)
+        return Opened(len(value), [f"[{i}]" for i in range(len(value))], value)
     if is_registered(kind):
         return _open_registered(value)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return _Opened(kind._fields, [f".{name}" for name in kind._fields], value)
+        return Opened(kind._fields, [f".{name}" for name in kind._fields], value)
     if isinstance(value, MutableMapping):
         keys = tuple(value)
-        return _Opened(keys, [_item(key) for key in keys], [value[key] for key in keys])
+        return Opened(keys, [_item(key) for key in keys], [value[key] for key in keys])
     if is_dataclass(value) and not isinstance(value, type):
         names = tuple(f.name for f in fields(value))
-        return _Opened(names, [f".{name}" for name in names], [getattr(value, n) for n in names])
+        return Opened(names, [f".{name}" for name in names], [getattr(value, n) for n in names])
     return None
 
 
-def _open_registered(value: Any) -> _Opened:
+def _open_registered(value: Any) -> Opened:
     definition = pytree.SUPPORTED_NODES[type(value)]
     children, context = definition.flatten_fn(value)
     values = list(children)
@@ -269,7 +277,7 @@ def _open_registered(value: Any) -> _Opened:
     if with_keys is not None:
         entries = [entry for entry, _ in with_keys(value)[0]]
         labels = [_item(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries]
-    return _Opened(context, labels, values)
+    return Opened(context, labels, values)
 
 
 def _item(key: Any) -> str:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 import weakref
+import zlib
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
-_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset})
 _SEQUENCES = (list, tuple, deque)
 _LIBRARIES = frozenset(
     {"torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "tensorboard"}
@@ -29,6 +30,11 @@ _MOST_INSIDE = 10_000  # longer ones are data
 _MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
 
+_MOST_BYTES = 64 * 1024
+"""Size of arrays whose contents are looked at; comparing these takes microseconds."""
+
+_MOST_SHOWN = 6  # as many as reprlib shows
+
 # `log` and `forward` are exchanged in instances while a step or a module is captured.
 OF_ALL_MODULES = frozenset({*vars(LightningModule()), "__dict__", "log", "forward"})
 """Attributes of modules that are no values of their author's."""
@@ -38,6 +44,44 @@ def is_plain(value: Any) -> bool:
     """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+class ArrayValue(NamedTuple):
+    """What a NumPy array holds, as something that can be compared and hashed."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    content: bytes
+
+    @classmethod
+    def of(cls, array: Any) -> ArrayValue:
+        """The present value of an array."""
+        return cls(array.dtype, array.shape, array.tobytes())
+
+    def __repr__(self) -> str:
+        kind = f"{self.dtype}{list(self.shape)}"
+        numpy = sys.modules["numpy"]
+        entries = numpy.frombuffer(self.content, self.dtype).tolist() if self.content else []
+        if len(entries) > _MOST_SHOWN:
+            return f"{kind} with checksum {zlib.crc32(self.content):08x}"
+        return f"{kind} of {reprlib.repr(entries)}"
+
+
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayValue})
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether a value is a NumPy array of numbers or texts that is compared by what it holds.
+
+    Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
+    """
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and type(value) is numpy.ndarray
+        and value.nbytes <= _MOST_BYTES
+        and not value.dtype.hasobject
+    )
 
 
 def is_object(value: Any) -> bool:
@@ -115,8 +159,9 @@ def _held_in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterato
 class HeldValues:
     """Values that captures have baked in, by name, as something that can be compared and hashed.
 
-    Plain values are compared by value, also inside of containers and objects; everything else by
-    identity. As long as nothing has changed, asking costs one comparison an entry.
+    Plain values and NumPy arrays of up to 64 KiB are compared by value, also inside of containers
+    and objects; everything else, larger arrays too, by identity. As long as nothing has changed,
+    asking costs one comparison an entry.
     """
 
     def __init__(self) -> None:
@@ -158,6 +203,11 @@ class HeldValues:
     def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
         if is_plain(value):
             self._values.append((name, value))
+            return
+        if is_small_array(value):
+            array = ArrayValue.of(value)
+            self._checks.append((ArrayValue.of, value, array))
+            self._values.append((name, array))
             return
         if isinstance(value, (set, frozenset)) and len(value) <= _MOST:
             frozen = frozenset(value)

@@ -6,7 +6,8 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,22 @@ from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.held_values import (
     OF_ALL_MODULES,
+    ArrayValue,
     HeldValues,
     held_in,
     is_object,
     is_plain,
+    is_small_array,
 )
 
 _CHANGEABLE = (list, dict, set, deque)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
+_FRAMEWORKS = frozenset(
+    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"}
+    | {"lightning_graphs"}
+)
+"""Packages whose code looks for attributes that are no matter of the step's author."""
+
 _LIVE_IN_LIBRARIES = frozenset(
     {"p", "momentum", "dropout", "label_smoothing", "margin", "negative_slope", "alpha", "beta"}
     | {"delta", "lambd", "threshold"}
@@ -52,7 +61,8 @@ class AttributeReads:
     """Attributes of modules that captured steps have read.
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
-    hook which anneals a weight or changes a dropout rate gets a graph for the new value.
+    hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
+    absence of an attribute that was looked for in vain.
 
     Args:
         on_use: Called with the name of every attribute that is read or set, and whether it is set.
@@ -99,8 +109,9 @@ class AttributeReads:
                 object.__setattr__(owner, "__class__", kind)
 
     def _watched(self, kind: type, path: str) -> type:
-        inherited: Any = kind.__getattribute__
-        inherited_set: Any = kind.__setattr__
+        own: Any = kind
+        inherited, inherited_set = own.__getattribute__, own.__setattr__
+        inherited_missing = own.__getattr__
 
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
@@ -108,12 +119,21 @@ class AttributeReads:
                 self._note(owner, kind, key, value, path)
             return value
 
+        def missing(owner: Any, key: str) -> Any:
+            try:
+                return inherited_missing(owner, key)  # finds parameters, buffers and submodules
+            except AttributeError:
+                asking = sys._getframe(1).f_globals.get("__name__", "")
+                if asking.partition(".")[0] not in _FRAMEWORKS:
+                    self._note_absence(owner, kind, key, path)
+                raise
+
         def write(owner: Any, key: str, value: Any) -> None:
             assert self._on_use is not None
             self._on_use(f"{path}.{key}", True)
             inherited_set(owner, key, value)
 
-        watched: dict[str, Any] = {"__getattribute__": read}
+        watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
         if self._on_use is not None:
             watched["__setattr__"] = write
         return type(kind)(kind.__name__, (kind,), watched)
@@ -128,10 +148,35 @@ class AttributeReads:
         elif isinstance(value, Iterator):
             observed = f"{name}, an iterator, is read at {CallSiteFinder().here().describe()}"
             raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
-        if key in table:
-            self._held.add(name, table.get, key)
-        else:
+        if key not in table:
             self._held.add(name, partial(getattr, owner), key)
+        elif value is None:  # which a table without it gives as well
+            self._held.add(name, partial(_looked_up, table, vars(kind)), key)
+        else:
+            self._held.add(name, table.get, key)
+
+    def _note_absence(self, owner: Any, kind: type, key: str, path: str) -> None:
+        """Note that an attribute is in none of the places where it may be set.
+
+        Parameters, buffers and submodules that appear have every graph dropped anyway. What a class
+        defines has failed to compute its value, and what it has read for that is noted by itself.
+        """
+        if key.startswith("__") or key in OF_ALL_MODULES:
+            return
+        if not any(key in vars(base) for base in kind.__mro__):
+            self._held.add(f"{path}.{key}", partial(_looked_up, vars(owner), vars(kind)), key)
+
+
+class _Absence(Enum):
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
+    """What is set in a module or its class: an exception for what is in neither costs too much."""
+    return own.get(key, of_class.get(key, _Absence.ABSENT))
 
 
 def _is_of_class(kind: type, key: str) -> bool:
@@ -169,14 +214,20 @@ def nothing_left_behind(module: LightningModule) -> Iterator[None]:
 
 
 class Attributes:
-    """What the attributes of a module tree hold, and what containers and objects in them hold."""
+    """What the attributes of a module tree hold, and what containers and objects in them hold.
+
+    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._containers: list[tuple[str, Any, Any]] = []
+        self._arrays: list[tuple[str, Any, Any]] = []
         for name, held in held_in(module):
             if isinstance(held, (nn.Module, *_CHANGEABLE)) or is_object(held):
                 table = held if isinstance(held, _CHANGEABLE) else vars(held)
                 self._containers.append((name, table, _copy(table)))
+            elif is_small_array(held):
+                self._arrays.append((name, held, held.copy()))
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
@@ -187,6 +238,7 @@ class Attributes:
                 names.update(f"{name}.{key}" for key in keys if _differs(container, before, key))
             elif not _same(container, before):
                 names.add(name)
+        names.update(name for name, array, before in self._arrays if _is_written(array, before))
         return sorted(names)
 
     def restore(self) -> None:
@@ -199,6 +251,9 @@ class Attributes:
             elif not _same(container, before):
                 container.clear()
                 (container.update if isinstance(container, set) else container.extend)(before)
+        for _, array, before in self._arrays:
+            if _is_written(array, before):
+                array[...] = before
 
 
 def _copy(container: Any) -> Any:
@@ -218,6 +273,10 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, set):
         return bool(now == before)
     return len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True))
+
+
+def _is_written(now: Any, before: Any) -> bool:
+    return ArrayValue.of(now) != ArrayValue.of(before)
 
 
 class Generators:

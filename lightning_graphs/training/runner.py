@@ -216,7 +216,10 @@ class StepRunner:
         self._active = plan
         if plan is None:
             return self._eager(args, kwargs)
-        return self._replay(plan)
+        returned = self._replay(plan)
+        if plan.changes is not None:
+            plan.changes.apply(args[0])
+        return returned
 
     # ------------------------------------------------------------------ the three phases
 

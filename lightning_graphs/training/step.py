@@ -18,10 +18,9 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import CallPlan, Signature, TensorSpec
-from lightning_graphs.core.torch_private import version_of
-from lightning_graphs.core.tree import substitute
+from lightning_graphs.core.signature import CallPlan, Signature
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.training.batch_changes import BatchChanges, OwnBatch
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
@@ -63,6 +62,7 @@ class StepPlan:
         numbers: The optimizer's live numbers inside of it; None if all are frozen.
         graphs: All of its graphs, in the order of their capture.
         adds: Whether its gradients are added to those of earlier steps.
+        changes: What it does to the containers of the batch; None if nothing.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -80,6 +80,7 @@ class StepPlan:
     numbers: GraphNumbers | None = None
     graphs: list[CUDAGraph] = field(default_factory=list)
     adds: bool = False
+    changes: BatchChanges | None = None
     proof: Callable[[Any], None] | None = None
 
     def adopt(self) -> None:
@@ -158,8 +159,8 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
         inputs = StaticInputs(tensors)
-        versions = list(map(version_of, inputs.tensors))
-        arguments = (substitute(batch, inputs.tensors), *map(_frozen, rest))
+        own = OwnBatch(batch, inputs.tensors)
+        arguments = (own.value, *map(_frozen, rest))
         adds = not phase.zeroing or self._observers.own_zero_grad
         targets = GradientTargets(
             self._optimizer,
@@ -188,7 +189,7 @@ class StepCapture:
                         updating=nullcontext if live is None else live.marked,
                     )
                 gradients, outside = targets.attached()
-            _refuse_written(signature, inputs, versions)
+            changes = own.changes()
             numbers = live.find(segments.graphs[-1]) if live is not None else None
         except torch.OutOfMemoryError as error:
             segments.abandon()
@@ -228,6 +229,7 @@ class StepCapture:
             numbers,
             segments.graphs,
             adds,
+            changes,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -311,19 +313,6 @@ class _Segments:
         """Release the graphs that were finished before the failure."""
         while self.graphs:
             self._pool.release(self.graphs.pop())
-
-
-def _refuse_written(signature: Signature, inputs: StaticInputs, versions: list[int]) -> None:
-    """Hooks, and the next epoch of a dataset in memory, see what an eager step writes."""
-    pairs = zip(signature.names, signature.leaves, strict=True)
-    names = [name for name, leaf in pairs if isinstance(leaf, TensorSpec)]
-    for name, tensor, before in zip(names, inputs.tensors, versions, strict=True):
-        if version_of(tensor) != before:
-            raise CaptureError(
-                "A captured step reads a copy of the batch: hooks do not see what it writes there.",
-                f"training_step changes {name} in place",
-                "make a new tensor: x = x + 1 in place of x += 1",
-            )
 
 
 def _frozen(value: Any) -> Any:

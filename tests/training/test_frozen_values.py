@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.training.python_state import AttributeReads
 from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.test_modules import named
 
 
 class Mode(Enum):
@@ -105,6 +106,21 @@ VALUES: dict[str, tuple[Any, Any, Any, str]] = {
     "numpy scalar": (
         lambda: numpy.float32(1.0), lambda _: numpy.float32(3.0), float, "self._held: ",
     ),
+    "array": (
+        lambda: numpy.ones(2), lambda w: w.put(1, 3.0), lambda w: float(w.sum()),
+        "self._held: float64[2] of [1.0, 1.0] -> float64[2] of [1.0, 3.0]",
+    ),
+    "long array": (
+        lambda: numpy.ones(8192), lambda w: w.put(8191, 3.0), lambda w: float(w[-1]),
+        "self._held: float64[8192] with checksum ",
+    ),
+    "array in a dict": (
+        lambda: {"a": numpy.ones(2)}, lambda w: w["a"].put(1, 3.0), lambda w: float(w["a"][1]),
+        "self._held['a']: float64[2] of [1.0, 1.0] -> ",
+    ),
+    "large array": (
+        lambda: numpy.ones(8193), lambda w: 3 * w, lambda w: float(w[0]), "self._held: ndarray at ",
+    ),
 }  # fmt: skip
 
 
@@ -185,6 +201,48 @@ def test_values_are_described_again_only_after_a_change() -> None:
     assert dict(reads.values())["self.settings['seen'][1]"] == 1
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.weights = numpy.ones(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(self.weights[1])
+
+
+class WithWeighted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Weighted()  # type: ignore[assignment]
+
+    def on_train_epoch_start(self) -> None:
+        self.net.weights[1] = 1.0 + self.current_epoch
+
+
+def test_an_array_of_a_graphed_submodule(backend: str, tmp_path: Path) -> None:
+    fits = fit_twice(backend, tmp_path, module=WithWeighted, capture=named("net"), validation=0)
+    compare(*fits)
+    assert fits[1].statistics.captures == 2
+
+
+def test_large_arrays_and_those_of_objects_are_compared_by_identity() -> None:
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = numpy.zeros(65537, dtype=numpy.uint8)
+            self.objects = numpy.array([None])
+
+    module, reads = Module(), AttributeReads()
+    with reads.watching(module):
+        _ = module.large, module.objects
+    before = reads.values()
+    module.large[0], module.objects[0] = 1, 1
+    assert reads.values() is before
+    module.large = module.large.copy()
+    assert reads.values() != before
+
+
 class Meter:
     def __init__(self) -> None:
         self.total: Any = 0.0
@@ -247,6 +305,17 @@ class InAMeter(Collecting):
         return int(self.kept.count)
 
 
+class InAnArray(Collecting):
+    def empty(self) -> Any:
+        return {"counts": numpy.zeros(2)}
+
+    def keep(self, loss: Tensor) -> None:
+        self.kept["counts"][1] += 1
+
+    def count(self) -> int:
+        return int(self.kept["counts"][1])
+
+
 class InAMetric(Collecting):
     def empty(self) -> Any:
         return {"mean": torchmetrics.MeanMetric(nan_strategy="disable")}
@@ -303,6 +372,7 @@ REFUSED = {
     InADefaultDict: r"changes self.kept\['losses'\]",
     InANestedList: r"changes self.kept\['losses'\]",
     InAMeter: "changes self.kept.count, self.kept.total",
+    InAnArray: r"changes self.kept\['counts'\]",
     InAMetric: r"changes self.kept\['mean'\]",
     OfPython: "draws from self.source",
     OfNumpy: r"draws from self.source\['mixup'\]",

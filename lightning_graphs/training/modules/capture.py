@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
-from lightning_graphs.core.gradients import GradientBuffers
+from lightning_graphs.core.gradients import GradientBuffers, LentGradients
+from lightning_graphs.core.lending import Source
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
@@ -120,6 +121,8 @@ def capture_calls(
                 for call, direction in passes:
                     if means.lends and direction == "forward":
                         captures[call].read_in_place(captures)
+                    elif means.lends:
+                        captures[call].read_gradients_in_place(captures)
                     captures[call].run(direction)
     except BaseException:
         for capture in captures.values():
@@ -223,16 +226,42 @@ class _Capture:
         self.cost.ms = (perf_counter() - started) * 1e3
 
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy no argument that is the output of a graph of the same pool."""
-        found = {}
-        for leaf, made in self._call.sources.items():
-            for call, output in made:
-                capture = earlier.get(call)
-                if capture is not None and capture.pool is self.pool and call is not self._call:
+        """Copy no argument that a graph of the same pool has already: as its output, or its own."""
+        found: dict[int, tuple[Tensor, Source]] = {}
+        for leaf, makers in self._call.sources.items():
+            for call, output in makers:
+                capture = self._beside(call, earlier)
+                if capture is not None:
                     outputs = capture.passes.outputs
                     found[leaf] = outputs.tensors[output], outputs.lend(output)
+        for leaf, calls in self._call.shared.items():
+            others = ((self._beside(call, earlier), index) for call, index in calls)
+            first = next(((other, index) for other, index in others if other is not None), None)
+            if first is not None:
+                found[leaf] = first[0].passes.share(first[1])
         if found:
             self.passes.read_in_place(found)
+
+    def read_gradients_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
+        """Copy no gradient of an output that only one call of the same pool was given."""
+        found: dict[int, list[tuple[Tensor, LentGradients]]] = {}
+        for other in others.values():
+            for leaf, makers in other._call.sources.items():
+                for call, output in makers:
+                    lent = other.passes.lent_gradient(leaf)
+                    if call is self._call and other.pool is self.pool and lent is not None:
+                        found.setdefault(output, []).append(lent)
+        alone = {output: lent for output, (lent, *more) in found.items() if not more}
+        self.passes.read_gradients_in_place(alone)
+
+    def _beside(
+        self, call: ObservedCall, captures: Mapping[ObservedCall, _Capture]
+    ) -> _Capture | None:
+        """The capture of another call over the same pool, if it has begun."""
+        capture = captures.get(call)
+        if capture is None or capture.pool is not self.pool or call is self._call:
+            return None
+        return capture
 
     def run(self, direction: Direction) -> None:
         """Capture one pass."""

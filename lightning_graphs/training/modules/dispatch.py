@@ -13,7 +13,12 @@ from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.errors import CaptureError, ReplayError, SignatureError
+from lightning_graphs.errors import (
+    ArgumentElsewhereError,
+    CaptureError,
+    ReplayError,
+    SignatureError,
+)
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.observation import ObservedCall
@@ -37,6 +42,7 @@ class Stage:
         checks: Compares new graphs with the modules' own code.
         stepping: A training step's own code is running, and no backward pass.
         stale: A parameter has moved: no graph may be right any longer.
+        astray: A call was not given the tensor that its graph reads in place.
         elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
             and goes on with them; None while a step runs eagerly.
         missed: Why a call of the present step found no graph; empty if all did.
@@ -48,6 +54,7 @@ class Stage:
     checks: CallChecks
     stepping: bool = False
     stale: bool = False
+    astray: bool = False
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
     missed: str = ""
 
@@ -124,6 +131,7 @@ class GraphedForward:
             answer = site.graphed(*args, **kwargs)
         except SignatureError as error:
             self._missing = str(error)
+            self._stage.astray |= isinstance(error, ArgumentElsewhereError)
             return _NONE
         except ReplayError as error:
             self._missing = str(error)

@@ -44,6 +44,8 @@ class ObservedCall:
         twice_differentiable: A backward pass was run with ``create_graph=True``.
         sources: For each argument that other observed calls returned, by its index among the
             tensors of the arguments, these calls and the index of the tensor in what they returned.
+        shared: For each other argument without gradient that earlier calls were given, too: these
+            calls and the argument's index there.
         partial: A backward pass left the module's parameters out.
         ordinal: Which call of the module in the step it is, counted from 0.
         outlives: No backward pass went through it in its step, and the outputs' autograd graph was
@@ -65,6 +67,7 @@ class ObservedCall:
     twice_differentiable: bool = False
     partial: bool = False
     sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
     ordinal: int = 0
     outlives: bool = False
 
@@ -121,18 +124,20 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A tensor that an observed call has returned; kept alive, so that its address stays its own.
+class _Seen:
+    """A tensor that an observed call was given or has returned.
+
+    It is kept alive, so that its address stays its own.
 
     Attributes:
         call: The call.
-        output: Index among the tensors that it returned.
+        index: Its place among the tensors that the call was given or returned.
         tensor: The tensor, detached.
         version: How often its memory had been written then.
     """
 
     call: ObservedCall
-    output: int
+    index: int
     tensor: Tensor
     version: int
 
@@ -162,7 +167,8 @@ class StepObserver:
 
     def __init__(self, modules: Mapping[str, nn.Module], device_type: str) -> None:
         self.observation = Observation()
-        self._made: dict[int, list[_Made]] = {}
+        self._made: dict[int, list[_Seen]] = {}
+        self._given: dict[int, list[_Seen]] = {}
         self._device_type = device_type
         self._open: list[ObservedCall] = []
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
@@ -198,7 +204,16 @@ class StepObserver:
         for i, first in enumerate(alias_groups(arguments)):
             found = [m for m in self._made.get(arguments[i].data_ptr(), ()) if m.is_(arguments[i])]
             if found and first == i:
-                call.sources[i] = [(made.call, made.output) for made in found]
+                call.sources[i] = [(made.call, made.index) for made in found]
+            elif first == i and not arguments[i].requires_grad:
+                self._find_shared(call, i, arguments[i])
+
+    def _find_shared(self, call: ObservedCall, index: int, argument: Tensor) -> None:
+        """Note which calls were given an argument before, unchanged since."""
+        known = self._given.setdefault(argument.data_ptr(), [])
+        if found := [(seen.call, seen.index) for seen in known if seen.is_(argument)]:
+            call.shared[index] = found
+        known.append(_Seen(call, index, argument, version_of(argument)))
 
     def _end(self, module: nn.Module, output: Any) -> None:
         while self._open and self._open[-1].module is not module:
@@ -209,7 +224,7 @@ class StepObserver:
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
-            made = _Made(call, i, tensor.detach(), version_of(tensor))
+            made = _Seen(call, i, tensor.detach(), version_of(tensor))
             self._made.setdefault(tensor.data_ptr(), []).append(made)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         call.requires_grad = bool(outputs)

@@ -130,11 +130,11 @@ class ModuleGraphs:
             VerificationError: graphs compute something else than their modules, and likewise.
         """
         stage, new = self.stage, None
-        if self._replayed is not None and self._replayed.is_kept:
+        if stage.astray:
+            self._lend_no_longer("a graphed module is given other tensors, which are copied now")
+        elif self._replayed is not None and self._replayed.is_kept:
             # Any replay over the same memory may overwrite it.
-            self._stop_observing()
-            self._means = replace(self._means, lends=False)
-            self._forget("an output of a graphed module is kept beyond its step, and is copied now")
+            self._lend_no_longer("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
             new = self._look_back()
         elif stage.missed:
@@ -159,6 +159,12 @@ class ModuleGraphs:
         sites = step.captured.sites
         for module, forward in self._forwards.items():
             forward.begin(sites.get(module, ()))
+
+    def _lend_no_longer(self, reason: str) -> None:
+        self.stage.astray = False
+        self._stop_observing()
+        self._means = replace(self._means, lends=False)
+        self._forget(reason)
 
     def _begin_eagerly(self) -> None:
         self._statistics.eager += 1
