@@ -17,11 +17,13 @@ class Flags(NamedTuple):
         training: Train/eval flag of every module.
         requires_grad: Of every parameter.
         hooked: Which parameters have hooks; empty if none has.
+        products: The precision of float32 products, as torch names it.
     """
 
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     hooked: tuple[bool, ...]
+    products: str
 
 
 class StepKind(NamedTuple):
@@ -40,7 +42,12 @@ class StepKind(NamedTuple):
         lines: list[str] = []
         if self.signature is not None and to.signature is not None:
             lines = self.signature.diff(to.signature)
-        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
+        names = (
+            "train/eval flags",
+            "requires_grad of parameters",
+            "hooks on parameters",
+            "precision of float32 products",
+        )
         pairs = zip(names, self.flags, to.flags, strict=True)
         return lines + [f"{name} changed" for name, before, after in pairs if before != after]
 

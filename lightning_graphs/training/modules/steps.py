@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -179,7 +180,8 @@ class ModuleGraphs:
         if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
             hooked = tuple(bool(gradient_hooks(p) or accumulation_hooks(p)) for p in parameters)
         training = tuple(map(_TRAINING, self._modules))
-        return Flags(training, tuple(map(_REQUIRES_GRAD, parameters)), hooked)
+        required = tuple(map(_REQUIRES_GRAD, parameters))
+        return Flags(training, required, hooked, torch.get_float32_matmul_precision())
 
     def _step_of(self, args: tuple[Any, ...]) -> StepOfModules | None:
         """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
