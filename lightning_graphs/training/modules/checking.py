@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
@@ -19,10 +18,9 @@ from lightning_graphs.errors import GraphError, ReplayError, VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.modules.observation import ObservedCall, as_observed
+from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
-from lightning_graphs.training.options import Options
 from lightning_graphs.training.python_state import Attributes, Generators
-from lightning_graphs.training.warned import stacklevel_of_user
 
 
 class CallDiffers(VerificationError):
@@ -35,39 +33,6 @@ class CallDiffers(VerificationError):
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
         self.call = call
-
-
-class Schedule:
-    """Which steps are verified, and what could not be; one for all checks of a fit.
-
-    Args:
-        root: The user's module, attached to its trainer.
-        options: The callback's options.
-    """
-
-    def __init__(self, root: LightningModule, options: Options) -> None:
-        self.root = root
-        self.is_on = options.verify != "off"
-        self._every = options.verify if isinstance(options.verify, int) else 0
-        self._said: set[str] = set()
-
-    @property
-    def where(self) -> str:
-        """The present step, in words."""
-        return f"at step {self.root.global_step}"
-
-    @property
-    def is_due(self) -> bool:
-        """Whether graphs that were verified before are verified again in this step."""
-        return self._every > 0 and self.root.global_step % self._every == 0
-
-    def say(self, line: str, reason: str = "") -> None:
-        """Warn, once in a fit for each line, that a check was smaller than it should be."""
-        if line not in self._said:
-            self._said.add(line)
-            rank_zero_warn(
-                f"GraphCapture: {line}{reason and f': {reason}'}", stacklevel=stacklevel_of_user()
-            )
 
 
 class CallChecks:

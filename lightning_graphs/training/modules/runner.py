@@ -13,8 +13,8 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.logs import QuickLog
-from lightning_graphs.training.modules.checking import Schedule
 from lightning_graphs.training.modules.foresight import requests_watched
+from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer

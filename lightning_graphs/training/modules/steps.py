@@ -18,7 +18,7 @@ from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hoo
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
-from lightning_graphs.training.modules.checking import CallChecks, CallDiffers, Schedule
+from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import (
     Arguments,
@@ -35,6 +35,7 @@ from lightning_graphs.training.modules.kinds import (
     moved_attributes,
 )
 from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
+from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.notices import RareSteps
 from lightning_graphs.training.options import Options

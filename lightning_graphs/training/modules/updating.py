@@ -35,7 +35,7 @@ from lightning_graphs.training.live_numbers import (
     NumbersFrozenError,
     cycles_momentum,
 )
-from lightning_graphs.training.modules.checking import Schedule
+from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.update_checks import UpdateChecks
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.observers import Observers
