@@ -96,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that every example has."""
     flag = parser.add_argument
     flag("--epochs", type=int, default=4, help="epochs (default: %(default)s)")
-    flag("--max-steps", type=int, default=-1, help="end after so many steps (default: no limit)")
+    flag("--max-steps", type=int, default=-1, help="optimizer steps at most (default: no limit)")
     flag("--batch-size", type=int, default=32, help="examples in a batch (default: %(default)s)")
     flag("--precision", help="for the Trainer (default: bf16-mixed on a GPU, 32-true on a CPU)")
     flag("--devices", default="1", help="for the Trainer (default: 1)")

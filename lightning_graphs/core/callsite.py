@@ -17,7 +17,8 @@ def _library_roots() -> tuple[str, ...]:
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     torch_folder = os.path.dirname(os.path.abspath(torch.__file__))
     # Beside torch, without looking for them: the core knows nothing of lightning.
-    others = ("lightning", "pytorch_lightning", "lightning_fabric")
+    lightning = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
+    others = (*lightning, "torchmetrics")
     packages = [os.path.join(os.path.dirname(torch_folder), name) for name in others]
     standard = [os.path.join(os.path.dirname(os.__file__), n) for n in ("contextlib", "functools")]
     folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))

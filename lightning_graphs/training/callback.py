@@ -201,6 +201,7 @@ class GraphCapture(Callback):
                 "GraphCapture is inactive on a CPU trainer; "
                 'GraphCapture(backend="emulated") rehearses there.'
             )
+            self.statistics.fallbacks.append("it is inactive on a CPU trainer")
             return False
         reason = _reason_to_stay_out(trainer)
         if self.options.scope == "step":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from lightning_graphs.training.frozen import (
     counters_watched,
 )
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
+from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.logs import LOGGED_EARLY, METRIC_VALUE, metrics_of
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.obstacles import (
@@ -173,7 +176,10 @@ class Doctor:
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Leave the step to the strategy: whether it can be captured is known without running."""
-        return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        if not takes_no_closure(closure):
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        with self._observer.looking_away():
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what is observed; frames outside of this one are not looked at."""
@@ -263,8 +269,11 @@ class Doctor:
         if no_whole_step and self._whole_steps_only:
             add(NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
         elif no_whole_step:
-            because = f"the whole step cannot, because {no_whole_step}"
-            add(NO_WHOLE_STEP, "GraphCapture", observed=because, effect="submodules become graphs")
+            because = f"the whole step cannot be one, because {no_whole_step}"
+            names = json.dumps([name for name, _ in module.named_children()])
+            code = f'GraphCapture(scope="modules", modules={names})'
+            obstacle = replace(NO_WHOLE_STEP, code=code)
+            add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
         configured = _definition(module.configure_optimizers)
         for optimizer in trainer.optimizers:
             scaled = scaler_of(trainer.precision_plugin) is not None

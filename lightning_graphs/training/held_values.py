@@ -35,8 +35,11 @@ _MOST_BYTES = 64 * 1024
 
 _MOST_SHOWN = 6  # as many as reprlib shows
 
-# `log` and `forward` are exchanged in instances while a step or a module is captured.
-OF_ALL_MODULES = frozenset({*vars(LightningModule()), "__dict__", "log", "forward"})
+# `log` and `forward` are exchanged in instances while a step or a module is captured; the state
+# is that of toggle_optimizer().
+OF_ALL_MODULES = frozenset(
+    {*vars(LightningModule()), "__dict__", "log", "forward", "_param_requires_grad_state"}
+)
 """Attributes of modules that are no values of their author's."""
 
 

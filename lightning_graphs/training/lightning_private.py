@@ -99,3 +99,13 @@ def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: An
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
     )
+
+
+def takes_no_closure(closure: object) -> bool:
+    """Whether a module that optimizes manually called ``optimizer.step()`` without a closure.
+
+    Lightning puts a function of its own in the closure's place. Fallback: False.
+    """
+    from lightning.pytorch.core import optimizer
+
+    return closure is getattr(optimizer, "do_nothing_closure", None)

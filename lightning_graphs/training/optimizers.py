@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -104,6 +105,12 @@ class CapturableOptimizer:
                 group["capturable"] = True
             if self.can_live and "fused" in group:
                 group["fused"], group["foreach"] = True, False
+        pairs = zip(self._groups, self._given, strict=True)
+        if before is None and any(now.get("fused") and not own.get("fused") for now, own in pairs):
+            rank_zero_info(
+                f"GraphCapture: {type(optimizer).__name__} runs its fused kernel during this fit; "
+                "by itself it would run another one, whose results differ by rounding"
+            )
         earlier = before._given if before is not None else []
         for i, (group, given) in enumerate(zip(self._groups, earlier, strict=False)):
             # A state that was saved during the fit by hand comes back with flags that are ours.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.training.fits import (
 )
 
 RATE = 2**-6
+INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 FUSED: dict[str, Callable[[Any], Any]] = {
     "Adam": lambda p: optim.Adam(p, lr=RATE, fused=True),
@@ -345,3 +347,17 @@ def test_optimizer_state_loaded_during_training(backend: str, tmp_path: Path) ->
 
     eager, captured = fit_twice(backend, tmp_path, module=Rewinding, max_epochs=4)
     compare(eager, captured)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_fused_kernel_that_nobody_asked_for_is_said(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool | None
+) -> None:
+    class Default(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
+
+    with caplog.at_level(logging.INFO, logger=INFO.name):
+        prepare(backend, tmp_path, True, module=Default).run()
+    said = [r.getMessage() for r in caplog.records if "runs its fused kernel" in r.getMessage()]
+    assert len(said) == (fused is None)

@@ -131,7 +131,9 @@ class GraphedForward:
             answer = site.graphed(*args, **kwargs)
         except SignatureError as error:
             self._missing = str(error)
-            self._stage.astray |= isinstance(error, ArgumentElsewhereError)
+            # After a call without a graph the next one is given other tensors, which is no news.
+            follows = bool(self._stage.missed) or self._stage.stale
+            self._stage.astray |= isinstance(error, ArgumentElsewhereError) and not follows
             return _NONE
         except ReplayError as error:
             self._missing = str(error)
