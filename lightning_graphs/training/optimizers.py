@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.torch_private import has_step_hooks
 from lightning_graphs.training.live_numbers import GraphNumbers, LiveNumbers
+from lightning_graphs.training.memory import gather
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on
@@ -141,6 +142,11 @@ class CapturableOptimizer:
             or not _are_same(self._members(), self._known_members)
             or self._state_was_replaced()
         )
+
+    def gather_state(self) -> None:
+        """Move the state together in memory; to be called before the first capture."""
+        if self._device.type == "cuda":
+            gather(value for value in self._state_now() if isinstance(value, Tensor))
 
     def remember_state(self) -> None:
         """From now on other tensors in the place of these are a replacement; at every capture."""
