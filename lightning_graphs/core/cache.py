@@ -26,6 +26,7 @@ class PlanCache(Generic[Key, Plan]):
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._refused: OrderedDict[Key, None] = OrderedDict()
+        self._displaced: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -58,10 +59,21 @@ class PlanCache(Generic[Key, Plan]):
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the least recently used ones beyond capacity."""
         self._seen.pop(key, None)
+        self._displaced.pop(key, None)
         self._plans[key] = plan
         while len(self._plans) > self._capacity:
-            _, oldest = self._plans.popitem(last=False)
+            displaced, oldest = self._plans.popitem(last=False)
+            self._displaced[displaced] = None
+            self._forget_oldest(self._displaced)
             self._release(oldest)
+
+    def was_displaced(self, key: Key) -> bool:
+        """Whether the plan of ``key`` was released to make room for another one."""
+        return key in self._displaced
+
+    def wanted(self) -> int:
+        """How many plans there would be if none had been released to make room."""
+        return len(self._plans) + len(self._displaced)
 
     def refuse(self, key: Key) -> None:
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
@@ -85,3 +97,4 @@ class PlanCache(Generic[Key, Plan]):
             _, plan = self._plans.popitem()
             self._release(plan)
         self._seen.clear()
+        self._displaced.clear()

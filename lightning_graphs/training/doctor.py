@@ -51,6 +51,7 @@ from lightning_graphs.training.obstacles import (
 )
 from lightning_graphs.training.optimizers import capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.outside import OutsideValues, OwnCode
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
@@ -60,6 +61,7 @@ from lightning_graphs.training.python_state import (
     Generators,
 )
 from lightning_graphs.training.runner import refuse_iterator
+from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.watched import Nesting, WatchedInt, draws_watched, watched_in
 
 _BETWEEN: Effect = "stays eager between them"
@@ -112,6 +114,7 @@ class Doctor:
             rehearsal=self._rehearsal,
         )
         self._metrics = metrics_of(module)
+        self._own = OwnCode(module)
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads(self._attribute_used)
         self._attribute_sites: dict[tuple[str, bool], tuple[CallSite, Effect]] = {}
@@ -149,11 +152,12 @@ class Doctor:
         self._judge_batch(batch)
         watched = [WatchedInt(v, "batch_idx", self._used) if type(v) is int else v for v in rest]
         attributes, generators = Attributes(self._module), Generators(self._module)
+        outside = OutsideValues(self._module, self._own)
         tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
         self._observer.begin([*tensors, *self._module.parameters(), *self._module.buffers()])
         with self._watching():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
-        self._judge_state(attributes, generators)
+        self._judge_state(attributes, generators, outside)
         self._judge_returned(returned)
         self._compare()
         return returned
@@ -210,6 +214,7 @@ class Doctor:
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(counters_watched(self._trainer, self._used))
+            stack.enter_context(effects_watched(self._trainer, self._own, self._affected))
             stack.enter_context(draws_watched(self._drew))
             stack.enter_context(self._nesting.counted())
             stack.enter_context(self._observing())
@@ -254,6 +259,10 @@ class Doctor:
         if self._active and not self._observer.silent:
             self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
             self.diagnosis.add(DRAWN, name, self._observer.here(), effect=self._effect)
+
+    def _affected(self, name: str, site: CallSite) -> None:
+        if self._active and not self._observer.silent:
+            self.diagnosis.add(SIDE_EFFECT, name, site, effect=self._effect)
 
     def _attribute_used(self, name: str, written: bool) -> None:
         if self._active and not self._observer.silent:
@@ -333,7 +342,7 @@ class Doctor:
             obstacle, what, _definition(self._module.training_step), observed=error.observed
         )
 
-    def _judge_state(self, attributes: Attributes, generators: Generators) -> None:
+    def _judge_state(self, attributes: Attributes, generators: Generators, outside: Any) -> None:
         """What the step has left behind in Python."""
         step = _definition(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
@@ -344,6 +353,10 @@ class Doctor:
                 known = [self._attribute_sites[p] for p in places if p in self._attribute_sites]
                 site, effect = known[0] if known else (step, "eager step")
                 self.diagnosis.add(STORED, name, site, effect=effect)
+        for name, site in outside.changed().items():
+            between = self._only_submodules and site.function == "training_step"
+            effect = _BETWEEN if between else "eager step"
+            self.diagnosis.add(STORED_OUTSIDE, name, site if site.line else step, effect=effect)
         for name in generators.drawn():
             if name not in self._drawn:
                 self.diagnosis.add(DRAWN, name, step)  # by whom is not known

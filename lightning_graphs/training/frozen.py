@@ -30,7 +30,8 @@ COUNTER = Obstacle(
 )
 LOGGED_NUMBER = Obstacle(
     "A captured step runs no Python code: a Python number that it logs would stand still.",
-    "log the tensor itself, without item() or float(), or log from on_train_batch_end",
+    "log the tensor itself, without item() or float(), or log from on_train_batch_end; a learning "
+    "rate with the callback LearningRateMonitor",
     kind="python-state",
     code='self.log("loss", loss)  # the tensor',
 )

@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -134,6 +134,7 @@ class AttributeReads:
             inherited_set(owner, key, value)
 
         watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
+        watched["__module__"] = kind.__module__
         if self._on_use is not None:
             watched["__setattr__"] = write
         return type(kind)(kind.__name__, (kind,), watched)
@@ -213,21 +214,24 @@ def nothing_left_behind(module: LightningModule) -> Iterator[None]:
         raise CaptureError(DRAWN.rule, f"training_step draws from {names}", DRAWN.remedy)
 
 
-class Attributes:
-    """What the attributes of a module tree hold, and what containers and objects in them hold.
+class Contents:
+    """What containers and objects hold.
 
     Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB.
+
+    Args:
+        held: Name and value of each; of modules, the attributes count. Other values are left out.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
         self._containers: list[tuple[str, Any, Any]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
-        for name, held in held_in(module):
-            if isinstance(held, (nn.Module, *_CHANGEABLE)) or is_object(held):
-                table = held if isinstance(held, _CHANGEABLE) else vars(held)
+        for name, value in held:
+            if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
+                table = value if isinstance(value, _CHANGEABLE) else vars(value)
                 self._containers.append((name, table, _copy(table)))
-            elif is_small_array(held):
-                self._arrays.append((name, held, held.copy()))
+            elif is_small_array(value):
+                self._arrays.append((name, value, value.copy()))
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
@@ -254,6 +258,13 @@ class Attributes:
         for _, array, before in self._arrays:
             if _is_written(array, before):
                 array[...] = before
+
+
+class Attributes(Contents):
+    """What the attributes of a module tree hold, and what containers and objects in them hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(held_in(module))
 
 
 def _copy(container: Any) -> Any:

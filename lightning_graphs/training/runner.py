@@ -53,7 +53,8 @@ class StepRunner:
 
     Attributes:
         capturable: What keeps the optimizer capturable; None if its step runs eagerly.
-        has_failed: A capture was refused while there was no graph of any step.
+        has_failed: A capture was refused while there was no graph of any step, or attributes take
+            new values too often for graphs of steps.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class StepRunner:
         self._calls = calls
         self._pool = pool
         self._statistics = statistics
-        self._notices = Notices(options, statistics)
         self._verify = options.verify
-        self._cache: PlanCache[Any, StepPlan] = PlanCache(
+        self._cache: PlanCache[Signature, StepPlan] = PlanCache(
             options.max_graphs, options.capture_after, self._release
         )
+        self._notices = Notices(options, statistics, self._cache)
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
@@ -265,6 +266,9 @@ class StepRunner:
         except CaptureError as error:
             self._refused(None, error)
             return None
+        if self._notices.unsteady(signature):
+            self.has_failed = True
+            return None
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
                 self._notices.rare(signature)
@@ -272,6 +276,8 @@ class StepRunner:
         known = len(self._reads)
         try:
             self._numbers.refuse_changing()
+            if self.capturable is not None and not len(self._cache):
+                self.capturable.gather_state()
             with capture_cost(self._pool.backend) as cost:
                 plan = self._capture.capture(
                     args[0], tensors, args[1:], signature, conditions.phase
@@ -287,8 +293,7 @@ class StepRunner:
             conditions = replace(conditions, attributes=self._watch.attributes())
             signature = replace(signature, extra=(conditions,))
             plan.call = CallPlan(signature, check_modes=True)
-        known_signatures = self._cache.keys()
-        self._notices.captured(signature, known_signatures[0] if known_signatures else None)
+        self._notices.captured(signature)
         self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)
         self._last = plan
@@ -368,8 +373,8 @@ class StepRunner:
         self._bind(optimizer_obstacle)
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
-        self._notices.refused(error)
         self.has_failed |= not len(self._cache)
+        self._notices.refused(error, has_graphs=not self.has_failed)
         if signature is not None:
             self._cache.refuse(signature)
 

@@ -116,7 +116,9 @@ def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
 
 
 class AutoRunner:
-    """Whole steps as graphs; submodules, from the next step on, where the first capture fails.
+    """Whole steps as graphs; submodules, from the next step on, where that turns out to fail.
+
+    It fails where the first capture is refused, and where attributes take new values too often.
 
     Args:
         fit: The fit. Its option ``on_failure`` is about the submodules.
@@ -156,7 +158,9 @@ class AutoRunner:
         """The runner for the step that begins; here alone the scope changes."""
         runner = self._runner
         if isinstance(runner, StepRunner) and runner.has_failed:
-            rank_zero_info("GraphCapture: submodules become graphs, since the whole step cannot")
+            rank_zero_info(
+                "GraphCapture: submodules become graphs, since the whole step cannot be one"
+            )
             runner.close()
             self._runner = self._fit.module_runner(self._calls, warmed_up=True)
         return self._runner

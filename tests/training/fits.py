@@ -206,6 +206,25 @@ def loader_of(data: Any) -> Any:
     return DataLoader(data, batch_size=None) if isinstance(data, list) else data
 
 
+class Hidden:
+    """Numbers that nothing which watches Python values finds; 1.0 where none was set."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def __getitem__(self, name: str) -> float:
+        return self._values.get(name, 1.0)
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self._values[name] = value
+
+    def clear(self) -> None:
+        """Forget every number."""
+        self._values.clear()
+
+
 def prepare(
     backend: str,
     root: Path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,78 @@ def test_submodules_begin_with_the_next_step(backend: str, tmp_path: Path) -> No
     # One warm-up step, one whose capture failed, one that was observed; the rest is replayed.
     assert captured.statistics.eager == 3
     assert captured.statistics.replayed == 17
+
+
+class Weighted(Net):
+    """Reads an attribute that moves before every step."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.w = 0.9**self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * self.w
+
+
+@SAYS
+@pytest.mark.parametrize("accumulate", [1, 3, 8])
+@pytest.mark.parametrize("scope", ["auto", "modules"])
+def test_submodules_where_an_attribute_keeps_changing(
+    backend: str, tmp_path: Path, scope: str, accumulate: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Weighted, data=lambda: batches(40 * accumulate), max_epochs=1,
+        capture={**AUTO, "scope": scope}, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    compare(eager, captured, replayed=False)
+    assert_nothing_left(captured)
+    statistics = captured.statistics
+    assert statistics.modules == ["net"]
+    assert statistics.replayed > 20 * accumulate
+    if scope == "auto":
+        (reason,) = statistics.fallbacks
+        assert reason.startswith("no graph of the whole step: ")
+        assert re.search(
+            r"self\.w: 0\.\d+ -> 0\.\d+\n  remedy: .*a buffer that a hook fills", reason
+        )
+
+
+@SAYS
+@pytest.mark.parametrize("values", [4, 8])
+def test_whole_steps_where_few_values_of_an_attribute_take_turns(
+    backend: str, tmp_path: Path, values: int
+) -> None:
+    class Turning(Weighted):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.w = 0.5 + self.global_step % values
+
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Turning,
+        data=lambda: batches(15 * values),
+        max_epochs=1,
+        capture=AUTO,
+    )
+    compare(eager, captured)
+    assert {record.scope for record in captured.statistics.graphs} == {"step"}
+    assert captured.statistics.captures == values
+
+
+@SAYS
+def test_whole_steps_are_kept_where_shapes_never_come_back(backend: str, tmp_path: Path) -> None:
+    """Graphs of submodules would be no better off."""
+
+    def data() -> Any:
+        return [{**batch, "path": f"{max(i, 5)}.png"} for i, batch in enumerate(batches(60))]
+
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Weighted, data=data, max_epochs=1, capture=AUTO
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.captures == 1
+    assert captured.statistics.modules == []
+    (reason,) = captured.statistics.fallbacks
+    assert "no batch signature came back" in reason
 
 
 class Nothing(LightningModule):

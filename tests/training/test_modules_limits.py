@@ -353,3 +353,20 @@ def test_buffers_random_numbers_and_skipped_steps(backend: str, tmp_path: Path) 
         fits[0].module.net[1].num_batches_tracked, fits[1].module.net[1].num_batches_tracked
     )
     assert isinstance(fits[1].module.net, nn.Sequential)
+
+
+@pytest.mark.parametrize("length", [4, 5, 6])
+def test_validation_after_the_observed_step_is_no_part_of_it(
+    backend: str, tmp_path: Path, length: int
+) -> None:
+    _, captured = fits = fit_twice(
+        backend,
+        tmp_path,
+        capture={"scope": "modules"},
+        data=lambda: batches(length),
+        validation=2,
+        max_epochs=4,
+    )
+    compare(*fits)
+    assert captured.statistics.fallbacks == []
+    assert captured.statistics.modules == ["net"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_graphs import VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.modules.checking import CallChecks
 from lightning_graphs.training.modules.update_checks import UpdateChecks
-from tests.training.fits import GradientTrace, Net, batches, compare, fit_twice, prepare
+from tests.training.fits import GradientTrace, Hidden, Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks
 from tests.training.test_modules_calls import Frozen, ParameterHooks, Teacher, Twice
@@ -191,7 +190,7 @@ def test_switched_off_nothing_runs_twice(
 
 # ---------------------------------------------------------------------- wrong graphs
 
-HIDDEN: dict[str, float] = defaultdict(lambda: 1.0)
+HIDDEN = Hidden()
 
 
 @pytest.fixture(autouse=True)

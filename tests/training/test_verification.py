@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.training.fits import (
     Fit,
     FullTrace,
     GradientTrace,
+    Hidden,
     Net,
     Trace,
     adamw,
@@ -151,7 +151,7 @@ def test_impossible_values(value: Any) -> None:
 
 # ---------------------------------------------------------------------- wrong steps
 
-HIDDEN: dict[str, float] = defaultdict(lambda: 1.0)
+HIDDEN = Hidden()
 
 
 class ReadsGlobal(Net):

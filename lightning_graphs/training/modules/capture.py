@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
@@ -29,12 +29,14 @@ from lightning_graphs.training.modules.observation import (
     as_observed,
 )
 from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
+from lightning_graphs.training.outside import OutsideValues, OwnCode
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,
     Attributes,
     Generators,
 )
+from lightning_graphs.training.side_effects import nothing_done_outside
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
@@ -111,13 +113,13 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
-    generators = Generators(means.root)
+    surroundings = _Surroundings.of(means.root)
     try:
         with capture_cost(pool.backend) as cost:
             for memory, passes in groups:
                 own, order = captured.group(memory)
                 for call in dict.fromkeys(call for call, _ in passes):
-                    captures[call] = _Capture(call, replace(means, pool=own), order, generators)
+                    captures[call] = _Capture(call, replace(means, pool=own), order, surroundings)
                 for call, direction in passes:
                     if means.lends and direction == "forward":
                         captures[call].read_in_place(captures)
@@ -151,7 +153,7 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    capture = _Capture(call, replace(means, pool=own), ReplayOrder(), Generators(means.root))
+    capture = _Capture(call, replace(means, pool=own), ReplayOrder(), _Surroundings.of(means.root))
     try:
         with capture_cost(pool.backend) as cost:
             capture.run("forward")
@@ -178,6 +180,18 @@ def _of_module(name: str, error: ReplayError) -> None:
     error.args = (error.rule, error.observed, error.remedy)
 
 
+class _Surroundings(NamedTuple):
+    """What of Python the captures of a step leave as it is, whichever module they are of."""
+
+    generators: Generators
+    trainer: Trainer
+    own: OwnCode
+
+    @classmethod
+    def of(cls, root: LightningModule) -> _Surroundings:
+        return cls(Generators(root), root.trainer, OwnCode(root))
+
+
 class _Capture:
     """The capture of one call, as it was observed.
 
@@ -185,16 +199,17 @@ class _Capture:
         call: The call.
         means: What the capture is made with.
         order: Shared with the other calls of the step.
-        generators: Those of Python code, which every part of the capture leaves as they are.
+        surroundings: Shared by the captures of a step.
     """
 
     def __init__(
-        self, call: ObservedCall, means: Means, order: ReplayOrder, generators: Generators
+        self, call: ObservedCall, means: Means, order: ReplayOrder, surroundings: _Surroundings
     ) -> None:
         self._call = call
         with as_observed(call):
             self._attributes = Attributes(call.module)
-        self._generators = generators
+        self._outside = OutsideValues(call.module, surroundings.own)
+        self._surroundings = surroundings
         self.pool = pool = means.pool
         self.cost = CaptureCost()
         hooked = any(gradient_hooks(p) or accumulation_hooks(p) for p in call.module.parameters())
@@ -307,14 +322,16 @@ class _Capture:
             ) from error
 
     def _unchanged(self, run: Callable[[], Result]) -> Result:
-        """Refuse code that stores values in attributes or draws numbers on the host."""
+        """Refuse code that acts on anything but tensors: what it stores, draws and prints."""
+        generators, trainer, own = self._surroundings
         try:
-            result = run()
+            with nothing_done_outside(trainer, self._outside, own, "its forward"):
+                result = run()
         finally:
             if changed := self._attributes.changed():
                 self._attributes.restore()
-            if drawn := self._generators.drawn():
-                self._generators.restore()
+            if drawn := generators.drawn():
+                generators.restore()
         if changed:
             names = ", ".join(changed[:3])
             raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -163,13 +163,21 @@ class StepObserver:
     Args:
         modules: Name and module of all that is watched.
         device_type: Device type whose autocast counts.
+        is_stepping: Whether a training step's own code is running: other calls, of validation and
+            of hooks, do not count, but for those that a backward pass makes.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], device_type: str) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        device_type: str,
+        is_stepping: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.observation = Observation()
         self._made: dict[int, list[_Seen]] = {}
         self._given: dict[int, list[_Seen]] = {}
         self._device_type = device_type
+        self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
@@ -189,6 +197,8 @@ class StepObserver:
         self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._counts():
+            return
         args, kwargs = _detached((args, dict(kwargs)))
         parent = self._open[-1] if self._open else None
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
@@ -215,7 +225,12 @@ class StepObserver:
             call.shared[index] = found
         known.append(_Seen(call, index, argument, version_of(argument)))
 
+    def _counts(self) -> bool:
+        return self._is_stepping() or current_autograd_node() is not None
+
     def _end(self, module: nn.Module, output: Any) -> None:
+        if not self._counts():
+            return
         while self._open and self._open[-1].module is not module:
             self._open.pop()  # an exception of the user's left it
         if not self._open:

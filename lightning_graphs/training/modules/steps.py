@@ -103,8 +103,7 @@ class ModuleGraphs:
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
         self._rare = RareSteps(options, self._difference)
-        self._drops = 0
-        self._dropped_at = 0
+        self._drops = self._dropped_at = 0
 
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""
@@ -263,7 +262,8 @@ class ModuleGraphs:
     # ------------------------------------------------------------------ observation and capture
 
     def _observe(self, kind: StepKind) -> None:
-        observer = StepObserver(self._choice.candidates(), self._device_type)
+        stage, modules = self.stage, self._choice.candidates()
+        observer = StepObserver(modules, self._device_type, lambda: stage.stepping)
         self._observed = kind, observer
 
     def _stop_observing(self) -> None:

@@ -1,0 +1,269 @@
+"""The values outside of a module that its code reads: globals, enclosing variables, classes."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import PurePath
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.training.held_values import entries, held_in, is_plain
+from lightning_graphs.training.python_state import Contents
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
+_DEPTH = 3
+_MOST_INSIDE = 10_000  # longer ones are data
+
+
+class OwnCode:
+    """Tells the code of a step's author from that of the libraries it uses.
+
+    Installed packages are libraries, but for the one that the root module's class is from.
+
+    Args:
+        root: The root module.
+    """
+
+    def __init__(self, root: LightningModule) -> None:
+        self._package = type(root).__module__.partition(".")[0]
+        self._finder = CallSiteFinder()
+        self._standard = sysconfig.get_paths()["stdlib"]
+
+    def has(self, file: str, name: str) -> bool:
+        """Whether code of this file, in the module of this name, is the author's."""
+        if self._finder.is_library(file):
+            return False
+        if name.partition(".")[0] == self._package:
+            return True
+        return not (
+            file.startswith(self._standard) or _INSTALLED.intersection(PurePath(file).parts)
+        )
+
+    def has_module(self, name: str) -> bool:
+        """Whether a module that has been imported under this name is the author's."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:  # a notebook, unlike modules of C
+            return name == "__main__"
+        return self.has(file, name)
+
+
+class OutsideValues:
+    """What the names hold that a module's code reads outside of it, and what is inside of that.
+
+    Looked at are the methods of the module and its submodules, the functions of their author that
+    these call, their global and enclosing variables, and the attributes of their classes.
+
+    Args:
+        module: The module, with a training_step or without.
+        own: Tells the author's code from others'.
+    """
+
+    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+        search = _Search(module, own)
+        self._places = list(search.places.values())
+        self._classes = [(kind, dict(vars(kind))) for kind in search.classes]
+        self._sites = {**search.reading, **search.binding}
+        self._contents = Contents(search.held())
+
+    def changed(self) -> dict[str, CallSite]:
+        """The names of what is no longer as it was, each with the author's line that has it.
+
+        That is a line which binds the name, or else the first one that reads it.
+        """
+        names = {place.name for place in self._places if place.is_changed()}
+        names.update(place.name for place in self._set_in_classes())
+        return {name: self._site(name) for name in sorted(names.union(self._contents.changed()))}
+
+    def _site(self, name: str) -> CallSite:
+        words = reversed(re.findall(r"\w+", name))
+        return next((self._sites[word] for word in words if word in self._sites), CallSite())
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for place in (*self._places, *self._set_in_classes()):
+            if place.is_changed():
+                place.restore()
+        self._contents.restore()
+
+    def _set_in_classes(self) -> list[_Place]:
+        places = [
+            _Place(f"{kind.__name__}.{key}", kind, key, before.get(key, _Absence.ABSENT))
+            for kind, before in self._classes
+            for key in {**before, **vars(kind)}
+            if not key.startswith("__")
+        ]
+        return [place for place in places if place.is_changed()]
+
+
+class _Absence(Enum):
+    ABSENT = "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a name is bound to a value: a module's globals, a cell of a function, or a class."""
+
+    name: str
+    owner: dict[str, Any] | CellType | type
+    key: str
+    before: Any
+
+    @classmethod
+    def of(cls, name: str, owner: dict[str, Any] | CellType | type, key: str) -> _Place:
+        return cls(name, owner, key, _table(owner).get(key, _Absence.ABSENT))
+
+    def is_changed(self) -> bool:
+        now, before = _table(self.owner).get(self.key, _Absence.ABSENT), self.before
+        if now is before:
+            return False
+        return not (is_plain(now) and type(now) is type(before) and bool(now == before))
+
+    def restore(self) -> None:
+        absent = self.before is _Absence.ABSENT
+        if isinstance(self.owner, dict):
+            if absent:
+                del self.owner[self.key]
+            else:
+                self.owner[self.key] = self.before
+        elif absent:
+            delattr(self.owner, self.key)
+        else:
+            setattr(self.owner, self.key, self.before)
+
+
+def _table(owner: dict[str, Any] | CellType | type) -> Mapping[str, Any]:
+    if isinstance(owner, CellType):
+        try:
+            return {"cell_contents": owner.cell_contents}
+        except ValueError:  # it is not filled yet
+            return {}
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+class _Search:
+    """Follows names from the methods of a module to the values that its author's code reads."""
+
+    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+        self.places: dict[tuple[int, str], _Place] = {}
+        self.classes: dict[type, None] = {}
+        self._own = own
+        self.reading: dict[str, CallSite] = {}
+        self.binding: dict[str, CallSite] = {}
+        self._modules = {id(child) for child in module.modules()}
+        self._seen: set[FunctionType] = set()
+        self._pending: deque[FunctionType] = deque()
+        self._follow(getattr(module, "training_step", None))
+        for kind in {type(child): None for child in module.modules()}:
+            for base in kind.__mro__:
+                self._follow(base)
+        while self._pending:
+            self._read(self._pending.popleft())
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """Name and value of the containers and objects in what was found, levels deep."""
+        seen = set(self._modules)
+        values = [(place.name, place.before) for place in self.places.values()]
+        values += [
+            (f"{kind.__name__}.{key}", value)
+            for kind in self.classes
+            for key, value in vars(kind).items()
+            if not key.startswith("__")
+        ]
+        for name, value in values:
+            yield from _inside(name, value, _DEPTH, seen)
+
+    def _follow(self, value: Any) -> None:
+        """Look into a function or a class, where it is the author's own."""
+        if isinstance(value, type):
+            if value not in self.classes and self._own.has_module(value.__module__):
+                self.classes[value] = None
+                for attribute in vars(value).values():
+                    self._follow(_function_of(attribute))
+        elif callable(value):
+            function = _function_of(value)
+            if isinstance(function, FunctionType) and function not in self._seen:
+                self._seen.add(function)
+                self._pending.append(function)
+                self._follow(getattr(function, "__wrapped__", None))
+
+    def _read(self, function: FunctionType) -> None:
+        code = function.__code__
+        if not self._own.has(code.co_filename, function.__module__ or ""):
+            return
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":  # of super()
+                self._add(_Place.of(name, cell, "cell_contents"))
+        for name in self._globals_of(code):
+            place = _Place.of(name, function.__globals__, name)
+            self._add(place)
+            if isinstance(place.before, ModuleType) and self._own.has_module(place.before.__name__):
+                table = vars(place.before)
+                used = {key for part in _codes(code) for key in part.co_names}
+                for key in table.keys() & used:
+                    self._add(_Place.of(f"{name}.{key}", table, key))
+
+    def _globals_of(self, code: CodeType) -> dict[str, None]:
+        """The global names in a function's code; notes the lines of these and of other names."""
+        found: dict[str, None] = {}
+        for part in _codes(code):
+            line, lines = part.co_firstlineno, dict(dis.findlinestarts(part))
+            for instruction in dis.get_instructions(part):
+                line = lines.get(instruction.offset) or line
+                action, _, kind = instruction.opname.partition("_")
+                if kind not in _KINDS:
+                    continue
+                if kind == "GLOBAL":
+                    found[instruction.argval] = None
+                sites = self.binding if action == "STORE" else self.reading
+                site = CallSite(part.co_filename, line, part.co_name)
+                sites.setdefault(instruction.argval, site)
+        return found
+
+    def _add(self, place: _Place) -> None:
+        if self.places.setdefault((id(place.owner), place.key), place) is place:
+            self._follow(place.before)
+
+
+def _function_of(value: Any) -> Any:
+    """The function behind a method, a property or a partial; other values as they are."""
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(value, functools.partial):
+        value = value.func
+    return getattr(value, "__func__", value)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _inside(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if is_plain(value) or isinstance(value, Tensor) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield from ((name + path.removeprefix("self"), held) for path, held in held_in(value))
+        return
+    yield name, value
+    if depth > 0:
+        inside = entries(value) or []
+        if len(inside) <= _MOST_INSIDE:
+            for label, _, held in inside:
+                yield from _inside(name + label, held, depth - 1, seen)

@@ -1,0 +1,175 @@
+"""What a step does outside of its module: a replay would not do it again, so it is refused."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_graphs.core.callsite import CallSite
+from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.outside import OutsideValues, OwnCode
+from lightning_graphs.training.python_state import AttributeReads
+
+SIDE_EFFECT = Obstacle(
+    "A captured step runs no Python code: what it prints, writes and logs by itself would stop.",
+    "do it in on_train_batch_end, with what training_step returns; self.log stays where it is",
+    kind="python-state",
+    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
+    "    print(outputs['loss'])  # what training_step returns",
+)
+STORED_OUTSIDE = Obstacle(
+    "A captured step runs no Python code: what it stores in global or enclosing variables and in "
+    "classes would stand still.",
+    "store it from on_train_batch_end, from the values that training_step returns",
+    kind="python-state",
+    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
+    "    LOSSES.append(outputs['loss'])  # what training_step returns",
+)
+
+_CALLS = (
+    (builtins, "print", "print"),
+    (builtins, "open", "open"),
+    (io, "open", "open"),  # which pathlib calls
+    (logging.Logger, "handle", "a logger of Python"),
+    (LightningModule, "print", "self.print"),
+)
+_LOGGERS = ("logger", "loggers")
+_PASSING_ON = ("logging", "pathlib", "lightning_utilities")
+"""Packages that print, write and log for whoever calls them."""
+
+_RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
+
+
+@contextlib.contextmanager
+def nothing_done_outside(
+    trainer: Trainer, values: OutsideValues, own: OwnCode, what: str = "training_step"
+) -> Iterator[None]:
+    """Refuse what the body does outside of a module, and undo what it stores there.
+
+    Args:
+        trainer: The trainer.
+        values: What the module's code reads outside of it, as it is to stay.
+        own: Tells the author's code from others'.
+        what: What a refusal calls the body.
+
+    Raises:
+        CaptureError: the body prints, opens a file, logs past ``self.log``, or stores something.
+    """
+    refused: list[CaptureError] = []
+
+    def refuse(name: str, site: CallSite) -> None:
+        observed = f"{name} is used at {site.describe()}"
+        refused.append(CaptureError(SIDE_EFFECT.rule, observed, SIDE_EFFECT.remedy))
+        raise refused[0]
+
+    try:
+        with effects_watched(trainer, own, refuse):
+            yield
+    finally:
+        if changed := values.changed():
+            values.restore()
+    if refused:  # and the step has gone on, in an `except` of its own
+        raise refused[0]
+    if changed:
+        names = ", ".join([*changed][:3])
+        line = next(iter(changed.values())).describe()
+        observed = f"{what} changes {names}, named at {line}"
+        raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
+
+
+@contextlib.contextmanager
+def effects_watched(
+    trainer: Trainer, own: OwnCode, on_effect: Callable[[str, CallSite], object]
+) -> Iterator[None]:
+    """Watch for prints, opened files, Python's loggers and Lightning's, in this thread.
+
+    Only lines of the step's author count: libraries warn and log on their own account.
+
+    Args:
+        trainer: The trainer.
+        own: Tells the author's code from others'.
+        on_effect: Called with what is used and the line; where it returns, the use goes on.
+    """
+    thread = threading.get_ident()
+
+    def used(what: str, frame: FrameType | None) -> None:
+        if frame is not None and threading.get_ident() == thread:
+            code = frame.f_code
+            if own.has(code.co_filename, frame.f_globals.get("__name__", "")):
+                on_effect(what, CallSite(code.co_filename, frame.f_lineno, code.co_name))
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, what in _CALLS:
+            stack.enter_context(_call_watched(owner, name, what, used))
+        stack.enter_context(_loggers_watched(trainer, used))
+        yield
+
+
+_Used = Callable[[str, FrameType | None], None]
+
+
+@contextlib.contextmanager
+def _call_watched(owner: Any, name: str, what: str, used: _Used) -> Iterator[None]:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and _passes_on(frame.f_globals.get("__name__", "")):
+            frame = frame.f_back
+        used(what, frame)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _passes_on(module_name: str) -> bool:
+    return module_name.partition(".")[0] in _PASSING_ON or module_name.endswith(_RANK_ZERO)
+
+
+@contextlib.contextmanager
+def _loggers_watched(trainer: Trainer, used: _Used) -> Iterator[None]:
+    """Watch ``trainer.logger`` and ``trainer.loggers``, which the module's own ones read."""
+    original = type(trainer)
+
+    def watching(name: str) -> property:
+        plain = getattr(original, name)
+
+        def read(owner: Trainer) -> Any:
+            value = plain.__get__(owner)
+            if value:  # without a logger, nothing is done with it
+                used(f"trainer.{name}", _reader(sys._getframe(1)))
+            return value
+
+        return property(read, plain.__set__)
+
+    trainer.__class__ = type(original.__name__, (original,), {n: watching(n) for n in _LOGGERS})
+    try:
+        yield
+    finally:
+        trainer.__class__ = original
+
+
+def _reader(frame: FrameType | None) -> FrameType | None:
+    """The frame that asks for a logger, behind the properties of the module and of the trainer."""
+    while frame is not None and (
+        frame.f_code.co_name in _LOGGERS
+        or frame.f_globals.get("__name__") == AttributeReads.__module__
+    ):
+        frame = frame.f_back
+    return frame

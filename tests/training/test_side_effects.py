@@ -1,0 +1,236 @@
+"""What a step does outside of its module: refused while capturing, and then equal to eager."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import io
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_graphs.training.outside import OwnCode
+from lightning_graphs.training.side_effects import nothing_done_outside
+from tests.training import side_effects
+from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.side_effects import (
+    LOGGER,
+    REFUSED,
+    STEPS,
+    Counting,
+    Effects,
+    InASubmodule,
+    Keeping,
+    effects_of_fits,
+)
+
+
+@pytest.fixture
+def effects(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> Iterator[Effects]:
+    with effects_of_fits(capsys, caplog, tmp_path) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_refused_with_its_line_and_done_at_every_step(
+    backend: str, tmp_path: Path, effects: Effects, module: Any, reason: str
+) -> None:
+    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options)
+    expected = effects.of(eager, "eager")
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=f"a step runs eagerly: (?s:.*){reason}"):
+        assert effects.of(captured, "captured") == expected
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [case for case in REFUSED if case[0] is not InASubmodule],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_done_at_every_step_between_graphs_of_submodules(
+    backend: str, tmp_path: Path, effects: Effects, module: Any, reason: str
+) -> None:
+    options: dict[str, Any] = {
+        "module": module, "capture": {"scope": "auto", "on_failure": "eager"},
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options)
+    expected = effects.of(eager, "eager")
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=f"no graph of the whole step: (?s:.*){reason}"):
+        assert effects.of(captured, "captured") == expected
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
+
+
+LIBRARY = """
+import logging, warnings
+from tests.training.fits import Net
+
+calls = 0
+
+def warn():
+    global calls
+    calls += 1
+    logging.getLogger("library").warning("a library says %d", calls)
+    print("a library prints")
+    open(__file__).close()
+
+class Base(Net):
+    def training_step(self, batch, batch_idx):
+        print("a step")
+        return self.loss(batch)
+"""
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package as an installer would leave it."""
+    root = tmp_path / "site-packages"
+    root.mkdir()
+    (root / "a_library.py").write_text(LIBRARY, encoding="utf-8")
+    monkeypatch.syspath_prepend(root)
+    yield importlib.import_module("a_library")
+    del sys.modules["a_library"]
+
+
+def test_libraries_may_print_and_log_on_their_own_account(
+    backend: str, tmp_path: Path, library: Any
+) -> None:
+    class Using(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            library.warn()
+            return super().training_step(batch, batch_idx)
+
+    compare(*fit_twice(backend, tmp_path, module=Using))
+
+
+def test_a_module_of_an_installed_package_is_its_authors_own(
+    backend: str, tmp_path: Path, library: Any, effects: Effects
+) -> None:
+    options: dict[str, Any] = {"module": library.Base, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options)
+    expected = effects.of(eager, "eager")
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="print is used at .*a_library.py"):
+        assert effects.of(captured, "captured") == expected
+    compare(eager, captured, replayed=False)
+
+
+def test_what_is_stored_in_another_file_of_the_author(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_helpers.py").write_text("calls = 0\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    helpers = importlib.import_module("own_helpers")
+    monkeypatch.setitem(globals(), "own_helpers", helpers)
+    options: dict[str, Any] = {"module": CountingElsewhere, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    expected, helpers.calls = helpers.calls, 0
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="training_step changes own_helpers.calls, named at "):
+        captured.run()
+    del sys.modules["own_helpers"]
+    assert helpers.calls == expected == 20
+    compare(eager, captured, replayed=False)
+
+
+class CountingElsewhere(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own_helpers.calls += 1  # type: ignore[name-defined]  # noqa: F821
+        return self.loss(batch)
+
+
+def test_other_threads_may_print(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the workers of a data loader do, at any time."""
+    asked, done, over = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        while asked.wait() and not over.is_set():
+            asked.clear()
+            print("a worker")
+            LOGGER.warning("a worker")
+            done.set()
+
+    class Waiting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            done.clear()
+            asked.set()
+            done.wait(10)
+            return super().training_step(batch, batch_idx)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        compare(*fit_twice(backend, tmp_path, module=Waiting))
+    finally:
+        over.set()
+        asked.set()
+        worker.join()
+    assert "a worker" in capsys.readouterr().out
+
+
+class Quiet(Net):
+    """Reads what the others change, asks for loggers that are not there, logs below the level."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        LOGGER.debug("not shown")
+        if self.logger is not None and self.trainer.loggers:
+            self.logger.log_metrics({"samples": 1.0})
+        return super().training_step(batch, batch_idx) * (1.0 + len(STEPS) + side_effects.counter)
+
+
+def test_what_has_no_effect_is_captured(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=Quiet, logger=False))
+
+
+def test_what_runs_between_two_graphs_may_print(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Clipping(Net):
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            print("clipping")
+
+    eager, captured = fit_twice(backend, tmp_path, module=Clipping)
+    compare(eager, captured)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed.count("clipping") == 2 * eager.trainer.global_step
+
+
+def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path) -> None:
+    fit = prepare(backend, tmp_path, False, module=Counting)
+    kind, known = type(fit.trainer), torch.ones(())
+    originals = (
+        builtins.print, builtins.open, io.open, logging.Logger.handle, LightningModule.print,
+    )  # fmt: skip
+    own = OwnCode(fit.module)
+    STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
+    fit.module.training_step = Keeping.training_step.__get__(fit.module)
+    with contextlib.suppress(ZeroDivisionError), nothing_done_outside(fit.trainer, fit.module, own):
+        side_effects.counter, side_effects.LAST = 8, None
+        assert builtins.print is not originals[0]
+        raise ZeroDivisionError
+    assert (side_effects.counter, STEPS) == (7, [1])
+    assert side_effects.LAST is known
+    assert type(fit.trainer) is kind
+    assert originals == (
+        builtins.print, builtins.open, io.open, logging.Logger.handle, LightningModule.print,
+    )  # fmt: skip
+    STEPS.clear()
+    side_effects.counter, side_effects.LAST = 0, None
