@@ -354,8 +354,8 @@ class Doctor:
                 site, effect = known[0] if known else (step, "eager step")
                 self.diagnosis.add(STORED, name, site, effect=effect)
         for name, site in outside.changed().items():
-            between = self._only_submodules and site.function == "training_step"
-            effect = _BETWEEN if between else "eager step"
+            in_step = self._only_submodules and site.function == "training_step"
+            effect = _BETWEEN if in_step else "eager step"
             self.diagnosis.add(STORED_OUTSIDE, name, site if site.line else step, effect=effect)
         for name in generators.drawn():
             if name not in self._drawn:
@@ -370,19 +370,16 @@ class Doctor:
         """Python that only shows in its effect: other numbers than in a step of the same shapes."""
         if len(self._signatures) < self.diagnosis.steps:
             return
-        signature, calls = self._signatures[-1], list(self._observer.calls)
+        add, signature, calls = self.diagnosis.add, self._signatures[-1], [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
         for change in changes(self._earlier.get(signature, calls), calls):
+            site, what = change.site, change.what
             consequence = dynamic and change.whole
-            others = [f for f in self.diagnosis.at(change.site) if f.operator != change.operator]
-            if not (consequence or others):
-                self.diagnosis.add(
-                    CHANGING_NUMBER,
-                    change.operator,
-                    change.site,
-                    observed=change.what,
-                    effect=_BETWEEN if change.site in self._between else "eager step",
-                )
+            others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
+            backward = self._only_submodules and not site.line  # its forward has a line
+            if not (consequence or others or backward):
+                effect = _BETWEEN if site in self._between else "eager step"
+                add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
             self._earlier[signature] = calls
 

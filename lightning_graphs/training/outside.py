@@ -41,9 +41,15 @@ class OwnCode:
         self._package = type(root).__module__.partition(".")[0]
         self._finder = CallSiteFinder()
         self._standard = sysconfig.get_paths()["stdlib"]
+        self._verdicts: dict[tuple[str, str], bool] = {}
 
     def has(self, file: str, name: str) -> bool:
         """Whether code of this file, in the module of this name, is the author's."""
+        if (file, name) not in self._verdicts:
+            self._verdicts[file, name] = self._judge(file, name)
+        return self._verdicts[file, name]
+
+    def _judge(self, file: str, name: str) -> bool:
         if self._finder.is_library(file):
             return False
         if name.partition(".")[0] == self._package:

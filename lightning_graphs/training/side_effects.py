@@ -51,41 +51,67 @@ _PASSING_ON = ("logging", "pathlib", "lightning_utilities")
 _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
 
 
-@contextlib.contextmanager
-def nothing_done_outside(
-    trainer: Trainer, values: OutsideValues, own: OwnCode, what: str = "training_step"
-) -> Iterator[None]:
-    """Refuse what the body does outside of a module, and undo what it stores there.
+class SideEffects:
+    """Refuses what captured code does outside of its module.
 
     Args:
         trainer: The trainer.
-        values: What the module's code reads outside of it, as it is to stay.
         own: Tells the author's code from others'.
-        what: What a refusal calls the body.
+    """
+
+    def __init__(self, trainer: Trainer, own: OwnCode) -> None:
+        self._trainer = trainer
+        self._own = own
+        self._refused: CaptureError | None = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Refuse prints, opened files and loggers in the body, where they are used."""
+        with effects_watched(self._trainer, self._own, self._refuse):
+            yield
+
+    def _refuse(self, name: str, site: CallSite) -> None:
+        observed = f"{name} is used at {site.describe()}"
+        self._refused = CaptureError(SIDE_EFFECT.rule, observed, SIDE_EFFECT.remedy)
+        raise self._refused
+
+    @contextlib.contextmanager
+    def refused(self, values: OutsideValues, what: str) -> Iterator[None]:
+        """Refuse what the body, watched code of one module, stores; and undo it.
+
+        Args:
+            values: What the module's code reads outside of it, as it is to stay.
+            what: What a refusal calls the body.
+
+        Raises:
+            CaptureError: the body stores something, or has gone on after a refusal.
+        """
+        self._refused = None
+        try:
+            yield
+        finally:
+            if changed := values.changed():
+                values.restore()
+        if self._refused is not None:  # caught in an `except` of its own
+            raise self._refused
+        if changed:
+            names = ", ".join([*changed][:3])
+            line = next(iter(changed.values())).describe()
+            observed = f"{what} changes {names}, named at {line}"
+            raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
+
+
+@contextlib.contextmanager
+def nothing_done_outside(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Refuse what the body, a whole step, does outside of its module.
 
     Raises:
-        CaptureError: the body prints, opens a file, logs past ``self.log``, or stores something.
+        CaptureError: it prints, opens a file, logs past ``self.log``, or stores something.
     """
-    refused: list[CaptureError] = []
-
-    def refuse(name: str, site: CallSite) -> None:
-        observed = f"{name} is used at {site.describe()}"
-        refused.append(CaptureError(SIDE_EFFECT.rule, observed, SIDE_EFFECT.remedy))
-        raise refused[0]
-
-    try:
-        with effects_watched(trainer, own, refuse):
-            yield
-    finally:
-        if changed := values.changed():
-            values.restore()
-    if refused:  # and the step has gone on, in an `except` of its own
-        raise refused[0]
-    if changed:
-        names = ", ".join([*changed][:3])
-        line = next(iter(changed.values())).describe()
-        observed = f"{what} changes {names}, named at {line}"
-        raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
+    own = OwnCode(module)
+    effects = SideEffects(trainer, own)
+    with effects.watched(), effects.refused(OutsideValues(module, own), "training_step"):
+        yield
 
 
 @contextlib.contextmanager

@@ -38,7 +38,6 @@ from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.outside import OutsideValues, OwnCode
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
@@ -254,9 +253,7 @@ class StepCapture:
             if self._capturable is not None:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            own = OwnCode(self._module)
-            values = OutsideValues(self._module, own)
-            stack.enter_context(nothing_done_outside(self._trainer, values, own))
+            stack.enter_context(nothing_done_outside(self._trainer, self._module))
             yield
 
     def update_eagerly(self) -> None:

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
@@ -36,7 +36,7 @@ from lightning_graphs.training.python_state import (
     Attributes,
     Generators,
 )
-from lightning_graphs.training.side_effects import nothing_done_outside
+from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
@@ -115,7 +115,7 @@ def capture_calls(
     captures: dict[ObservedCall, _Capture] = {}
     surroundings = _Surroundings.of(means.root)
     try:
-        with capture_cost(pool.backend) as cost:
+        with capture_cost(pool.backend) as cost, surroundings.effects.watched():
             for memory, passes in groups:
                 own, order = captured.group(memory)
                 for call in dict.fromkeys(call for call, _ in passes):
@@ -153,15 +153,17 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    capture = _Capture(call, replace(means, pool=own), ReplayOrder(), _Surroundings.of(means.root))
-    try:
-        with capture_cost(pool.backend) as cost:
-            capture.run("forward")
-            capture.run("backward")
-    except BaseException:
-        capture.passes.abandon()
-        own.close()
-        raise
+    surroundings = _Surroundings.of(means.root)
+    with surroundings.effects.watched():
+        capture = _Capture(call, replace(means, pool=own), ReplayOrder(), surroundings)
+        try:
+            with capture_cost(pool.backend) as cost:
+                capture.run("forward")
+                capture.run("backward")
+        except BaseException:
+            capture.passes.abandon()
+            own.close()
+            raise
     capture.cost.added.update(cost.added)
     return capture.finish()
 
@@ -184,12 +186,13 @@ class _Surroundings(NamedTuple):
     """What of Python the captures of a step leave as it is, whichever module they are of."""
 
     generators: Generators
-    trainer: Trainer
     own: OwnCode
+    effects: SideEffects
 
     @classmethod
     def of(cls, root: LightningModule) -> _Surroundings:
-        return cls(Generators(root), root.trainer, OwnCode(root))
+        own = OwnCode(root)
+        return cls(Generators(root), own, SideEffects(root.trainer, own))
 
 
 class _Capture:
@@ -323,9 +326,9 @@ class _Capture:
 
     def _unchanged(self, run: Callable[[], Result]) -> Result:
         """Refuse code that acts on anything but tensors: what it stores, draws and prints."""
-        generators, trainer, own = self._surroundings
+        generators = self._surroundings.generators
         try:
-            with nothing_done_outside(trainer, self._outside, own, "its forward"):
+            with self._surroundings.effects.refused(self._outside, "its forward"):
                 result = run()
         finally:
             if changed := self._attributes.changed():
