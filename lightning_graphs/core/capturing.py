@@ -317,14 +317,16 @@ class CallableCapture:
         self, outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], dict[int, LentGradients]]:
         """Static gradients of the outputs, and who lends those that a later graph writes."""
-        static, lenders = [], {}
+        static: list[Tensor] = []
+        lenders: dict[int, LentGradients] = {}
         for i, (index, output) in enumerate(
             zip(self.outputs.differentiable_indices, outputs, strict=True)
         ):
             buffer = torch.zeros_like(output)
             if index in self._lenders:
                 lent, lender = self._lenders[index]
-                if GradientLayout.of(lent) == GradientLayout.of(buffer):
+                fits = GradientLayout.of(lent) == GradientLayout.of(buffer)
+                if fits and all(lent is not known for known in static):
                     buffer, lenders[i] = lent, lender
             static.append(buffer)
         return static, lenders

@@ -56,6 +56,9 @@ class SharedArgument:
 
     def put(self, argument: Tensor) -> None:
         """Note whose value has been copied in; it is kept, so that no other is mistaken for it."""
+        if argument.is_inference():  # nobody counts how often it is written
+            self._tensor = None
+            return
         self._tensor = argument
         self._version = version_of(argument)
 

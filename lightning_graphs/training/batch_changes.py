@@ -203,6 +203,8 @@ def _is_same(before: Any, now: Any) -> bool:
         return True
     if isinstance(before, Tensor) or isinstance(now, Tensor):
         return False
+    if open_container(before) is not None or open_container(now) is not None:
+        return False  # a new one: its entries are put into the real batch anew
     return Constant.of(before) == Constant.of(now)
 
 

@@ -26,6 +26,8 @@ def gather(tensors: Iterable[Tensor]) -> None:
         tensors: Tensors on the current device; others, and those whose memory has other users, are
             left where they are.
     """
+    if torch.cuda.get_allocator_backend() != "native":  # others have no pools
+        return
     device = torch.cuda.current_device()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -217,7 +217,10 @@ def test_a_miss_is_still_an_attribute_error() -> None:
 
 
 def nested_batches() -> list[dict[str, Any]]:
-    return [{**batch, "meta": {"ids": [torch.ones(3)], "scale": 1.0}} for batch in batches()]
+    return [
+        {**batch, "meta": {"ids": [torch.ones(3)], "scale": 1.0, "pair": (torch.zeros(()),) * 2}}
+        for batch in batches()
+    ]
 
 
 class ChangingTheBatch(Net):
@@ -247,6 +250,7 @@ BATCH_CHANGES: dict[str, Callable[[Any], object]] = {
     "exchanges a number": lambda b: b["meta"].update(scale=3.0),
     "appends": lambda b: b["meta"]["ids"].append(1),
     "empties": lambda b: b["meta"]["ids"].clear(),
+    "exchanges a tuple": lambda b: b["meta"].update(pair=(b["x"].sum(), b["meta"]["pair"][1])),
     "reorders": lambda b: b.update(meta=b.pop("meta"), x=b.pop("x")),
 }
 
@@ -289,7 +293,7 @@ def test_a_changed_dataclass_of_the_batch_is_refused(backend: str, tmp_path: Pat
 
 def test_an_equal_container_of_the_batch_is_no_change(backend: str, tmp_path: Path) -> None:
     def change(batch: Any) -> None:
-        batch["meta"] = {"ids": list(batch["meta"]["ids"]), "scale": float("1")}
+        batch["meta"] = {**batch["meta"], "ids": list(batch["meta"]["ids"]), "scale": float("1")}
 
     module = type("Same", (ChangingTheBatch,), {"change": staticmethod(change)})
     compare(*fit_twice(backend, tmp_path, module=module, data=nested_batches, validation=0))

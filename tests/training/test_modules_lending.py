@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core.capturing import CallableCapture
@@ -342,3 +343,57 @@ class KeepingGradients(Chain):
 
 def test_a_gradient_that_somebody_keeps_is_not_overwritten(backend: str, tmp_path: Path) -> None:
     compare(*fit_twice(backend, tmp_path, module=KeepingGradients, capture=CAPTURE))
+
+
+class Twice(nn.Module):
+    """Returns one tensor twice, as encoders do that return all hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(x).tanh()
+        return hidden, hidden
+
+
+class ReturningTwice(Chain):
+    """The next block is given one of the two; the other is used beside it, or not at all."""
+
+    weight = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList((Twice(), nn.Linear(16, 16)))
+
+    def chain(self, x: Tensor) -> Tensor:
+        first, second = self.blocks[0](x)
+        x = self.blocks[1](first)
+        return x + self.weight * second if self.weight else x
+
+
+class UsingBoth(ReturningTwice):
+    weight = 0.5
+
+
+@pytest.mark.parametrize("module", [ReturningTwice, UsingBoth])
+def test_gradients_of_a_tensor_that_is_returned_twice(
+    backend: str, tmp_path: Path, taken: list[tuple[int, int]], module: type[Chain]
+) -> None:
+    capture = {**CAPTURE, "verify": "off"}
+    compare(*fit_twice(backend, tmp_path, module=module, capture=capture))
+    assert {in_place for _, in_place in taken} == {0}
+
+
+class CachedMask(WithMask):
+    """From the tenth step on the mask is one that was made under inference mode."""
+
+    def masks(self, mask: Tensor) -> list[Tensor]:
+        if self.taken > 10:
+            with torch.inference_mode():
+                mask = mask.clone()
+        return [mask] * 3
+
+
+def test_a_shared_argument_of_inference_mode(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=CachedMask, capture=CAPTURE))

@@ -261,16 +261,19 @@ class _Capture:
             self.passes.read_in_place(found)
 
     def read_gradients_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy no gradient of an output that only one call of the same pool was given."""
-        found: dict[int, list[tuple[Tensor, LentGradients]]] = {}
+        """Copy no gradient of an output that only one call of the same pool was given.
+
+        A tensor that is returned twice has two gradients, and no memory of one is for both.
+        """
+        given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
             for leaf, makers in other._call.sources.items():
-                for call, output in makers:
-                    lent = other.passes.lent_gradient(leaf)
-                    if call is self._call and other.pool is self.pool and lent is not None:
-                        found.setdefault(output, []).append(lent)
-        alone = {output: lent for output, (lent, *more) in found.items() if not more}
-        self.passes.read_gradients_in_place(alone)
+                mine = [output for call, output in makers if call is self._call]
+                lent = other.passes.lent_gradient(leaf) if other.pool is self.pool else None
+                for output in mine:
+                    given.setdefault(output, []).append(lent if len(mine) == 1 else None)
+        alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
+        self.passes.read_gradients_in_place({i: lent for i, lent in alone if lent is not None})
 
     def _beside(
         self, call: ObservedCall, captures: Mapping[ObservedCall, _Capture]

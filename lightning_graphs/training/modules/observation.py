@@ -215,7 +215,7 @@ class StepObserver:
             found = [m for m in self._made.get(arguments[i].data_ptr(), ()) if m.is_(arguments[i])]
             if found and first == i:
                 call.sources[i] = [(made.call, made.index) for made in found]
-            elif first == i and not arguments[i].requires_grad:
+            elif first == i and not (arguments[i].requires_grad or arguments[i].is_inference()):
                 self._find_shared(call, i, arguments[i])
 
     def _find_shared(self, call: ObservedCall, index: int, argument: Tensor) -> None:
