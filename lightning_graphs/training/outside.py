@@ -8,9 +8,10 @@ import re
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import PurePath
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_graphs.training.python_state import Contents
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
+_CONTAINERS = (dict, list, tuple, set)
 _DEPTH = 3
 _MOST_INSIDE = 10_000  # longer ones are data
 
@@ -114,6 +116,29 @@ class OutsideValues:
         return [place for place in places if place.is_changed()]
 
 
+def read_by_step(
+    module: LightningModule, own: OwnCode
+) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    """Global and enclosing variables with values that the code of a step names.
+
+    That is ``training_step``, the forwards of submodules, and the author's functions and methods
+    that these name; hooks are not among them.
+
+    Args:
+        module: The module.
+        own: Tells the author's code from others'.
+
+    Returns:
+        The name of each, and what to call with which key for its value.
+    """
+    for place in _Search(module, own, of_step=True).places.values():
+        if is_plain(place.before) or isinstance(place.before, _CONTAINERS):
+            if isinstance(place.owner, dict):
+                yield place.name, place.owner.get, place.key
+            else:
+                yield place.name, partial(getattr, place.owner), place.key
+
+
 class _Absence(Enum):
     ABSENT = "absent"
 
@@ -160,9 +185,15 @@ def _table(owner: dict[str, Any] | CellType | type) -> Mapping[str, Any]:
 
 
 class _Search:
-    """Follows names from the methods of a module to the values that its author's code reads."""
+    """Follows names from the methods of a module to the values that its author's code reads.
 
-    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+    Args:
+        module: The module.
+        own: Tells the author's code from others'.
+        of_step: Begin with training_step and the forwards, and not with every method.
+    """
+
+    def __init__(self, module: nn.Module, own: OwnCode, *, of_step: bool = False) -> None:
         self.places: dict[tuple[int, str], _Place] = {}
         self.classes: dict[type, None] = {}
         self._own = own
@@ -171,10 +202,12 @@ class _Search:
         self._modules = {id(child) for child in module.modules()}
         self._seen: set[FunctionType] = set()
         self._pending: deque[FunctionType] = deque()
+        self._methods: list[type] = []
         self._follow(getattr(module, "training_step", None))
-        for kind in {type(child): None for child in module.modules()}:
-            for base in kind.__mro__:
-                self._follow(base)
+        kinds = {base for child in module.modules() for base in type(child).__mro__}
+        self._methods = [k for k in kinds if own.has_module(k.__module__)] if of_step else []
+        for kind in kinds:
+            self._follow(vars(kind).get("forward") if of_step else kind)
         while self._pending:
             self._read(self._pending.popleft())
 
@@ -194,6 +227,8 @@ class _Search:
     def _follow(self, value: Any) -> None:
         """Look into a function or a class, where it is the author's own."""
         if isinstance(value, type):
+            if value in self._methods:
+                return
             if value not in self.classes and self._own.has_module(value.__module__):
                 self.classes[value] = None
                 for attribute in vars(value).values():
@@ -212,6 +247,11 @@ class _Search:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":  # of super()
                 self._add(_Place.of(name, cell, "cell_contents"))
+        for kind in self._methods:
+            for name in {name for part in _codes(code) for name in part.co_names} & vars(
+                kind
+            ).keys():
+                self._follow(_function_of(vars(kind)[name]))
         for name in self._globals_of(code):
             place = _Place.of(name, function.__globals__, name)
             self._add(place)

@@ -75,6 +75,10 @@ class AttributeReads:
     def __len__(self) -> int:
         return len(self._held)
 
+    def add(self, name: str, get: Callable[[Any], Any], key: Any) -> None:
+        """Look at a value outside of the module, too: ``get(key)``."""
+        self._held.add(name, get, key)
+
     def values(self) -> tuple[tuple[str, Any], ...]:
         """Name and present value of everything that was read, and of what is inside of it."""
         return self._held.now()

@@ -38,6 +38,7 @@ from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.outside import OwnCode, read_by_step
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
@@ -214,6 +215,8 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
+        for value in read_by_step(self._module, OwnCode(self._module)):
+            self._reads.add(*value)
         output.finish_capture()
         return StepPlan(
             CallPlan(signature, check_modes=True),

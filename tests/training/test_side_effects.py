@@ -232,3 +232,67 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     )  # fmt: skip
     STEPS.clear()
     side_effects.counter, side_effects.LAST = 0, None
+
+
+SCALE = 1.0
+SETTINGS = {"weights": [1.0, 2.0]}
+COUNT = 0
+
+
+def scaled(loss: Any) -> Any:
+    return loss * SCALE
+
+
+class ReadingGlobals(Net):
+    """A method and a function read what a hook changes twice; another hook counts every step."""
+
+    def weighted(self, loss: Any) -> Any:
+        return scaled(loss) * SETTINGS["weights"][1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.weighted(self.loss(batch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        global COUNT, SCALE
+        COUNT += 1
+        if COUNT == 12:
+            SCALE = 3.0
+        if COUNT == 16:
+            SETTINGS["weights"][1] = 4.0
+
+
+def test_globals_that_hooks_change_are_conditions(backend: str, tmp_path: Path) -> None:
+    global COUNT, SCALE
+    fits = []
+    for graphs in (False, True):
+        COUNT, SCALE, SETTINGS["weights"] = 0, 1.0, [1.0, 2.0]
+        options: dict[str, Any] = {"module": ReadingGlobals, "capture": {"scope": "step"}}
+        fits.append(prepare(backend, tmp_path, graphs, **options).run())
+    compare(*fits)
+    changes = fits[1].statistics.recaptures
+    assert [change.partition(":")[0] for change in changes] == ["SCALE", "SETTINGS['weights'][1]"]
+
+
+def closing_over() -> Net:
+    weight = 1.0
+
+    class Closing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) * weight
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            nonlocal weight
+            weight = 1.0 + (self.trainer.global_step >= 12)
+
+    return Closing()
+
+
+def test_an_enclosing_variable_that_a_hook_changes_is_a_condition(
+    backend: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"module": closing_over, "capture": {"scope": "step"}}
+    _, captured = fits = [
+        prepare(backend, tmp_path, graphs, **options).run() for graphs in (False, True)
+    ]
+    compare(*fits)
+    assert captured.statistics.recaptures == ["weight: 1.0 -> 2.0"]
