@@ -15,7 +15,7 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.interception import properties_watched, replaced
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
 _LIGHTNING = ("lightning", "pytorch_lightning")  # this package, too
@@ -159,12 +159,8 @@ def counters_watched(
 
     properties = {name: watching(name) for name in _COUNTERS}
     properties["fit_loop"] = property(fit_loop)
-    watched = type(original.__name__, (original,), properties)
-    trainer.__class__ = watched
-    try:
+    with properties_watched(trainer, properties):
         yield
-    finally:
-        trainer.__class__ = original
 
 
 class LoggedNumbers:

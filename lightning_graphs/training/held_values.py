@@ -43,6 +43,15 @@ OF_ALL_MODULES = frozenset(
 """Attributes of modules that are no values of their author's."""
 
 
+class Absence(Enum):
+    """Stands for the value of what is not there."""
+
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
     numpy = sys.modules.get("numpy")
@@ -137,10 +146,20 @@ def _held_in_module(
         if key in _TABLES:
             yield name, value
         elif key not in OF_ALL_MODULES:
-            yield from _held_in_value(f"{name}.{key}", value, depth, seen)
+            yield from held_in_value(f"{name}.{key}", value, seen, depth)
 
 
-def _held_in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def held_in_value(
+    name: str, value: Any, seen: set[int], depth: int = _DEPTH
+) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a value holds, levels deep, itself first; plain values left out.
+
+    Args:
+        name: What the value is called.
+        value: The value.
+        seen: Identities of what is not to be visited; what is visited is added.
+        depth: How many levels.
+    """
     if is_plain(value) or isinstance(value, torch.Tensor):
         return
     if isinstance(value, nn.Module):  # one that is not registered
@@ -156,7 +175,7 @@ def _held_in_value(name: str, value: Any, depth: int, seen: set[int]) -> Iterato
     yield name, value
     if depth > 0 and (not isinstance(value, Sized) or len(value) <= _MOST_INSIDE):
         for label, _, held in entries(value) or []:
-            yield from _held_in_value(name + label, held, depth - 1, seen)
+            yield from held_in_value(name + label, held, seen, depth - 1)
 
 
 class HeldValues:

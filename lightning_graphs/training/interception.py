@@ -7,7 +7,7 @@ have had these names and signatures since Lightning 2.0; they are looked up on t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,3 +73,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             attributes.pop(name, None)
         else:
             attributes[name] = before
+
+
+@contextlib.contextmanager
+def properties_watched(owner: Any, properties: Mapping[str, property]) -> Iterator[None]:
+    """Let an object be of a subclass of its class with these properties, and take that back."""
+    original = type(owner)
+    owner.__class__ = type(original.__name__, (original,), dict(properties))
+    try:
+        yield
+    finally:
+        owner.__class__ = original

@@ -10,24 +10,21 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from pathlib import PurePath
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.training.held_values import entries, held_in, is_plain
+from lightning_graphs.training.held_values import Absence, held_in_value, is_plain
 from lightning_graphs.training.python_state import Contents
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
 _CONTAINERS = (dict, list, tuple, set)
-_DEPTH = 3
-_MOST_INSIDE = 10_000  # longer ones are data
 
 
 class OwnCode:
@@ -108,7 +105,7 @@ class OutsideValues:
 
     def _set_in_classes(self) -> list[_Place]:
         places = [
-            _Place(f"{kind.__name__}.{key}", kind, key, before.get(key, _Absence.ABSENT))
+            _Place(f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT))
             for kind, before in self._classes
             for key in {**before, **vars(kind)}
             if not key.startswith("__")
@@ -139,10 +136,6 @@ def read_by_step(
                 yield place.name, partial(getattr, place.owner), place.key
 
 
-class _Absence(Enum):
-    ABSENT = "absent"
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a name is bound to a value: a module's globals, a cell of a function, or a class."""
@@ -154,16 +147,16 @@ class _Place:
 
     @classmethod
     def of(cls, name: str, owner: dict[str, Any] | CellType | type, key: str) -> _Place:
-        return cls(name, owner, key, _table(owner).get(key, _Absence.ABSENT))
+        return cls(name, owner, key, _table(owner).get(key, Absence.ABSENT))
 
     def is_changed(self) -> bool:
-        now, before = _table(self.owner).get(self.key, _Absence.ABSENT), self.before
+        now, before = _table(self.owner).get(self.key, Absence.ABSENT), self.before
         if now is before:
             return False
         return not (is_plain(now) and type(now) is type(before) and bool(now == before))
 
     def restore(self) -> None:
-        absent = self.before is _Absence.ABSENT
+        absent = self.before is Absence.ABSENT
         if isinstance(self.owner, dict):
             if absent:
                 del self.owner[self.key]
@@ -222,7 +215,7 @@ class _Search:
             if not key.startswith("__")
         ]
         for name, value in values:
-            yield from _inside(name, value, _DEPTH, seen)
+            yield from held_in_value(name, value, seen)
 
     def _follow(self, value: Any) -> None:
         """Look into a function or a class, where it is the author's own."""
@@ -298,18 +291,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _inside(name: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if is_plain(value) or isinstance(value, Tensor) or id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, nn.Module):
-        yield from ((name + path.removeprefix("self"), held) for path, held in held_in(value))
-        return
-    yield name, value
-    if depth > 0:
-        inside = entries(value) or []
-        if len(inside) <= _MOST_INSIDE:
-            for label, _, held in inside:
-                yield from _inside(name + label, held, depth - 1, seen)

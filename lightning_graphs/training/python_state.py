@@ -7,7 +7,6 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.held_values import (
     OF_ALL_MODULES,
+    Absence,
     ArrayValue,
     HeldValues,
     held_in,
@@ -172,16 +172,9 @@ class AttributeReads:
             self._held.add(f"{path}.{key}", partial(_looked_up, vars(owner), vars(kind)), key)
 
 
-class _Absence(Enum):
-    ABSENT = "absent"
-
-    def __repr__(self) -> str:
-        return self.value
-
-
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
     """What is set in a module or its class: an exception for what is in neither costs too much."""
-    return own.get(key, of_class.get(key, _Absence.ABSENT))
+    return own.get(key, of_class.get(key, Absence.ABSENT))
 
 
 def _is_of_class(kind: type, key: str) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.interception import properties_watched
 from lightning_graphs.training.outside import OutsideValues, OwnCode
 from lightning_graphs.training.python_state import AttributeReads
 
@@ -102,13 +103,12 @@ class SideEffects:
 
 
 @contextlib.contextmanager
-def nothing_done_outside(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+def nothing_done_outside(trainer: Trainer, module: LightningModule, own: OwnCode) -> Iterator[None]:
     """Refuse what the body, a whole step, does outside of its module.
 
     Raises:
         CaptureError: it prints, opens a file, logs past ``self.log``, or stores something.
     """
-    own = OwnCode(module)
     effects = SideEffects(trainer, own)
     with effects.watched(), effects.refused(OutsideValues(module, own), "training_step"):
         yield
@@ -184,11 +184,8 @@ def _loggers_watched(trainer: Trainer, used: _Used) -> Iterator[None]:
 
         return property(read, plain.__set__)
 
-    trainer.__class__ = type(original.__name__, (original,), {n: watching(n) for n in _LOGGERS})
-    try:
+    with properties_watched(trainer, {name: watching(name) for name in _LOGGERS}):
         yield
-    finally:
-        trainer.__class__ = original
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:

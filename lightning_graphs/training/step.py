@@ -138,6 +138,7 @@ class StepCapture:
         self._capturable = capturable
         self._observers = observers
         self._persistent = PersistentGradients()
+        self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
 
     def capture(
@@ -215,7 +216,7 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
-        for value in read_by_step(self._module, OwnCode(self._module)):
+        for value in read_by_step(self._module, self._own):
             self._reads.add(*value)
         output.finish_capture()
         return StepPlan(
@@ -256,7 +257,7 @@ class StepCapture:
             if self._capturable is not None:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            stack.enter_context(nothing_done_outside(self._trainer, self._module))
+            stack.enter_context(nothing_done_outside(self._trainer, self._module, self._own))
             yield
 
     def update_eagerly(self) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_graphs.training.outside import OwnCode
 from lightning_graphs.training.side_effects import nothing_done_outside
 from tests.training import side_effects
 from tests.training.fits import Net, compare, fit_twice, prepare
@@ -220,7 +221,10 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     )  # fmt: skip
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
     fit.module.training_step = Keeping.training_step.__get__(fit.module)
-    with contextlib.suppress(ZeroDivisionError), nothing_done_outside(fit.trainer, fit.module):
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        nothing_done_outside(fit.trainer, fit.module, OwnCode(fit.module)),
+    ):
         side_effects.counter, side_effects.LAST = 8, None
         assert builtins.print is not originals[0]
         raise ZeroDivisionError
