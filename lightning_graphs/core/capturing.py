@@ -102,7 +102,7 @@ class CallableCapture:
         self._shared: dict[int, SharedArgument] = {}
         self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
         self._parameters = trainable_parameters(self._module)
-        self._layouts: list[GradientLayout | None] = []
+        self._layouts: list[GradientLayout | None] | None = None
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._place = -1
@@ -151,7 +151,10 @@ class CallableCapture:
         self._lenders = dict(gradients)
 
     def warm_up(self, iterations: int) -> None:
-        """Run forward and backward on a side stream, leaving no trace in state or generators."""
+        """Run forward and backward on a side stream, leaving no trace in state or generators.
+
+        A call that has just run like this, on the stream of the captures, needs none.
+        """
         backend = self._pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
@@ -165,34 +168,40 @@ class CallableCapture:
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
 
-    def _checked_call(self) -> Any:
+    def _call_leaving_arguments(self) -> Any:
         """Call it, and refuse it if it writes its arguments."""
-        versions = list(map(version_of, self._inputs.tensors))
-        values = clone_all([t.detach() for t in self._inputs.tensors])
+        tensors = self._inputs.tensors
+        versions = list(map(version_of, tensors))
         returned = self._call()
-        names = self._plan.signature.tensor_names
-        for name, tensor, version, value in zip(
-            names, self._inputs.tensors, versions, values, strict=True
-        ):
-            # Kernels outside of torch, and `x.data`, leave the version as it is.
-            if version_of(tensor) != version or not _same_values(tensor, value):
-                raise CaptureError(
-                    "A graphed callable must not change its arguments: a replay would change our "
-                    "static inputs instead of the caller's tensors.",
-                    f"{name} is written in place",
-                    "work on a copy (x = x + 1 instead of x += 1), or return the new value",
-                )
+        self._refuse_written([version_of(t) != v for t, v in zip(tensors, versions, strict=True)])
         return returned
+
+    def _refuse_written(self, written: Sequence[bool]) -> None:
+        names = self._plan.signature.tensor_names
+        name = next((n for n, is_written in zip(names, written, strict=True) if is_written), None)
+        if name is not None:
+            raise CaptureError(
+                "A graphed callable must not change its arguments: a replay would change our "
+                "static inputs instead of the caller's tensors.",
+                f"{name} is written in place",
+                "work on a copy (x = x + 1 instead of x += 1), or return the new value",
+            )
 
     def _first_pass(self) -> None:
         """Find out what gets a gradient, and what these gradients look like."""
-        outputs = OutputPlan(self._checked_call(), static=True)
-        self._parameters = with_leaves_behind(
-            outputs.requiring_grad, self._parameters, self._inputs.tensors
-        )
+        values = clone_all([t.detach() for t in self._inputs.tensors])
+        outputs = OutputPlan(self._call_leaving_arguments(), static=True)
+        # Kernels outside of torch, and `x.data`, leave the version of a tensor as it is.
+        self._refuse_written([not _same_values(*p) for p in zip(self._inputs.tensors, values)])
+        self._find_leaves_behind(outputs)
         gradients = self._pull_back(outputs)
         self._check_gradients(gradients)
         self._layouts = [None if g is None else GradientLayout.of(g) for g in gradients]
+
+    def _find_leaves_behind(self, outputs: OutputPlan) -> None:
+        self._parameters = with_leaves_behind(
+            outputs.requiring_grad, self._parameters, self._inputs.tensors
+        )
 
     def _pull_back(self, outputs: OutputPlan) -> Sequence[Tensor | None]:
         """The gradients of all targets; none where nothing is differentiable."""
@@ -251,7 +260,8 @@ class CallableCapture:
         before = Bindings(self._held)
         try:
             with self._pool.capture() as captured:
-                self._outputs = OutputPlan(self._call(), static=self._static_outputs)
+                returned = self._call_leaving_arguments()
+                self._outputs = OutputPlan(returned, static=self._static_outputs)
         except CaptureError as error:
             raise self._explained(error) from error
         if rebound := before.restore():
@@ -282,6 +292,8 @@ class CallableCapture:
     def capture_backward(self) -> None:
         """Capture the gradients of the outputs with respect to inputs and parameters."""
         assert self._outputs is not None
+        if self._layouts is None:  # there was no warm-up
+            self._find_leaves_behind(self._outputs)
         outputs, targets = self._outputs.requiring_grad, self._targets()
         if outputs and targets:
             self._backward = self._captured_backward(outputs, targets)
@@ -297,9 +309,14 @@ class CallableCapture:
             refuse_parameter_hooks(self._named())
             direct = DirectGradients(self._parameters, self._gradient_buffers(self._parameters))
         to_autograd = len(positions) if direct is not None else len(targets)
-        handed = LentGradients(self._layouts[:to_autograd])
+        layouts = self._layouts
+        if layouts is None:
+            layouts = list(map(GradientLayout.of, targets))
+        handed = LentGradients(layouts[:to_autograd], assumed=self._layouts is None)
         with self._pool.capture() as captured:
             gradients = self._gradients(outputs, targets, static)
+            if self._layouts is None:
+                self._check_gradients(gradients)
             handed.capture(gradients[:to_autograd])
             if direct is not None:
                 direct.capture(gradients[to_autograd:])

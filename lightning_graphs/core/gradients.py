@@ -79,13 +79,22 @@ class LentGradients:
 
     Args:
         layouts: Of each gradient, in order; None for one that will not exist.
+        assumed: The layouts are a guess, of dense gradients for everything that may get one. Which
+            of them exist, and with which strides, is what the capture shows.
     """
 
-    def __init__(self, layouts: Sequence[GradientLayout | None]) -> None:
+    def __init__(
+        self, layouts: Sequence[GradientLayout | None], *, assumed: bool = False
+    ) -> None:
         self._memory, self._buffers = _side_by_side(layouts)
-        self._lent = [buffer for buffer in self._buffers if buffer is not None]
+        self._assumed = assumed
         self._loans = [LentMemory(memory) for memory in self._memory]
         self._lends = True
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lend the buffers that there are, which nobody holds yet."""
+        self._lent = [buffer for buffer in self._buffers if buffer is not None]
         for loan in self._loans:
             loan.settle()
 
@@ -105,6 +114,9 @@ class LentGradients:
         Raises:
             CaptureError: other gradients exist than those whose layouts were given.
         """
+        if self._assumed:
+            self._buffers = list(map(_fitted, self._buffers, gradients))
+            self._settle()
         if any(
             (g is None) is not (b is None) for g, b in zip(gradients, self._buffers, strict=True)
         ):
@@ -190,6 +202,14 @@ def _side_by_side(
             assert layout is not None
             buffers[i] = memory[-1].as_strided(layout.shape, layout.stride, start)
     return memory, buffers
+
+
+def _fitted(buffer: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """The memory of a buffer in the layout of this gradient."""
+    if buffer is None or gradient is None:
+        return None
+    layout = GradientLayout.of(gradient)
+    return buffer.as_strided(layout.shape, layout.stride, buffer.storage_offset())
 
 
 _alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much

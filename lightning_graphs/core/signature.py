@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -256,7 +257,7 @@ class _Code:
         )
 
     def compiled(self) -> Any:
-        exec(compile(self.text(), "<call plan>", "exec"), self._scope)
+        exec(_byte_code(self.text()), self._scope)
         return self._scope["match"]
 
     def modes(self, modes: Modes) -> None:
@@ -381,6 +382,12 @@ class _Code:
         if spec.dtype.is_complex or spec.dtype.is_floating_point:
             checks.append(f"not {variable}.is_neg()")
         self._require(" and ".join(checks))
+
+
+@lru_cache(maxsize=256)
+def _byte_code(text: str) -> CodeType:
+    """Equal layers have equal plans but for the constants, which are names in the text."""
+    return compile(text, "<call plan>", "exec")
 
 
 def _leaf_count(node: Node | None) -> int:

@@ -102,6 +102,18 @@ def is_compiled(module: nn.Module) -> bool:
     return optimized or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def has_compiled_anything() -> bool:
+    """Whether ``torch.compile`` has compiled code in this process, of whomever.
+
+    Nothing public counts it. Where torch lacks the counters the answer is yes.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    counters = getattr(dynamo, "counters", None)
+    return counters is None or bool(counters.get("frames"))
+
+
 def makes_own_graphs(compiled: object) -> bool:
     """Whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
 

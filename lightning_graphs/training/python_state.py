@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -104,23 +105,30 @@ class AttributeReads:
                         self._held.add(f"{name}.{key}", table.get, key)
             elif not (compiled and path):
                 exchanged.append((owner, type(owner), name))
+        paths = {id(owner): name for owner, _, name in exchanged}
+        watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
         try:
-            for owner, kind, name in exchanged:
-                object.__setattr__(owner, "__class__", self._watched(kind, name))
+            for owner, kind, _ in exchanged:
+                object.__setattr__(owner, "__class__", watched[kind])
             yield
         finally:
             for owner, kind, _ in exchanged:
                 object.__setattr__(owner, "__class__", kind)
 
-    def _watched(self, kind: type, path: str) -> type:
+    def _watched(self, kind: type, paths: Mapping[int, str]) -> type:
         own: Any = kind
         inherited, inherited_set = own.__getattribute__, own.__setattr__
         inherited_missing = own.__getattr__
+        noted: set[tuple[int, str]] = set()
 
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
-            if key not in OF_ALL_MODULES:
-                self._note(owner, kind, key, value, path)
+            place = id(owner), key
+            # A copy that the body makes has the watched class, too, and no path.
+            if key not in OF_ALL_MODULES and place not in noted and place[0] in paths:
+                self._note(owner, kind, key, value, paths[place[0]])
+                if self._on_use is None:  # which is told of every use
+                    noted.add(place)
             return value
 
         def missing(owner: Any, key: str) -> Any:
@@ -128,13 +136,14 @@ class AttributeReads:
                 return inherited_missing(owner, key)  # finds parameters, buffers and submodules
             except AttributeError:
                 asking = sys._getframe(1).f_globals.get("__name__", "")
-                if asking.partition(".")[0] not in _FRAMEWORKS:
-                    self._note_absence(owner, kind, key, path)
+                if asking.partition(".")[0] not in _FRAMEWORKS and id(owner) in paths:
+                    self._note_absence(owner, kind, key, paths[id(owner)])
                 raise
 
         def write(owner: Any, key: str, value: Any) -> None:
             assert self._on_use is not None
-            self._on_use(f"{path}.{key}", True)
+            if id(owner) in paths:
+                self._on_use(f"{paths[id(owner)]}.{key}", True)
             inherited_set(owner, key, value)
 
         watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
@@ -235,6 +244,8 @@ class Contents:
         names: set[str] = set()
         for name, container, before in self._containers:
             if isinstance(container, dict):
+                if _holds_the_same(container, before):
+                    continue
                 keys = {**before, **container}
                 names.update(f"{name}.{key}" for key in keys if _differs(container, before, key))
             elif not _same(container, before):
@@ -268,6 +279,15 @@ def _copy(container: Any) -> Any:
     if isinstance(container, dict):
         return dict(container)
     return set(container) if isinstance(container, set) else list(container)
+
+
+def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether a dict holds the very objects of before; a quick look that may say no of equals."""
+    return (
+        len(now) == len(before)
+        and all(map(is_, now.values(), before.values()))
+        and all(map(is_, now, before))
+    )
 
 
 def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
@@ -308,7 +328,8 @@ class Generators:
             found.append((name, torch.get_rng_state, torch.set_rng_state))
         for name, held in held_in(module):
             found += [(name, get, put) for get, put in self._access(held)]
-        self._states = [(name, get, put, get()) for name, get, put in found]
+        states = [(name, get, put, get()) for name, get, put in found]
+        self._states = [(*found, _comparable(found[3])) for found in states]
 
     def _access(self, held: Any) -> list[tuple[_Get, _Set]]:
         """How to read and write the state of a generator; nothing of other objects."""
@@ -326,23 +347,26 @@ class Generators:
 
     def drawn(self) -> list[str]:
         """The names of the generators that were drawn from."""
-        return [name for name, get, _, before in self._states if not _equal(get(), before)]
+        return [name for name, get, *_, before in self._states if _comparable(get()) != before]
 
     def restore(self) -> None:
         """Put the states back."""
-        for _, _, put, before in self._states:
-            put(before)
+        for _, _, put, state, _ in self._states:
+            put(state)
 
 
 _Get = Callable[[], Any]
 _Set = Callable[[Any], object]
 
 
-def _equal(now: Any, before: Any) -> bool:
-    if isinstance(now, tuple) and isinstance(now[0], int):  # hundreds of numbers, no array
-        return bool(now == before)
-    if isinstance(now, dict):
-        return all(_equal(now[key], before[key]) for key in now)
-    if isinstance(now, (tuple, list)):
-        return all(map(_equal, now, before))
-    return bool((now == before).all()) if hasattr(now, "all") else bool(now == before)
+def _comparable(state: Any) -> Any:
+    """A generator's state as something that one ``==`` compares, arrays and tensors as bytes."""
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    if hasattr(state, "tobytes"):
+        return state.tobytes()
+    if isinstance(state, dict):
+        return {key: _comparable(value) for key, value in state.items()}
+    if isinstance(state, tuple) and not isinstance(state[0], int):  # else hundreds of numbers
+        return tuple(map(_comparable, state))
+    return state

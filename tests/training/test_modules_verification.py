@@ -233,6 +233,14 @@ class Peeking(nn.Linear):
         return super().forward(x) * (1.0 + int(peeked * 64) % 4)
 
 
+class Overwriting(nn.Linear):
+    """Writes its argument so that autograd does not notice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(0.5)
+        return super().forward(x)
+
+
 def with_middle(middle: Callable[[], nn.Module], when: int = 12) -> Callable[[], Chain]:
     class Wrong(Chain):
         """The block in the middle is the wrong one; a hook moves the global once."""
@@ -266,6 +274,17 @@ def test_a_hidden_counter_is_found_at_once(backend: str, tmp_path: Path) -> None
     assert_nothing_left(captured)
     assert all("forward" not in vars(m) for m in captured.module.modules())
     assert captured.statistics.graphs == []
+
+
+def test_an_argument_that_is_written_unseen_is_found(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": with_middle(wide(Overwriting)), "validation": 0}
+    capture = verifying("blocks.*", verify="first", on_failure="eager")
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, capture=capture, **options)
+    with pytest.warns(UserWarning, match=r"args\[0\] of `blocks\.1` after the call differs"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert set(captured.statistics.modules) == {"blocks.0", "blocks.2"}
 
 
 def test_a_write_past_the_dispatcher_is_found(tmp_path: Path) -> None:

@@ -20,13 +20,17 @@ from lightning_graphs.core.lending import Source
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
+from lightning_graphs.core.torch_private import (
+    accumulation_hooks,
+    gradient_hooks,
+    has_compiled_anything,
+)
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
     ObservedCall,
-    as_observed,
+    ObservedState,
 )
 from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
 from lightning_graphs.training.outside import OutsideValues, OwnCode
@@ -114,12 +118,16 @@ def capture_calls(
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
     surroundings = _Surroundings.of(means.root)
+    # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
+    # autocast's cache, which is off.
+    warm = not has_compiled_anything()
     try:
         with capture_cost(pool.backend) as cost, surroundings.effects.watched():
             for memory, passes in groups:
                 own, order = captured.group(memory)
                 for call in dict.fromkeys(call for call, _ in passes):
-                    captures[call] = _Capture(call, replace(means, pool=own), order, surroundings)
+                    here = replace(means, pool=own)
+                    captures[call] = _Capture(call, here, order, surroundings, warm=warm)
                 for call, direction in passes:
                     if means.lends and direction == "forward":
                         captures[call].read_in_place(captures)
@@ -155,7 +163,8 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
     own = pool.beside(pool.handle)
     surroundings = _Surroundings.of(means.root)
     with surroundings.effects.watched():
-        capture = _Capture(call, replace(means, pool=own), ReplayOrder(), surroundings)
+        here = replace(means, pool=own)
+        capture = _Capture(call, here, ReplayOrder(), surroundings, warm=False)
         try:
             with capture_cost(pool.backend) as cost:
                 capture.run("forward")
@@ -203,13 +212,21 @@ class _Capture:
         means: What the capture is made with.
         order: Shared with the other calls of the step.
         surroundings: Shared by the captures of a step.
+        warm: The call has just run, as it is captured.
     """
 
     def __init__(
-        self, call: ObservedCall, means: Means, order: ReplayOrder, surroundings: _Surroundings
+        self,
+        call: ObservedCall,
+        means: Means,
+        order: ReplayOrder,
+        surroundings: _Surroundings,
+        *,
+        warm: bool,
     ) -> None:
         self._call = call
-        with as_observed(call):
+        self._state = ObservedState(call)
+        with self._state.restored():
             self._attributes = Attributes(call.module)
         self._outside = OutsideValues(call.module, surroundings.own)
         self._surroundings = surroundings
@@ -236,7 +253,8 @@ class _Capture:
                     gradient_buffers=means.gradient_buffers,
                     original=means.original(call.module),
                 )
-            capture.warm_up(1)
+            if not warm:
+                capture.warm_up(1)
             return capture
 
         started = perf_counter()
@@ -295,7 +313,7 @@ class _Capture:
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
-        with as_observed(self._call):
+        with self._state.restored():
             graphed = self.passes.finish()
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
@@ -307,7 +325,7 @@ class _Capture:
         call = self._call
         try:
             # Leaving inference mode turns autograd on, whatever it was.
-            with torch.inference_mode(False), as_observed(call):
+            with torch.inference_mode(False), self._state.restored():
                 return self._unchanged(run)
         except GraphError as error:
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error

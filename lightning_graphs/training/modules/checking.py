@@ -17,7 +17,7 @@ from lightning_graphs.core.tree import flatten, substitute
 from lightning_graphs.errors import GraphError, ReplayError, VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory
 from lightning_graphs.training.differences import Result, Tolerance
-from lightning_graphs.training.modules.observation import ObservedCall, as_observed
+from lightning_graphs.training.modules.observation import ObservedCall, ObservedState
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.python_state import Attributes, Generators
@@ -206,7 +206,8 @@ class _CallRun:
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
-        with torch.inference_mode(False), as_observed(call), without_hooks(self._parameters):
+        state = ObservedState(call)
+        with torch.inference_mode(False), state.restored(), without_hooks(self._parameters):
             with torch.autocast(
                 device_type,
                 dtype=call.autocast,
@@ -227,6 +228,9 @@ class _CallRun:
             for name, leaf in leaves
         ]
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
+        # Kernels outside of torch, and `x.data`, write an argument unseen.
+        pairs = zip(self._names, tensors, strict=True)
+        found += [Result(f"{name} {module} after the call", t.detach()) for name, t in pairs]
         return found + gradients
 
     def _pull_back(

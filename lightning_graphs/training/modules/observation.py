@@ -290,24 +290,35 @@ def _accumulates(leaf: Node) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def as_observed(call: ObservedCall) -> Iterator[None]:
-    """Let a module be in the state in which the observed call found it.
+class ObservedState:
+    """The state of a module in which an observed call found it.
 
     Grad mode, train/eval flags and ``requires_grad`` of its parameters count.
+
+    Args:
+        call: The observed call.
     """
-    modules = list(call.module.modules())
-    parameters = list(call.module.parameters())
-    flags = [m.training for m in modules]
-    required = [p.requires_grad for p in parameters]
-    _set_flags(modules, call.training)
-    _set_requires_grad(parameters, [p not in call.frozen for p in parameters])
-    try:
-        with torch.set_grad_enabled(call.grad_enabled):
-            yield
-    finally:
-        _set_flags(modules, flags)
-        _set_requires_grad(parameters, required)
+
+    def __init__(self, call: ObservedCall) -> None:
+        self._grad_enabled = call.grad_enabled
+        self._modules = list(call.module.modules())
+        self._training = call.training
+        self._parameters = list(call.module.parameters())
+        self._required = [p not in call.frozen for p in self._parameters]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the module be in that state while the body runs."""
+        flags = [m.training for m in self._modules]
+        required = [p.requires_grad for p in self._parameters]
+        _set_flags(self._modules, self._training)
+        _set_requires_grad(self._parameters, self._required)
+        try:
+            with torch.set_grad_enabled(self._grad_enabled):
+                yield
+        finally:
+            _set_flags(self._modules, flags)
+            _set_requires_grad(self._parameters, required)
 
 
 def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
