@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.generators import same_random_numbers
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
@@ -158,7 +158,7 @@ class CallableCapture:
         backend = self._pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
-        with _same_random_numbers(self._inputs.tensors), backend.side_stream():
+        with same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
                 self._first_pass()
                 for _ in range(iterations - 1):
@@ -192,7 +192,8 @@ class CallableCapture:
         values = clone_all([t.detach() for t in self._inputs.tensors])
         outputs = OutputPlan(self._call_leaving_arguments(), static=True)
         # Kernels outside of torch, and `x.data`, leave the version of a tensor as it is.
-        self._refuse_written([not _same_values(*p) for p in zip(self._inputs.tensors, values)])
+        pairs = zip(self._inputs.tensors, values, strict=True)
+        self._refuse_written([not _same_values(*pair) for pair in pairs])
         self._find_leaves_behind(outputs)
         gradients = self._pull_back(outputs)
         self._check_gradients(gradients)
@@ -278,7 +279,7 @@ class CallableCapture:
         """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
         if self._pool.backend.name == "emulated":
             return error
-        with _same_random_numbers(self._inputs.tensors):
+        with same_random_numbers(self._inputs.tensors):
             state = StateSnapshot(self._held.state())
             try:
                 with Recorder():
@@ -392,13 +393,3 @@ def _same_values(tensor: Tensor, before: Tensor) -> bool:
     """Whether all elements are equal, NaN counted as equal to NaN."""
     now = tensor.detach()
     return bool(((now == before) | ((now != now) & (before != before))).all())
-
-
-@contextlib.contextmanager
-def _same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
-    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    if torch.cuda.is_available() and not devices:
-        devices = [torch.cuda.current_device()]
-    with torch.random.fork_rng(devices):
-        yield

@@ -1,4 +1,4 @@
-"""Random generators around operators: one that draws, and one that the code itself has set."""
+"""Random generators around operators: watched while these run, and put back after them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,13 @@ class GeneratorWatch:
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
+
+
+@contextlib.contextmanager
+def same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    if torch.cuda.is_available() and not devices:
+        devices = [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices):
+        yield

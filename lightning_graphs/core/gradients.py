@@ -83,9 +83,7 @@ class LentGradients:
             of them exist, and with which strides, is what the capture shows.
     """
 
-    def __init__(
-        self, layouts: Sequence[GradientLayout | None], *, assumed: bool = False
-    ) -> None:
+    def __init__(self, layouts: Sequence[GradientLayout | None], *, assumed: bool = False) -> None:
         self._memory, self._buffers = _side_by_side(layouts)
         self._assumed = assumed
         self._loans = [LentMemory(memory) for memory in self._memory]
@@ -125,8 +123,7 @@ class LentGradients:
                 "an input or parameter got a gradient in only one of the two",
                 "leave the choice of what is computed to constants of the call",
             )
-        if self._lent:
-            torch._foreach_copy_(self._lent, [g for g in gradients if g is not None])
+        _write(self._lent, [g for g in gradients if g is not None])
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
         """Run the backward graph; the gradients, in the order of their layouts."""
@@ -204,6 +201,54 @@ def _side_by_side(
     return memory, buffers
 
 
+def _write(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copy gradients to their buffers, as part of a capture: one launch for each device and dtype.
+
+    torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
+    few then take 13 us (H200), however small they are. So they are cut into pieces, as many as one
+    launch takes, that all multiprocessors share in; and a single one is left to the plain kernel.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if buffer.stride() == gradient.stride() and _is_dense(buffer):
+            pair = _flat(buffer), _flat(gradient.detach())
+            kinds.setdefault((buffer.device, buffer.dtype), []).append(pair)
+        else:  # one such pair would have all others copied one by one, too
+            buffer.copy_(gradient)
+    for pairs in kinds.values():
+        if len(pairs) == 1:
+            pairs[0][0].copy_(pairs[0][1])
+            continue
+        total = sum(target.numel() for target, _ in pairs)
+        size = max(_LEAST_PIECE, -(-total // max(_PIECES - len(pairs), _PIECES // 4)))
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(_pieces(targets, size), _pieces(sources, size))
+
+
+_PIECES = 64  # pairs of tensors in a launch of torch's fused copy
+_LEAST_PIECE = 2048  # elements; 512 threads handle four each at a time
+
+
+def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    return [piece for tensor in tensors for piece in tensor.split(size)]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without overlaps and gaps."""
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != dense:
+                return False
+            dense *= size
+    return True
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of their memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _fitted(buffer: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     """The memory of a buffer in the layout of this gradient."""
     if buffer is None or gradient is None:
@@ -252,8 +297,7 @@ class DirectGradients:
         self._parameters = [self._parameters[i] for i in used]
         self._buffers = [self._buffers[i] for i in used]
         self._nothing = [None] * len(used)
-        if used:
-            torch._foreach_copy_(self._buffers, [g for g in gradients if g is not None])
+        _write(self._buffers, [g for g in gradients if g is not None])
 
     def refuse_hooks(self) -> None:
         """Refuse to go on where a hook would be skipped.

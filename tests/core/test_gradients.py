@@ -228,3 +228,52 @@ def test_another_set_of_gradients_is_refused(device: torch.device) -> None:
     gradients = LentGradients([GradientLayout.of(torch.empty(2, device=device)), None])
     with pytest.raises(CaptureError, match="what its warm-up computed"):
         gradients.capture([None, torch.ones(2, device=device)])
+
+
+def _of_many_layouts(device: torch.device) -> list[Tensor]:
+    drawn = [
+        torch.randn(5, 7),
+        torch.randn(7, 5).t(),
+        torch.randn(100_003),  # some pieces, and a rest
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(3).double(),
+        torch.tensor(2.0),
+        torch.randn(0, 3),
+        torch.randn(6, 4)[:, :2],
+        torch.randn(1, 8),
+    ]
+    return [tensor.to(device) for tensor in drawn]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_gradients_of_every_layout_are_written_bit_by_bit(
+    device: torch.device, together: bool
+) -> None:
+    gradients = _of_many_layouts(device)
+    parameters = [nn.Parameter(torch.full_like(g, 9.0)) for g in gradients]
+    parameters[0] = nn.Parameter(torch.full((7, 5), 9.0, device=device).t())  # strides differ
+    sets = [list(range(len(gradients)))] if together else [[i] for i in range(len(gradients))]
+    for chosen in sets:
+        buffers = new_buffers([parameters[i] for i in chosen])
+        direct = DirectGradients([parameters[i] for i in chosen], buffers)
+        direct.capture([gradients[i] for i in chosen])
+        for i, buffer in zip(chosen, buffers, strict=True):
+            assert buffer.stride() == parameters[i].data.clone().stride()
+            assert torch.equal(buffer, gradients[i])
+
+
+def test_assumed_layouts_become_those_of_the_capture(device: torch.device) -> None:
+    """Without a warm-up nobody knows which gradients exist, and with which strides."""
+    assumed = [GradientLayout.of(torch.empty(3, 2, device=device)) for _ in range(2)]
+    gradients = LentGradients(assumed, assumed=True)
+    value = torch.arange(6.0, device=device).view(2, 3).t()
+    gradients.capture([None, value])
+    for _ in range(2):
+        nothing, lent = gradients.replay(lambda: None)
+        assert nothing is None
+        assert lent is not None
+        assert lent.stride() == (1, 3)
+        assert torch.equal(lent, value)
+        assert gradients.buffers[0] is None
+        del lent
+    assert not gradients.is_kept
