@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT, environment
 
 
 def _run(*arguments: str) -> str:
     """What ``benchmarks/core.py`` prints on a machine without a GPU."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "core.py"), *arguments],
-        env=environment,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
         capture_output=True,
         text=True,
         check=False,

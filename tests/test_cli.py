@@ -20,8 +20,7 @@ from lightning_graphs import cli
 from lightning_graphs.core import driver
 from lightning_graphs.errors import UnsupportedError
 from lightning_graphs.reporting import Report
-
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT, environment
 
 TRAIN = """
 import torch
@@ -118,10 +117,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def run(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "lightning_graphs", *map(str, arguments)],
-        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+        cwd=cwd, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -373,7 +371,7 @@ class TestCommandLine:
         os.close(reader)
         done = subprocess.run(
             [sys.executable, "-m", "lightning_graphs", "env"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path, env=environment(),
             stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
         os.close(writer)

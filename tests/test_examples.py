@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import runpy
 import subprocess
 import sys
@@ -16,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from tests.processes import ROOT, environment
+
 for library in ("jsonargparse", "peft", "sklearn", "tokenizers", "transformers"):
     pytest.importorskip(library)
 
 Example = Callable[[str], ModuleType]
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = (
     "capture_training_step",
@@ -44,7 +44,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "HF_HUB_OFFLINE": "1"},
+        env=environment(COLUMNS="100", HF_HUB_OFFLINE="1"),
         capture_output=True,
         text=True,
         check=False,

@@ -220,13 +220,13 @@ def _write(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
             pairs[0][0].copy_(pairs[0][1])
             continue
         total = sum(target.numel() for target, _ in pairs)
-        size = max(_LEAST_PIECE, -(-total // max(_PIECES - len(pairs), _PIECES // 4)))
+        size = total // max(_PIECES - len(pairs), _PIECES // 4) // _GRAIN * _GRAIN + _GRAIN
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(_pieces(targets, size), _pieces(sources, size))
 
 
 _PIECES = 64  # pairs of tensors in a launch of torch's fused copy
-_LEAST_PIECE = 2048  # elements; 512 threads handle four each at a time
+_GRAIN = 2048  # elements: 512 threads copy four each at a time, where a piece begins aligned
 
 
 def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:

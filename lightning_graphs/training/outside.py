@@ -113,13 +113,13 @@ class OutsideValues:
         return [place for place in places if place.is_changed()]
 
 
-def read_by_step(
-    module: LightningModule, own: OwnCode
+def values_named_by(
+    module: nn.Module, own: OwnCode
 ) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
-    """Global and enclosing variables with values that the code of a step names.
+    """Global and enclosing variables with values that the code of a module's calls names.
 
-    That is ``training_step``, the forwards of submodules, and the author's functions and methods
-    that these name; hooks are not among them.
+    That is ``training_step``, where there is one, the forwards of the module and its submodules,
+    and the author's functions and methods that these name; hooks are not among them.
 
     Args:
         module: The module.
@@ -128,7 +128,7 @@ def read_by_step(
     Returns:
         The name of each, and what to call with which key for its value.
     """
-    for place in _Search(module, own, of_step=True).places.values():
+    for place in _Search(module, own, of_calls=True).places.values():
         if is_plain(place.before) or isinstance(place.before, _CONTAINERS):
             if isinstance(place.owner, dict):
                 yield place.name, place.owner.get, place.key
@@ -183,10 +183,10 @@ class _Search:
     Args:
         module: The module.
         own: Tells the author's code from others'.
-        of_step: Begin with training_step and the forwards, and not with every method.
+        of_calls: Begin with training_step and the forwards, and not with every method.
     """
 
-    def __init__(self, module: nn.Module, own: OwnCode, *, of_step: bool = False) -> None:
+    def __init__(self, module: nn.Module, own: OwnCode, *, of_calls: bool = False) -> None:
         self.places: dict[tuple[int, str], _Place] = {}
         self.classes: dict[type, None] = {}
         self._own = own
@@ -198,9 +198,9 @@ class _Search:
         self._methods: list[type] = []
         self._follow(getattr(module, "training_step", None))
         kinds = {base for child in module.modules() for base in type(child).__mro__}
-        self._methods = [k for k in kinds if own.has_module(k.__module__)] if of_step else []
+        self._methods = [k for k in kinds if own.has_module(k.__module__)] if of_calls else []
         for kind in kinds:
-            self._follow(vars(kind).get("forward") if of_step else kind)
+            self._follow(vars(kind).get("forward") if of_calls else kind)
         while self._pending:
             self._read(self._pending.popleft())
 

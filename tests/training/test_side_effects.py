@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_graphs.training.outside import OwnCode
 from lightning_graphs.training.side_effects import nothing_done_outside
@@ -271,6 +272,41 @@ def test_globals_that_hooks_change_are_conditions(backend: str, tmp_path: Path) 
     for graphs in (False, True):
         COUNT, SCALE, SETTINGS["weights"] = 0, 1.0, [1.0, 2.0]
         options: dict[str, Any] = {"module": ReadingGlobals, "capture": {"scope": "step"}}
+        fits.append(prepare(backend, tmp_path, graphs, **options).run())
+    compare(*fits)
+    changes = fits[1].statistics.recaptures
+    assert [change.partition(":")[0] for change in changes] == ["SCALE", "SETTINGS['weights'][1]"]
+
+
+class BlockReadingGlobals(nn.Module):
+    """A graphed submodule that reads a global, and one through a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return scaled(self.linear(x)) * SETTINGS["weights"][1]
+
+
+class WithReadingBlock(ReadingGlobals):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = BlockReadingGlobals()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.block(batch["x"])})
+
+
+def test_globals_that_a_graphed_submodule_reads_are_conditions(
+    backend: str, tmp_path: Path
+) -> None:
+    global COUNT, SCALE
+    fits = []
+    for graphs in (False, True):
+        COUNT, SCALE, SETTINGS["weights"] = 0, 1.0, [1.0, 2.0]
+        options: dict[str, Any] = {"module": WithReadingBlock}
+        options["capture"] = {"scope": "modules", "modules": ["block"], "verify": "off"}
         fits.append(prepare(backend, tmp_path, graphs, **options).run())
     compare(*fits)
     changes = fits[1].statistics.recaptures

@@ -75,6 +75,7 @@ class Means:
 
     Attributes:
         root: The user's module.
+        own: Tells its author's code from others'.
         pool: Whose memory, stream and backend the graphs use.
         gradient_buffers: Where parameter gradients go.
         original: Gives a module's own forward.
@@ -84,6 +85,7 @@ class Means:
     """
 
     root: LightningModule
+    own: OwnCode
     pool: GraphPool
     gradient_buffers: GradientBuffers
     original: OriginalForward
@@ -117,7 +119,7 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
-    surroundings = _Surroundings.of(means.root)
+    surroundings = _Surroundings.of(means)
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
     warm = not has_compiled_anything()
@@ -161,7 +163,7 @@ def capture_alone(call: ObservedCall, means: Means) -> Site:
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    surroundings = _Surroundings.of(means.root)
+    surroundings = _Surroundings.of(means)
     with surroundings.effects.watched():
         here = replace(means, pool=own)
         capture = _Capture(call, here, ReplayOrder(), surroundings, warm=False)
@@ -199,9 +201,9 @@ class _Surroundings(NamedTuple):
     effects: SideEffects
 
     @classmethod
-    def of(cls, root: LightningModule) -> _Surroundings:
-        own = OwnCode(root)
-        return cls(Generators(root), own, SideEffects(root.trainer, own))
+    def of(cls, means: Means) -> _Surroundings:
+        effects = SideEffects(means.root.trainer, means.own)
+        return cls(Generators(means.root), means.own, effects)
 
 
 class _Capture:

@@ -164,9 +164,9 @@ class GraphedForward:
             signature, _ = Signature.of(args, kwargs, modes=modes, extra=extra)
             if not self._without_autograd.is_due(signature):
                 return None
-            baked = Baked(stage.means.root)
+            baked = Baked(stage.means.root, stage.means.own)
             try:
-                with baked.watched():
+                with baked.watched([self._module]):
                     site = capture_alone(call, stage.means)
                 self._verify(site)
             except (CallRefused, CallDiffers):

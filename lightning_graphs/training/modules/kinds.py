@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
 from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.torch_private import (
+    accumulation_hooks,
+    gradient_hooks,
+    hooks_registered,
+)
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Flags(NamedTuple):
@@ -24,6 +35,34 @@ class Flags(NamedTuple):
     requires_grad: tuple[bool, ...]
     hooked: tuple[bool, ...]
     products: str
+
+
+class FlagsReader:
+    """Reads the flags before each step.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+        self._hooked: tuple[bool, ...] = ()
+        self._hooks_looked_at = -1
+
+    def now(self) -> Flags:
+        """The flags as they are."""
+        training = tuple([m.training for m in self._modules])
+        required = tuple(map(_REQUIRES_GRAD, self._parameters))
+        return Flags(training, required, self._hooks(), torch.get_float32_matmul_precision())
+
+    def _hooks(self) -> tuple[bool, ...]:
+        number = hooks_registered()
+        if self._hooked or number != self._hooks_looked_at:
+            self._hooks_looked_at = number
+            found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self._parameters]
+            self._hooked = tuple(found) if any(found) else ()
+        return self._hooked
 
 
 class StepKind(NamedTuple):

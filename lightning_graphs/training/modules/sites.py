@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_graphs.core.torch_private import hook_tables
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
+from lightning_graphs.training.outside import OwnCode, values_named_by
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
@@ -40,23 +41,29 @@ class CallRefused(CaptureError):
 
 
 class Baked:
-    """The attributes of modules that a capture has read, and that its graphs therefore contain.
+    """What of Python's values a capture has read, and its graphs therefore contain.
+
+    Those are attributes of modules, and global and enclosing variables.
 
     Args:
         root: The user's module.
+        own: Tells its author's code from others'.
 
     Attributes:
         values: Their names and values at capture.
     """
 
-    def __init__(self, root: LightningModule) -> None:
+    def __init__(self, root: LightningModule, own: OwnCode) -> None:
         self._root = root
+        self._own = own
         self._reads = AttributeReads()
         self.values: tuple[tuple[str, Any], ...] = ()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note what the body, a capture, reads."""
+    def watched(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Note what the body, a capture of these modules, reads."""
+        for value in values_named_by(nn.ModuleList(modules), self._own):
+            self._reads.add(*value)
         with self._reads.watching(self._root):
             yield
         self.values = self.now()

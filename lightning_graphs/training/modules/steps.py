@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
@@ -28,7 +25,7 @@ from lightning_graphs.training.modules.dispatch import (
 )
 from lightning_graphs.training.modules.foresight import Foresight
 from lightning_graphs.training.modules.kinds import (
-    Flags,
+    FlagsReader,
     Search,
     StepKind,
     StepOfModules,
@@ -39,10 +36,9 @@ from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.notices import RareSteps
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.outside import OwnCode
 from lightning_graphs.training.statistics import Statistics
 
-_TRAINING = attrgetter("training")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 _MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _SEARCH = 16
 """How many steps, for each sighting before a capture, are observed in search of another one."""
@@ -84,15 +80,15 @@ class ModuleGraphs:
         self.watches_requests = not foresight.asks_for_gradients
         self._patience = _PATIENCE if foresight.differentiates_again else 0
         direct = self.watches_requests
-        self._means = Means(module, pool, gradients.of, original_forward, direct=direct)
+        own = OwnCode(module)
+        self._means = Means(module, own, pool, gradients.of, original_forward, direct=direct)
         self._checks = CallChecks(schedule)
         self.stage = Stage(options, replace(self._means, pool=apart), statistics, self._checks)
         self._options = options
         self._device_type = pool.backend.device_type
         self._statistics = statistics
         self._choice = Choice(module, options)
-        self._modules = list(module.modules())
-        self._parameters = list(module.parameters())
+        self._flags = FlagsReader(module)
         self._forwards: dict[nn.Module, GraphedForward] = {}
         self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
             options.max_graphs, options.capture_after, self._release
@@ -174,19 +170,10 @@ class ModuleGraphs:
         for forward in self._forwards.values():
             forward.begin(())
 
-    def _flags(self) -> Flags:
-        parameters = self._parameters
-        hooked: tuple[bool, ...] = ()
-        if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
-            hooked = tuple(bool(gradient_hooks(p) or accumulation_hooks(p)) for p in parameters)
-        training = tuple(map(_TRAINING, self._modules))
-        required = tuple(map(_REQUIRES_GRAD, parameters))
-        return Flags(training, required, hooked, torch.get_float32_matmul_precision())
-
     def _step_of(self, args: tuple[Any, ...]) -> StepOfModules | None:
         """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
         batch = args[:1]
-        flags = self._flags()
+        flags = self._flags.now()
         step = self._last
         if step is None or not step.fits(batch, flags):
             step = next((s for s in self._cache.plans() if s.fits(batch, flags)), None)
@@ -303,10 +290,10 @@ class ModuleGraphs:
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
     ) -> StepOfModules | None:
         captured = None
-        baked = Baked(self._means.root)
+        baked = Baked(self._means.root, self._means.own)
         while calls and captured is None:
             try:
-                with baked.watched():
+                with baked.watched({call.module for call in calls}):
                     found = capture_calls(calls, observation, self._means)
                 captured = self._verified(found)
             except (CallRefused, CallDiffers) as error:
