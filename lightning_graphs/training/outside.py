@@ -128,7 +128,11 @@ def values_named_by(
     Returns:
         The name of each, and what to call with which key for its value.
     """
-    for place in _Search(module, own, of_calls=True).places.values():
+    search = _Search(module, own, of_calls=True)
+    for function in search.functions():
+        for key in vars(function):
+            yield f"{function.__name__}.{key}", vars(function).get, key
+    for place in search.places.values():
         if is_plain(place.before) or isinstance(place.before, _CONTAINERS):
             if isinstance(place.owner, dict):
                 yield place.name, place.owner.get, place.key
@@ -208,6 +212,7 @@ class _Search:
         """Name and value of the containers and objects in what was found, levels deep."""
         seen = set(self._modules)
         values = [(place.name, place.before) for place in self.places.values()]
+        values += [(function.__name__, vars(function)) for function in self.functions()]
         values += [
             (f"{kind.__name__}.{key}", value)
             for kind in self.classes
@@ -216,6 +221,15 @@ class _Search:
         ]
         for name, value in values:
             yield from held_in_value(name, value, seen)
+
+    def functions(self) -> Iterator[FunctionType]:
+        """The author's functions that were found and have attributes, other than wrappers' own."""
+        for function in self._seen:
+            if vars(function) and "__wrapped__" not in vars(function) and self._is_own(function):
+                yield function
+
+    def _is_own(self, function: FunctionType) -> bool:
+        return self._own.has(function.__code__.co_filename, function.__module__ or "")
 
     def _follow(self, value: Any) -> None:
         """Look into a function or a class, where it is the author's own."""
@@ -234,9 +248,9 @@ class _Search:
                 self._follow(getattr(function, "__wrapped__", None))
 
     def _read(self, function: FunctionType) -> None:
-        code = function.__code__
-        if not self._own.has(code.co_filename, function.__module__ or ""):
+        if not self._is_own(function):
             return
+        code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":  # of super()
                 self._add(_Place.of(name, cell, "cell_contents"))

@@ -45,8 +45,15 @@ _CALLS = (
     (logging.Logger, "handle", "a logger of Python"),
     (LightningModule, "print", "self.print"),
 )
+_CALLS_OF_LIBRARIES = (
+    ("rich.console", "Console.print"),
+    ("rich.console", "Console.log"),
+    ("wandb", "log"),
+    ("mlflow", "log_metric"),
+    ("mlflow", "log_metrics"),
+)
 _LOGGERS = ("logger", "loggers")
-_PASSING_ON = ("logging", "pathlib", "lightning_utilities")
+_PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log for whoever calls them."""
 
 _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
@@ -136,10 +143,25 @@ def effects_watched(
                 on_effect(what, CallSite(code.co_filename, frame.f_lineno, code.co_name))
 
     with contextlib.ExitStack() as stack:
-        for owner, name, what in _CALLS:
+        for owner, name, what in (*_CALLS, *_present()):
             stack.enter_context(_call_watched(owner, name, what, used))
         stack.enter_context(_loggers_watched(trainer, used))
         yield
+
+
+def _present() -> Iterator[tuple[Any, str, str]]:
+    """What there is at present of the standard streams and of the calls of libraries."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if hasattr(stream, "__dict__"):  # a program without a console has none
+            yield stream, "write", f"sys.{name}.write"
+    for module, path in _CALLS_OF_LIBRARIES:
+        *outer, name = path.split(".")
+        owner: Any = sys.modules.get(module)
+        for part in outer:
+            owner = getattr(owner, part, None)
+        if hasattr(owner, name):
+            yield owner, name, f"{module}.{path}"
 
 
 _Used = Callable[[str, FrameType | None], None]
@@ -157,11 +179,15 @@ def _call_watched(owner: Any, name: str, what: str, used: _Used) -> Iterator[Non
         used(what, frame)
         return original(*args, **kwargs)
 
+    is_own = name in vars(owner)
     setattr(owner, name, watched)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 def _passes_on(module_name: str) -> bool:

@@ -6,12 +6,14 @@ import collections
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rich
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
@@ -50,6 +52,18 @@ class PrintingBehindAnExcept(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with contextlib.suppress(Exception):
             print("a step")
+        return self.loss(batch)
+
+
+class WritingToTheConsole(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sys.stdout.write("a step\n")
+        return self.loss(batch)
+
+
+class PrintingByRich(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rich.print("a step")
         return self.loss(batch)
 
 
@@ -120,6 +134,9 @@ def note(size: int) -> None:
     COUNTS["sizes"].append(size)
 
 
+note.calls = 0
+
+
 def noting(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def noted(self: Any, batch: Any, batch_idx: int) -> Any:
@@ -132,6 +149,12 @@ def noting(step: Callable[..., Any]) -> Callable[..., Any]:
 class AppendingInADecorator(Net):
     @noting
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class CountingInAFunction(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        note.calls += 1
         return self.loss(batch)
 
 
@@ -211,6 +234,8 @@ REFUSED = [
     (PrintingByLightning, "self.print is used at .* in training_step"),
     (PrintingInAHelper, "print is used at .* in loss"),
     (PrintingBehindAnExcept, "print is used at .* in training_step"),
+    (WritingToTheConsole, "sys.stdout.write is used at .* in training_step: sys"),
+    (PrintingByRich, "rich.console.Console.print is used at .* in training_step: rich"),
     (LoggingOfPython, "a logger of Python is used at .* in training_step"),
     (LoggingOnRankZero, "a logger of Python is used at .* in training_step"),
     (Writing, "open is used at .* in training_step"),
@@ -222,6 +247,7 @@ REFUSED = [
     (Appending, "training_step changes STEPS, named at .* in training_step: STEPS.append"),
     (AppendingInAComprehension, "training_step changes STEPS"),
     (AppendingInADecorator, r"changes COUNTS\['sizes'\], named at .* in note: COUNTS"),
+    (CountingInAFunction, "training_step changes note.calls, named at .* in training_step: note"),
     (AddingToAnObject, "changes BOARD.seen, named at .* in training_step: BOARD.seen.add"),
     (Counting, "training_step changes counter, named at .* in training_step: counter "),
     (Keeping, "training_step changes LAST, named at .* in training_step: LAST ="),
@@ -247,7 +273,7 @@ class Effects:
         COUNTS.pop("sizes", None)
         COUNTS.get("enclosed", []).clear()
         BOARD.seen = set()
-        CountingInTheClass.calls = CountingInTheNamedClass.calls = 0
+        CountingInTheClass.calls = CountingInTheNamedClass.calls = note.calls = 0
         AppendingToTheClass.sizes.clear()
         self._caplog.clear()
         self._capsys.readouterr()
@@ -261,7 +287,7 @@ class Effects:
             "rows": fit.csv,
             "stored": [
                 [*STEPS], {k: [*v] for k, v in COUNTS.items()}, sorted(BOARD.seen), counter,
-                None if LAST is None else LAST.item(), CountingInTheClass.calls,
+                note.calls, None if LAST is None else LAST.item(), CountingInTheClass.calls,
                 CountingInTheNamedClass.calls, [*AppendingToTheClass.sizes],
             ],
         }  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -239,6 +240,36 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     side_effects.counter, side_effects.LAST = 0, None
 
 
+class Tracking(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        import wandb  # type: ignore[import-not-found]
+
+        wandb.log({"samples": len(batch["x"])})
+        return self.loss(batch)
+
+
+def test_a_tracker_that_is_called_by_itself_is_refused(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker: Any = ModuleType("wandb")
+    rows: list[dict[str, int]] = []
+    tracker.log = rows.append
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    found = []
+    for graphs in (False, True):
+        fit = prepare(backend, tmp_path, graphs, module=Tracking, capture={"on_failure": "eager"})
+        with pytest.warns(UserWarning, match="wandb") if graphs else contextlib.nullcontext():
+            fit.run()
+        found.append((fit, rows.copy()))
+        rows.clear()
+    (eager, expected), (captured, seen) = found
+    compare(eager, captured, replayed=False)
+    assert seen == expected
+    assert len(expected) > 0
+    assert any("wandb.log is used at" in line for line in captured.statistics.fallbacks)
+    assert tracker.log == rows.append
+
+
 SCALE = 1.0
 SETTINGS = {"weights": [1.0, 2.0]}
 COUNT = 0
@@ -311,6 +342,29 @@ def test_globals_that_a_graphed_submodule_reads_are_conditions(
     compare(*fits)
     changes = fits[1].statistics.recaptures
     assert [change.partition(":")[0] for change in changes] == ["SCALE", "SETTINGS['weights'][1]"]
+
+
+def weighted(loss: Any) -> Any:
+    return loss * weighted.weight
+
+
+class ReadingAFunction(Net):
+    """A hook changes an attribute of a function that the step calls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return weighted(self.loss(batch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        weighted.weight = 1.0 + (self.trainer.global_step >= 12)
+
+
+def test_an_attribute_of_a_function_is_a_condition(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": ReadingAFunction, "capture": {"scope": "step"}}
+    _, captured = fits = [
+        prepare(backend, tmp_path, graphs, **options).run() for graphs in (False, True)
+    ]
+    compare(*fits)
+    assert captured.statistics.recaptures == ["weighted.weight: 1.0 -> 2.0"]
 
 
 def closing_over() -> Net:
