@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,34 @@ class Rebuilding(Callback):
             self.capture_ms.append((time.perf_counter() - self._started) * 1e3)
 
 
+class HostReads(Callback):
+    """Finds the lines of one step, before the timed ones, that wait for the GPU.
+
+    Code between the blocks runs as it is. Where it reads a value, the CPU cannot run ahead.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._watch = ExitStack()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == step.WARMUP - 2:
+            self._warnings = self._watch.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            self._watch.callback(torch.cuda.set_sync_debug_mode, "default")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == step.WARMUP - 2:
+            self._watch.close()
+            reads = [w for w in self._warnings if "synchronizing CUDA operation" in str(w.message)]
+            self.lines = [f"{Path(read.filename).name}:{read.lineno}" for read in reads]
+
+
 def measure(row: str) -> dict[str, Any]:
     """All fits of one row."""
     chosen = {"scope": "modules", "modules": [BLOCKS[row]], "on_failure": "raise"}
@@ -123,7 +153,8 @@ def measure(row: str) -> dict[str, Any]:
     whole = step.fit(row, GraphCapture(scope="step", on_failure="raise"))
     torchs = TorchsGraphs(BLOCKS[row])
     theirs = step.fit(row, callbacks=[torchs])
-    modules = step.fit(row, GraphCapture(**chosen))
+    reads = HostReads()
+    modules = step.fit(row, GraphCapture(**chosen), callbacks=[reads])
     two_shapes = GraphCapture(**chosen, verify="off")  # what is timed is the capture
     rebuilding = Rebuilding(two_shapes)
     step.fit(row, two_shapes, callbacks=[rebuilding], signatures=2)
@@ -136,6 +167,7 @@ def measure(row: str) -> dict[str, Any]:
         "torch_ms": theirs["ms"],
         "ratio": modules["ms"] / whole["floor"],
         "to_torch": modules["ms"] / theirs["ms"],
+        "host_reads": reads.lines,
         "captures": two_shapes.statistics.captures,
         "new_shape_ms": [ms - modules["ms"] for ms in rebuilding.capture_ms],
         "torch_capture_ms": torchs.capture_ms,
@@ -172,6 +204,7 @@ def main() -> None:
             f"to torch's {result['to_torch']:.3f} {_verdict(result['to_torch'], TORCH_LIMIT)}; "
             f"new shapes cost {[round(ms) for ms in new]} ms, torch's function {torchs:.0f} ms; "
             f"ratio {min(new) / torchs:.2f} {_verdict(min(new) / torchs, NEW_SHAPE_LIMIT)}; "
+            f"host reads in a step: {', '.join(result['host_reads']) or 'none'}; "
             f"largest loss difference {result['largest_loss_difference']:.1e}, "
             f"torch's {result['torch_loss_difference']:.1e}",
             flush=True,
