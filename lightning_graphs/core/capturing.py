@@ -21,15 +21,11 @@ from lightning_graphs.core.gradients import (
     refuse_parameter_hooks,
 )
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.graphed import (
-    BackwardPass,
-    GraphedCallable,
-    original_of,
-    refuse_unfit_state,
-)
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.held import (
     Bindings,
     Held,
+    leaves_behind,
     trainable_parameters,
     with_leaves_behind,
 )
@@ -38,6 +34,12 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
+from lightning_graphs.core.refusals import (
+    original_of,
+    refuse_unfit_state,
+    refuse_written_arguments,
+    same_values,
+)
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.torch_private import (
     clone_all,
@@ -150,17 +152,25 @@ class CallableCapture:
         """
         self._lenders = dict(gradients)
 
-    def warm_up(self, iterations: int) -> None:
-        """Run forward and backward on a side stream, leaving no trace in state or generators.
+    def warm_up(self, iterations: int, *, backward: bool = True) -> None:
+        """Run it on a side stream, leaving no trace in state or generators.
 
-        A call that has just run like this, on the stream of the captures, needs none.
+        It must run once: what its code keeps in caches of its own (``functools.lru_cache``) holds
+        values then, and not memory of a capture, where nothing is ever computed.
+
+        Args:
+            iterations: How often.
+            backward: Run the backward pass as well. Where it has just run, as in the step that
+                was observed, which gradients there are is found by the capture.
         """
         backend = self._pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
         with same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
-                self._first_pass()
+                outputs = self._first_call()
+                if backward:
+                    self._find_gradients(outputs)
                 for _ in range(iterations - 1):
                     self._pull_back(OutputPlan(self._call(), static=True))
             finally:
@@ -173,36 +183,26 @@ class CallableCapture:
         tensors = self._inputs.tensors
         versions = list(map(version_of, tensors))
         returned = self._call()
-        self._refuse_written([version_of(t) != v for t, v in zip(tensors, versions, strict=True)])
+        written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
+        refuse_written_arguments(self._plan.signature.tensor_names, written)
         return returned
 
-    def _refuse_written(self, written: Sequence[bool]) -> None:
-        names = self._plan.signature.tensor_names
-        name = next((n for n, is_written in zip(names, written, strict=True) if is_written), None)
-        if name is not None:
-            raise CaptureError(
-                "A graphed callable must not change its arguments: a replay would change our "
-                "static inputs instead of the caller's tensors.",
-                f"{name} is written in place",
-                "work on a copy (x = x + 1 instead of x += 1), or return the new value",
-            )
-
-    def _first_pass(self) -> None:
-        """Find out what gets a gradient, and what these gradients look like."""
-        values = clone_all([t.detach() for t in self._inputs.tensors])
+    def _first_call(self) -> OutputPlan:
+        """Find out which leaves it depends on; refuse it if it writes its arguments in any way."""
+        tensors = self._inputs.tensors
+        values = clone_all([t.detach() for t in tensors])
         outputs = OutputPlan(self._call_leaving_arguments(), static=True)
         # Kernels outside of torch, and `x.data`, leave the version of a tensor as it is.
-        pairs = zip(self._inputs.tensors, values, strict=True)
-        self._refuse_written([not _same_values(*pair) for pair in pairs])
-        self._find_leaves_behind(outputs)
+        written = [not same_values(*pair) for pair in zip(tensors, values, strict=True)]
+        refuse_written_arguments(self._plan.signature.tensor_names, written)
+        self._parameters = with_leaves_behind(outputs.requiring_grad, self._parameters, tensors)
+        return outputs
+
+    def _find_gradients(self, outputs: OutputPlan) -> None:
+        """Find out what gets a gradient, and what these gradients look like."""
         gradients = self._pull_back(outputs)
         self._check_gradients(gradients)
         self._layouts = [None if g is None else GradientLayout.of(g) for g in gradients]
-
-    def _find_leaves_behind(self, outputs: OutputPlan) -> None:
-        self._parameters = with_leaves_behind(
-            outputs.requiring_grad, self._parameters, self._inputs.tensors
-        )
 
     def _pull_back(self, outputs: OutputPlan) -> Sequence[Tensor | None]:
         """The gradients of all targets; none where nothing is differentiable."""
@@ -293,8 +293,6 @@ class CallableCapture:
     def capture_backward(self) -> None:
         """Capture the gradients of the outputs with respect to inputs and parameters."""
         assert self._outputs is not None
-        if self._layouts is None:  # there was no warm-up
-            self._find_leaves_behind(self._outputs)
         outputs, targets = self._outputs.requiring_grad, self._targets()
         if outputs and targets:
             self._backward = self._captured_backward(outputs, targets)
@@ -314,6 +312,7 @@ class CallableCapture:
         if layouts is None:
             layouts = list(map(GradientLayout.of, targets))
         handed = LentGradients(layouts[:to_autograd], assumed=self._layouts is None)
+        reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         with self._pool.capture() as captured:
             gradients = self._gradients(outputs, targets, static)
             if self._layouts is None:
@@ -324,6 +323,8 @@ class CallableCapture:
         return BackwardPass(
             captured,
             OutputGradients(static, lenders),
+            reach,
+            tuple(targets[:to_autograd]),
             positions,
             () if direct is not None else tuple(self._parameters),
             handed,
@@ -387,9 +388,3 @@ class CallableCapture:
         named = (*self._held.named_parameters(), *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
         return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
-
-
-def _same_values(tensor: Tensor, before: Tensor) -> bool:
-    """Whether all elements are equal, NaN counted as equal to NaN."""
-    now = tensor.detach()
-    return bool(((now == before) | ((now != now) & (before != before))).all())

@@ -174,8 +174,8 @@ class EmulatedGraph(CapturedGraph):
                 self._template = None
 
     def abandon(self) -> None:
-        if self._capture is not None:
-            self._leave_capture()
+        if self._capture is not None:  # on CUDA nothing of it was computed
+            self._leave_capture().memory.poison()
         self.reset()
 
     def instantiate(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -158,8 +158,16 @@ class OutputGradients:
         self._own = [i for i in range(len(self.buffers)) if i not in lenders]
         self._targets = [self.buffers[i] for i in self._own]
 
-    def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Bring the gradients in; buffers and values that are to be put back after the replay."""
+    def take(self, given: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+        """Bring the gradients in, None as zero.
+
+        Returns:
+            Buffers and values that are to be put back after the replay.
+        """
+        gradients = [
+            torch.zeros_like(buffer) if gradient is None else gradient
+            for gradient, buffer in zip(given, self.buffers, strict=True)
+        ]
         if self._targets:
             copy_all(self._targets, [gradients[i] for i in self._own])
         displaced = []
@@ -317,18 +325,25 @@ class DirectGradients:
             )
         self._hooks_looked_at = number
 
-    def replay(self, backward: Callable[[], None]) -> None:
-        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
+    def replay(
+        self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
+    ) -> None:
+        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it.
+
+        Args:
+            backward: Replays the graph.
+            reached: The parameters that get a gradient this time; all of them by default.
+        """
         parameters = self._parameters
         before = list(map(_gradient, parameters))
-        if all(map(is_, before, self._nothing)):
+        if reached is None and all(map(is_, before, self._nothing)):
             backward()
             for parameter, buffer in zip(parameters, self._buffers, strict=True):
                 parameter.grad = buffer
             return
         self._move_out_of_the_way(before)
         backward()
-        self._accumulate()
+        self._accumulate(parameters if reached is None else reached)
 
     def _move_out_of_the_way(self, gradients: Sequence[Tensor | None]) -> None:
         """Copy gradients that are still the graph's buffers: the replay overwrites those."""
@@ -342,9 +357,12 @@ class DirectGradients:
         for i, gradient in zip(held, kept, strict=True):
             self._parameters[i].grad = gradient
 
-    def _accumulate(self) -> None:
+    def _accumulate(self, reached: Collection[Tensor]) -> None:
         targets, additions = [], []
+        chosen = frozenset(reached)
         for parameter, buffer in zip(self._parameters, self._buffers, strict=True):
+            if parameter not in chosen:
+                continue
             if parameter.grad is None:
                 parameter.grad = buffer
             else:

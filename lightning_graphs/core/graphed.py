@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.held import Held
 from lightning_graphs.core.lending import SharedArgument, Source
 from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
@@ -28,7 +26,6 @@ from lightning_graphs.core.signature import CallPlan, Modes
 from lightning_graphs.core.torch_private import version_of, will_execute
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
-    CaptureError,
     ReplayError,
     SignatureError,
 )
@@ -41,6 +38,8 @@ class BackwardPass:
     Attributes:
         graph: Computes the gradients from ``output_gradients``.
         output_gradients: Its static inputs, one for each output that requires grad.
+        reach: For each of these outputs, the leaves of autograd that it depends on.
+        targets: The leaves whose gradients autograd is given, in their order.
         input_positions: Positions, among the call's tensor leaves, of the inputs that require grad.
         parameters: The parameters whose gradients autograd is given; none if they are direct.
         handed: Hands autograd the gradients of those inputs and then of those parameters.
@@ -50,11 +49,18 @@ class BackwardPass:
 
     graph: CUDAGraph
     output_gradients: OutputGradients
+    reach: tuple[frozenset[Tensor], ...]
+    targets: tuple[Tensor, ...]
     input_positions: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     handed: LentGradients
     direct: DirectGradients | None
     place: int
+
+    def reached(self, gradients: Sequence[Tensor | None]) -> frozenset[Tensor]:
+        """The leaves that outputs with a gradient depend on."""
+        pairs = zip(self.reach, gradients, strict=True)
+        return frozenset().union(*(leaves for leaves, g in pairs if g is not None))
 
 
 class GraphedCallable:
@@ -219,9 +225,12 @@ class GraphedCallable:
         )
 
     def run_backward(
-        self, pending: PendingBackward, gradients: tuple[Tensor, ...]
+        self, pending: PendingBackward, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Replay the backward graph; the gradients, of inputs and then of parameters."""
+        """Replay the backward graph; the gradients, of inputs and then of parameters.
+
+        What depends only on outputs that have no gradient has none, as in eager mode.
+        """
         try:
             self._refuse_unsound_backward(pending)
             backward = self.backward_pass
@@ -234,11 +243,17 @@ class GraphedCallable:
             self.explain(error)
             raise
         self._order.finish(pending)
+        reached = backward.reached(gradients) if any([g is None for g in gradients]) else None
+        if reached is not None and not reached:
+            return [None] * len(backward.targets)
         displaced = backward.output_gradients.take(gradients)
         replay = backward.graph.replay
         if direct is not None:
-            replay = partial(direct.replay, replay)
+            replay = partial(direct.replay, replay, reached)
         handed = backward.handed.replay(replay)
+        if reached is not None:
+            pairs = zip(backward.targets, handed, strict=True)
+            handed = [gradient if target in reached else None for target, gradient in pairs]
         for buffer, value in displaced:
             buffer.copy_(value)
         return handed
@@ -315,54 +330,6 @@ class GraphedCallable:
         return operator.getitem, ([self.original], 0)
 
 
-def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a callable runs.
-
-    Raises:
-        CaptureError: it is a graph already.
-    """
-    forward = function.forward if isinstance(function, nn.Module) else function
-    if isinstance(forward, GraphedCallable):
-        raise CaptureError(
-            "A callable is graphed once.",
-            f"{type(function).__qualname__} has a graphed forward already",
-            "call .forward.reset() on the module (or .reset() on the function) first",
-        )
-    return forward
-
-
-def refuse_unfit_state(held: Held) -> None:
-    """Look at what a callable holds before anything of it runs.
-
-    Raises:
-        CaptureError: a part of it is a graph already, a buffer is trainable, or a parameter has no
-            memory yet.
-    """
-    forwards = (vars(module).get("forward") for module in held.submodules())
-    if any(isinstance(forward, GraphedCallable) for forward in forwards):
-        raise CaptureError(
-            "A graphed callable cannot be part of another one.",
-            "a module in it has a graphed forward already",
-            "call .forward.reset() on that module first, or keep it outside",
-        )
-    buffers = held.named_buffers()
-    trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
-    if trainable is not None:
-        raise CaptureError(
-            "Only parameters of a graphed module may be trainable.",
-            f"buffer `{trainable}` requires grad",
-            "make it an nn.Parameter, or call requires_grad_(False) on it",
-        )
-    named = (*held.named_parameters(), *buffers)
-    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
-    if lazy is not None:
-        raise CaptureError(
-            "A graph is captured over memory that exists.",
-            f"`{lazy}` is not initialized yet",
-            "call the module once before",
-        )
-
-
 def _as_it_is(error: ReplayError) -> None:
     """The error speaks to callers of :func:`~lightning_graphs.core.make_graphed_callables`."""
 
@@ -372,6 +339,7 @@ class _GraphedNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graphed: GraphedCallable, *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
         ctx.graphed = graphed
         ctx.pending = graphed._pending
         if not all(ctx.needs_input_grad[1:]):
@@ -379,5 +347,5 @@ class _GraphedNode(torch.autograd.Function):
         return graphed._outputs.differentiable()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return (None, None, *ctx.graphed.run_backward(ctx.pending, gradients))

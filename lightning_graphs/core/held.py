@@ -128,9 +128,16 @@ def with_leaves_behind(
     A function does not say which parameters it uses, and a module may use some that are not its
     own. Without this walk they would silently get no gradient.
     """
-    seen: set[Node] = set()
-    found = dict.fromkeys(known)
     given = {id(t) for t in inputs}
+    found = dict.fromkeys(known)
+    found |= {leaf: None for leaf in leaves_behind(outputs) if id(leaf) not in given}  # type: ignore[misc]
+    return list(found)
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of autograd that these outputs depend on, themselves among them."""
+    seen: set[Node] = set()
+    found = dict.fromkeys(output for output in outputs if output.grad_fn is None)
     pending = [output.grad_fn for output in outputs]
     while pending:
         node = pending.pop()
@@ -138,8 +145,8 @@ def with_leaves_behind(
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and leaf.is_leaf and id(leaf) not in given:
-            found[leaf] = None  # type: ignore[index]
+        if isinstance(leaf, Tensor) and leaf.is_leaf:
+            found[leaf] = None
         pending.extend(parent for parent, _ in node.next_functions)
     return list(found)
 

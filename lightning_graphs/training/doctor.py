@@ -287,7 +287,7 @@ class Doctor:
         for optimizer in trainer.optimizers:
             scaled = scaler_of(trainer.precision_plugin) is not None
             target = "cpu" if self._rehearsal else "cuda"
-            if why := capture_obstacle(optimizer, target, scaled=scaled):
+            if why := capture_obstacle(module, optimizer, target, scaled=scaled):
                 name = type(optimizer).__name__
                 add(OPTIMIZER, name, configured, observed=why, effect="eager optimizer step")
         finder = CallSiteFinder()

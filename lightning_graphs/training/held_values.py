@@ -8,7 +8,7 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Hashable, Iterator, Sized
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -187,7 +187,7 @@ class HeldValues:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[str, tuple[Callable[[Any], Any], Any]] = {}
+        self._roots: dict[Hashable, tuple[str, Callable[[Any], Any], Any]] = {}
         self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self._values: list[tuple[str, Any]] = []
         self._described: tuple[tuple[str, Any], ...] | None = None
@@ -195,10 +195,18 @@ class HeldValues:
     def __len__(self) -> int:
         return len(self._roots)
 
-    def add(self, name: str, get: Callable[[Any], Any], key: Any) -> None:
-        """Look at ``get(key)`` from now on; a name that is known stays as it is."""
-        if name not in self._roots:
-            self._roots[name] = (get, key)
+    def add(self, name: str, get: Callable[[Any], Any], key: Any, place: Hashable = None) -> None:
+        """Look at ``get(key)`` from now on; a place that is known stays as it is.
+
+        Args:
+            name: What messages call it.
+            get: Called with the key.
+            key: The key.
+            place: What tells it from others of that name; the name itself by default.
+        """
+        place = name if place is None else place
+        if place not in self._roots:
+            self._roots[place] = (name, get, key)
             self._described = None
 
     def now(self) -> tuple[tuple[str, Any], ...]:
@@ -206,7 +214,7 @@ class HeldValues:
         if self._described is not None and self._is_unchanged():
             return self._described
         self._checks, self._values = [], []
-        for name, (get, key) in self._roots.items():
+        for name, get, key in self._roots.values():
             value = get(key)
             self._checks.append((get, key, value))
             self._describe(name, value, _DEPTH, len(self._values) + _MOST)

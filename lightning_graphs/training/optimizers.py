@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.core.torch_private import has_step_hooks
@@ -21,10 +21,13 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 CUDA and on the CPU."""
 
 
-def capture_obstacle(optimizer: Optimizer, device_type: str, *, scaled: bool) -> str | None:
+def capture_obstacle(
+    module: nn.Module, optimizer: Optimizer, device_type: str, *, scaled: bool
+) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can.
 
     Args:
+        module: The module that it trains.
         optimizer: The optimizer.
         device_type: Where its parameters live.
         scaled: A gradient scaler skips its step where a gradient is infinite.
@@ -37,6 +40,8 @@ def capture_obstacle(optimizer: Optimizer, device_type: str, *, scaled: bool) ->
         return f"{name} is not one of torch.optim and does not say that it is capturable"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
+    if (sparse := _sparse_embedding(module)) is not None:
+        return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
     if _fusable(optimizer):
         return None
     if scaled:
@@ -50,6 +55,13 @@ def capture_obstacle(optimizer: Optimizer, device_type: str, *, scaled: bool) ->
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+def _sparse_embedding(module: nn.Module) -> str | None:
+    """The name of a layer whose gradients are sparse; None if there is none."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    layers = ((name, m) for name, m in module.named_modules() if isinstance(m, kinds) and m.sparse)
+    return next((name for name, layer in layers if layer.weight.requires_grad), None)
 
 
 def _fusable(optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -19,7 +19,13 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.training.held_values import Absence, held_in_value, is_plain
+from lightning_graphs.training.held_values import (
+    Absence,
+    held_in_value,
+    is_object,
+    is_plain,
+    is_small_array,
+)
 from lightning_graphs.training.python_state import Contents
 
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -115,7 +121,7 @@ class OutsideValues:
 
 def values_named_by(
     module: nn.Module, own: OwnCode
-) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+) -> Iterator[tuple[str, Callable[[Any], Any], Any, Hashable]]:
     """Global and enclosing variables with values that the code of a module's calls names.
 
     That is ``training_step``, where there is one, the forwards of the module and its submodules,
@@ -126,18 +132,20 @@ def values_named_by(
         own: Tells the author's code from others'.
 
     Returns:
-        The name of each, and what to call with which key for its value.
+        The name of each, what to call with which key for its value, and what tells its place from
+        others of that name.
     """
     search = _Search(module, own, of_calls=True)
     for function in search.functions():
         for key in vars(function):
-            yield f"{function.__name__}.{key}", vars(function).get, key
+            where = id(function), key
+            yield f"{function.__qualname__}.{key}", vars(function).get, key, where
     for place in search.places.values():
-        if is_plain(place.before) or isinstance(place.before, _CONTAINERS):
-            if isinstance(place.owner, dict):
-                yield place.name, place.owner.get, place.key
-            else:
-                yield place.name, partial(getattr, place.owner), place.key
+        if _says_what_it_is(place.before):
+            where = id(place.owner), place.key
+            owner = place.owner
+            get = owner.get if isinstance(owner, dict) else partial(_content, owner)
+            yield place.name, get, place.key, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,19 @@ class _Place:
             delattr(self.owner, self.key)
         else:
             setattr(self.owner, self.key, self.before)
+
+
+def _says_what_it_is(value: Any) -> bool:
+    """Whether a change of a value, or of what is inside of it, can be told by looking."""
+    known = is_plain(value) or is_small_array(value)
+    return known or isinstance(value, _CONTAINERS) or is_object(value)
+
+
+def _content(cell: Any, _key: str) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is not filled yet, or not any more
+        return Absence.ABSENT
 
 
 def _table(owner: dict[str, Any] | CellType | type) -> Mapping[str, Any]:

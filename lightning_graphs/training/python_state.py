@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -76,9 +76,9 @@ class AttributeReads:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, name: str, get: Callable[[Any], Any], key: Any) -> None:
-        """Look at a value outside of the module, too: ``get(key)``."""
-        self._held.add(name, get, key)
+    def add(self, name: str, get: Callable[[Any], Any], key: Any, place: Hashable) -> None:
+        """Look at a value outside of the module, too: ``get(key)``, bound at this place."""
+        self._held.add(name, get, key, place)
 
     def values(self) -> tuple[tuple[str, Any], ...]:
         """Name and present value of everything that was read, and of what is inside of it."""

@@ -95,6 +95,7 @@ class StepRunner:
         self._optimizer: Optimizer = self._trainer.optimizers[0]
         device_type = self._pool.backend.device_type
         obstacle = optimizer_obstacle or capture_obstacle(
+            self._module,
             self._optimizer,
             device_type,
             scaled=scaler_of(self._trainer.precision_plugin) is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -181,6 +182,54 @@ def test_unused_parameters_and_inputs(
     assert torch.equal(x.grad, module.used.weight)
     assert module.used.weight.grad is not None
     assert module.used.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+class Pooled(nn.Module):
+    """The second output depends on a layer of its own, and on the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.pooler = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden, self.pooler(hidden) + y
+
+
+@both_ways
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1), ()])
+def test_outputs_without_a_gradient_hand_none_on(
+    backend: BackendName, device: torch.device, param_grads: Any, used: tuple[int, ...]
+) -> None:
+    """Gradients of an earlier pass stay as they are where this one does not reach."""
+    torch.manual_seed(0)
+    eager = Pooled().to(device)
+    module = copy.deepcopy(eager)
+    sample = (torch.zeros(3, 2, device=device), torch.zeros(3, 1, device=device))
+    graphed = make_graphed_callables(
+        module, tuple(t.requires_grad_() for t in sample), param_grads=param_grads, backend=backend
+    )
+    found = []
+    for owner, call in ((eager, eager), (module, graphed)):
+        x = torch.full((3, 2), 2.0, device=device, requires_grad=True)
+        y = torch.full((3, 1), 3.0, device=device, requires_grad=True)
+        for outputs in ((0, 1), used, used):
+            if outputs != (0, 1):
+                owner.body.weight.grad = None
+            results = call(x, y)
+            chosen = [r if i in outputs else r.detach() for i, r in enumerate(results)]
+            total = sum((r.sum() for r in chosen), torch.zeros((), device=device))
+            if total.requires_grad:
+                total.backward()
+        found.append([t.grad for t in (*owner.parameters(), x, y)])
+        owner.zero_grad(set_to_none=True)
+        if used:
+            results = call(x, y)
+            sum(results[i].sum() for i in used).backward()
+            found[-1] += [p.grad for p in owner.parameters()]
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
 
 
 @both_ways

@@ -107,6 +107,8 @@ def capture_calls(
     Raises:
         CallRefused: a call cannot be captured; no graph is left and everything is as before.
     """
+    for call in calls:
+        _refuse_other_submodules(call)
     captured = CapturedCalls(calls, observation)
     calls = [call for call in calls if call.grad_enabled]
     together = {call for call in calls if not _is_detached(call)}
@@ -149,6 +151,16 @@ def capture_calls(
     for capture in captures.values():
         capture.passes.outputs.settle()
     return captured
+
+
+def _refuse_other_submodules(call: ObservedCall) -> None:
+    if len(list(call.module.modules())) != len(call.training):
+        raise CallRefused(
+            call,
+            "A module is captured as it was when a step was observed.",
+            "submodules were added or removed since",
+            "do so before the fit, or in the first steps",
+        )
 
 
 def capture_alone(call: ObservedCall, means: Means) -> Site:
@@ -214,7 +226,7 @@ class _Capture:
         means: What the capture is made with.
         order: Shared with the other calls of the step.
         surroundings: Shared by the captures of a step.
-        warm: The call has just run, as it is captured.
+        warm: Its backward pass has just run, as it is captured.
     """
 
     def __init__(
@@ -255,8 +267,7 @@ class _Capture:
                     gradient_buffers=means.gradient_buffers,
                     original=means.original(call.module),
                 )
-            if not warm:
-                capture.warm_up(1)
+            capture.warm_up(1, backward=not warm)
             return capture
 
         started = perf_counter()

@@ -211,6 +211,8 @@ class StepObserver:
     def _find_sources(self, call: ObservedCall) -> None:
         """Note which arguments are what an observed call has returned, unchanged since."""
         arguments = [leaf for leaf in leaves_of((call.args, call.kwargs)) if torch.is_tensor(leaf)]
+        if not all(map(_has_address, arguments)):
+            return  # such a call is no graph
         for i, first in enumerate(alias_groups(arguments)):
             found = [m for m in self._made.get(arguments[i].data_ptr(), ()) if m.is_(arguments[i])]
             if found and first == i:
@@ -239,6 +241,8 @@ class StepObserver:
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
+            if not _has_address(tensor):
+                continue
             made = _Seen(call, i, tensor.detach(), version_of(tensor))
             self._made.setdefault(tensor.data_ptr(), []).append(made)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
@@ -280,6 +284,11 @@ class StepObserver:
         self._graphs.clear()
         self._open.clear()
         self._made.clear()
+
+
+def _has_address(tensor: Tensor) -> bool:
+    """Whether a tensor is one piece of memory, unlike sparse and nested ones."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _accumulates(leaf: Node) -> bool:

@@ -293,7 +293,7 @@ class ModuleGraphs:
         baked = Baked(self._means.root, self._means.own)
         while calls and captured is None:
             try:
-                with baked.watched({call.module for call in calls}):
+                with baked.watched(dict.fromkeys(call.module for call in calls)):
                     found = capture_calls(calls, observation, self._means)
                 captured = self._verified(found)
             except (CallRefused, CallDiffers) as error:

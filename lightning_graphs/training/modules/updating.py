@@ -106,7 +106,9 @@ class CapturedUpdate:
     def _bind(self, obstacle: str | None = None) -> None:
         scaled = scaler_of(self._trainer.precision_plugin) is not None
         device_type = self._pool.backend.device_type
-        obstacle = obstacle or capture_obstacle(self.optimizer, device_type, scaled=scaled)
+        obstacle = obstacle or capture_obstacle(
+            self._module, self.optimizer, device_type, scaled=scaled
+        )
         if scaled and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         before, self.capturable = self.capturable, None

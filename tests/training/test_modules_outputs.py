@@ -1,0 +1,85 @@
+"""Outputs of graphed submodules that the loss does not use, always or in some steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.training.fits import GradientTrace, Net, compare, fit_twice
+
+
+class Body(nn.Module):
+    """Two outputs; on the second one depends a layer that the first one does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.pooler = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).tanh(), self.pooler(x)
+
+
+class Unused(Net):
+    """The weights of the pooler get no gradient, so that no optimizer decays them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(8, 8), Body()
+
+    def joined(self, hidden: Tensor, pooled: Tensor) -> Tensor:
+        return hidden
+
+    def loss(self, batch: Any) -> Any:
+        hidden, pooled = self.body(self.first(batch["x"]))
+        return super().loss({**batch, "x": self.joined(hidden, pooled)})
+
+
+class Detached(Unused):
+    def joined(self, hidden: Tensor, pooled: Tensor) -> Tensor:
+        return hidden + pooled.detach()
+
+
+class Sometimes(Unused):
+    """Whether the second output has a gradient is another matter in every third step."""
+
+    def joined(self, hidden: Tensor, pooled: Tensor) -> Tensor:
+        used = self.trainer.global_step % 3 != 2
+        return hidden + (pooled if used else pooled.detach())
+
+
+class DetachedInside(Net):
+    """The second graphed module lets no gradient through to the first."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.detach())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(8, 8), self.Head(8, 8)
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss({**batch, "x": self.body(self.first(batch["x"]))})
+
+
+@pytest.mark.parametrize("clip", [None, 0.25])
+@pytest.mark.parametrize("module", [Unused, Detached, Sometimes, DetachedInside])
+def test_what_only_they_depend_on_has_no_gradient(
+    backend: str, tmp_path: Path, module: Any, clip: float | None
+) -> None:
+    capture = {"scope": "modules", "modules": ["first", "body"], "verify": 1}
+    compare(
+        *fit_twice(
+            backend, tmp_path, module=module, capture=capture, trace=GradientTrace,
+            gradient_clip_val=clip,
+        )
+    )  # fmt: skip
+
+
+def test_they_are_kept_apart_over_an_accumulation(backend: str, tmp_path: Path) -> None:
+    capture = {"scope": "modules", "modules": ["first", "body"]}
+    options: dict[str, Any] = {"module": Sometimes, "capture": capture}
+    compare(*fit_twice(backend, tmp_path, accumulate_grad_batches=2, **options))
