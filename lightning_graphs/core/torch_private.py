@@ -120,8 +120,10 @@ def makes_own_graphs(compiled: object) -> bool:
     Only the private configuration of the compiled module or function tells. Where torch has
     another the answer is no, and the capture fails with torch's own message.
     """
-    cells = getattr(compiled, "__closure__", None) or ()
-    owners = [getattr(compiled, "dynamo_ctx", None), *(cell.cell_contents for cell in cells)]
+    owners = [getattr(compiled, "dynamo_ctx", None)]
+    for cell in getattr(compiled, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            owners.append(cell.cell_contents)
     configs = [getattr(owner, "compiler_config", None) for owner in owners]
     return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
+import gc
 import re
 import sys
 import sysconfig
@@ -16,7 +18,7 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.training.held_values import (
@@ -86,6 +88,7 @@ class OutsideValues:
         search = _Search(module, own)
         self._places = list(search.places.values())
         self._classes = [(kind, dict(vars(kind))) for kind in search.classes]
+        self._caches = list(search.caches)
         self._sites = {**search.reading, **search.binding}
         self._contents = Contents(search.held())
 
@@ -109,6 +112,20 @@ class OutsideValues:
                 place.restore()
         self._contents.restore()
 
+    @contextlib.contextmanager
+    def caches_left(self) -> Iterator[None]:
+        """Empty each ``functools.lru_cache`` that the body, a capture, has put something in.
+
+        That is memory of its graph, which nothing has computed yet.
+        """
+        misses = [cache.cache_info().misses for cache in self._caches]
+        try:
+            yield
+        finally:
+            for cache, before in zip(self._caches, misses, strict=True):
+                if cache.cache_info().misses != before:
+                    cache.cache_clear()
+
     def _set_in_classes(self) -> list[_Place]:
         places = [
             _Place(f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT))
@@ -119,33 +136,46 @@ class OutsideValues:
         return [place for place in places if place.is_changed()]
 
 
-def values_named_by(
-    module: nn.Module, own: OwnCode
-) -> Iterator[tuple[str, Callable[[Any], Any], Any, Hashable]]:
-    """Global and enclosing variables with values that the code of a module's calls names.
+class NamedByCalls:
+    """What lies outside of a module and is named by the code of its calls.
 
-    That is ``training_step``, where there is one, the forwards of the module and its submodules,
-    and the author's functions and methods that these name; hooks are not among them.
+    That code is ``training_step``, where there is one, the forwards of the module and its
+    submodules, and the author's functions and methods that these name; hooks are not among them.
 
     Args:
         module: The module.
         own: Tells the author's code from others'.
-
-    Returns:
-        The name of each, what to call with which key for its value, and what tells its place from
-        others of that name.
     """
-    search = _Search(module, own, of_calls=True)
-    for function in search.functions():
-        for key in vars(function):
-            where = id(function), key
-            yield f"{function.__qualname__}.{key}", vars(function).get, key, where
-    for place in search.places.values():
-        if _says_what_it_is(place.before):
-            where = id(place.owner), place.key
-            owner = place.owner
-            get = owner.get if isinstance(owner, dict) else partial(_content, owner)
-            yield place.name, get, place.key, where
+
+    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+        self._search = _Search(module, own, of_calls=True)
+
+    def values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, Hashable]]:
+        """Global and enclosing variables with values.
+
+        Returns:
+            The name of each, what to call with which key for its value, and what tells its place
+            from others of that name.
+        """
+        for function in self._search.functions():
+            for key in vars(function):
+                where = id(function), key
+                yield f"{function.__qualname__}.{key}", vars(function).get, key, where
+        for place in self._search.places.values():
+            if _says_what_it_is(place.before):
+                where = id(place.owner), place.key
+                owner = place.owner
+                get = owner.get if isinstance(owner, dict) else partial(_content, owner)
+                yield place.name, get, place.key, where
+
+    def cached(self) -> list[Any]:
+        """What ``functools.lru_cache`` holds: a graph may read tensors in it after they have gone.
+
+        The collector's view of a cache is the only one that shows its contents.
+        """
+        found = [held for cache in self._search.caches for held in gc.get_referents(cache)]
+        tables = [held for held in found if isinstance(held, dict)]
+        return found + [entry for table in tables for entry in table.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +211,11 @@ class _Place:
 
 
 def _says_what_it_is(value: Any) -> bool:
-    """Whether a change of a value, or of what is inside of it, can be told by looking."""
-    known = is_plain(value) or is_small_array(value)
+    """Whether a change of a value, or of what is inside of it, can be told by looking.
+
+    Of a tensor, which may change in place, it can be told whether it is another one.
+    """
+    known = is_plain(value) or is_small_array(value) or isinstance(value, Tensor)
     return known or isinstance(value, _CONTAINERS) or is_object(value)
 
 
@@ -214,6 +247,7 @@ class _Search:
     def __init__(self, module: nn.Module, own: OwnCode, *, of_calls: bool = False) -> None:
         self.places: dict[tuple[int, str], _Place] = {}
         self.classes: dict[type, None] = {}
+        self.caches: dict[Any, None] = {}
         self._own = own
         self.reading: dict[str, CallSite] = {}
         self.binding: dict[str, CallSite] = {}
@@ -261,6 +295,9 @@ class _Search:
                 self.classes[value] = None
                 for attribute in vars(value).values():
                     self._follow(_function_of(attribute))
+        elif hasattr(value, "cache_info") and hasattr(value, "__wrapped__"):
+            self.caches[value] = None
+            self._follow(value.__wrapped__)
         elif callable(value):
             function = _function_of(value)
             if isinstance(function, FunctionType) and function not in self._seen:

@@ -71,6 +71,7 @@ class AttributeReads:
 
     def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
         self._held = HeldValues()
+        self._kept: dict[int, Any] = {}
         self._on_use = on_use
 
     def __len__(self) -> int:
@@ -79,6 +80,10 @@ class AttributeReads:
     def add(self, name: str, get: Callable[[Any], Any], key: Any, place: Hashable) -> None:
         """Look at a value outside of the module, too: ``get(key)``, bound at this place."""
         self._held.add(name, get, key, place)
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """Keep alive what captured code may have found in caches of others."""
+        self._kept.update((id(value), value) for value in values)
 
     def values(self) -> tuple[tuple[str, Any], ...]:
         """Name and present value of everything that was read, and of what is inside of it."""

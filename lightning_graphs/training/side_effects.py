@@ -116,8 +116,8 @@ def nothing_done_outside(trainer: Trainer, module: LightningModule, own: OwnCode
     Raises:
         CaptureError: it prints, opens a file, logs past ``self.log``, or stores something.
     """
-    effects = SideEffects(trainer, own)
-    with effects.watched(), effects.refused(OutsideValues(module, own), "training_step"):
+    effects, values = SideEffects(trainer, own), OutsideValues(module, own)
+    with effects.watched(), effects.refused(values, "training_step"), values.caches_left():
         yield
 
 

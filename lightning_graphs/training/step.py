@@ -38,7 +38,7 @@ from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.outside import OwnCode, values_named_by
+from lightning_graphs.training.outside import NamedByCalls, OwnCode
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
@@ -216,8 +216,10 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
-        for value in values_named_by(self._module, self._own):
+        named = NamedByCalls(self._module, self._own)
+        for value in named.values():
             self._reads.add(*value)
+        self._reads.keep(named.cached())
         output.finish_capture()
         return StepPlan(
             CallPlan(signature, check_modes=True),

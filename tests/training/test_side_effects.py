@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import importlib
 import io
 import logging
@@ -22,7 +23,7 @@ from torch import nn
 from lightning_graphs.training.outside import OwnCode
 from lightning_graphs.training.side_effects import nothing_done_outside
 from tests.training import side_effects
-from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.side_effects import (
     LOGGER,
     REFUSED,
@@ -270,6 +271,70 @@ def test_a_tracker_that_is_called_by_itself_is_refused(
     assert tracker.log == rows.append
 
 
+@functools.lru_cache(maxsize=1)
+def ramp(size: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, size, device=device)[:, None]
+
+
+class Caching(Net):
+    """Validation with another size empties the cache before steps are captured."""
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss({**batch, "x": batch["x"] * ramp(len(batch["x"]), self.device)})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ramp(5, self.device)
+
+
+class CachingAndRefused(Caching):
+    """The capture fills the cache and is given up."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * (2.0 if loss.item() > 1.0 else 1.0)
+
+
+class CachingLayer(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x * ramp(len(x), x.device))
+
+
+class ReadingLayer(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+class CachingInSubmodules(Caching):
+    """The capture of one submodule fills the cache, and that of the next one is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(CachingLayer(8, 16), nn.ReLU(), ReadingLayer(16, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "scope"),
+    [
+        (Caching, "step"),
+        (CachingAndRefused, "auto"),
+        (CachingAndRefused, "step"),
+        (CachingInSubmodules, "modules"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_a_cache_holds_no_memory_of_a_capture(
+    backend: str, tmp_path: Path, module: Any, scope: str
+) -> None:
+    fits = []
+    for graphs in (False, True):
+        ramp.cache_clear()
+        capture = {"scope": scope, "on_failure": "eager"}
+        options: dict[str, Any] = {"module": module, "capture": capture, "max_epochs": 3}
+        fits.append(prepare(backend, tmp_path, graphs, data=lambda: batches(6), **options).run())
+    compare(*fits, replayed=False)
+    assert (fits[1].statistics.replayed > 0) is ((module, scope) != (CachingAndRefused, "step"))
+
+
 SCALE = 1.0
 SETTINGS = {"weights": [1.0, 2.0]}
 COUNT = 0
@@ -379,6 +444,78 @@ def closing_over() -> Net:
             weight = 1.0 + (self.trainer.global_step >= 12)
 
     return Closing()
+
+
+class Unfilled(nn.Module):
+    """A variable that it closes over has no value as long as its branch is not taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.special = nn.Linear(8, 8), False
+
+        def scaled(x: Any) -> Any:
+            return x * scale if self.special else x
+
+        self.call = scaled
+        if self.special:
+            scale = 2.0
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self.linear(x))
+
+
+def test_an_enclosing_variable_without_a_value(backend: str, tmp_path: Path) -> None:
+    class WithUnfilled(WithReadingBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Unfilled()  # type: ignore[assignment]
+
+        def forward(self, x: Any) -> Any:
+            return self.block(x)
+
+    capture = {"scope": "modules", "modules": ["block"]}
+    compare(*fit_twice(backend, tmp_path, module=WithUnfilled, capture=capture, validation=0))
+
+
+def closing(scale: float) -> Any:
+    class Closing(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x) * scale
+
+        @staticmethod
+        def change(value: float) -> None:
+            nonlocal scale
+            scale = value
+
+    return Closing
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_variables_of_one_name_are_conditions_each(
+    backend: str, tmp_path: Path, which: int
+) -> None:
+    kinds: list[Any] = []
+
+    class Both(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            kinds[:] = closing(1.0), closing(1.0)
+            self.blocks = nn.Sequential(kinds[0](8, 8), kinds[1](8, 8))
+
+        def loss(self, batch: Any) -> Any:
+            return super().loss({**batch, "x": self.blocks(batch["x"])})
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 12:
+                kinds[which].change(2.0)
+
+    capture = {"scope": "modules", "modules": ["blocks.*"], "verify": "off"}
+    options: dict[str, Any] = {"module": Both, "capture": capture}
+    _, captured = fits = [
+        prepare(backend, tmp_path, graphs, **options).run() for graphs in (False, True)
+    ]
+    compare(*fits)
+    assert captured.statistics.recaptures == ["scale: 1.0 -> 2.0"]
 
 
 def test_an_enclosing_variable_that_a_hook_changes_is_a_condition(

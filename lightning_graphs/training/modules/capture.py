@@ -319,9 +319,10 @@ class _Capture:
         """Capture one pass."""
         passes = self.passes
         started = perf_counter()
-        self._explained(
-            passes.capture_forward if direction == "forward" else passes.capture_backward
-        )
+        with self._outside.caches_left():
+            self._explained(
+                passes.capture_forward if direction == "forward" else passes.capture_backward
+            )
         self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:

@@ -21,7 +21,7 @@ from lightning_graphs.core.torch_private import hook_tables
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
-from lightning_graphs.training.outside import OwnCode, values_named_by
+from lightning_graphs.training.outside import NamedByCalls, OwnCode
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
@@ -62,10 +62,12 @@ class Baked:
     @contextlib.contextmanager
     def watched(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Note what the body, a capture of these modules, reads."""
-        for value in values_named_by(nn.ModuleList(modules), self._own):
+        named = NamedByCalls(nn.ModuleList(modules), self._own)
+        for value in named.values():
             self._reads.add(*value)
         with self._reads.watching(self._root):
             yield
+        self._reads.keep(named.cached())
         self.values = self.now()
 
     def now(self) -> tuple[tuple[str, Any], ...]:
