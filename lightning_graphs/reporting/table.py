@@ -65,7 +65,8 @@ def _shown(every: tuple[str, ...], report: Report) -> tuple[str, ...]:
 
 def notes(report: Report) -> list[str]:
     """What is said below the table, a sentence each, reasons indented below theirs."""
-    said = [f"{report.replayed:,d} steps replayed, {report.eager:,d} eager."]
+    steps = "step" if report.replayed == 1 else "steps"
+    said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
     if report.times and not report.times_mean_something:
         said.append(TIMES_OF_A_REHEARSAL)
     if report.verdict:

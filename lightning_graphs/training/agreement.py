@@ -23,8 +23,8 @@ from lightning_graphs.training.differences import (
 
 _RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
-    "look for Python values that the step reads and that change between steps (a global, a "
-    "closure, the content of a container): make them tensors or attributes of the module"
+    "look for Python values that the step reads, that change between steps and that nobody can see "
+    "(a context variable, the state of a library, a file): make them tensors or attributes"
 )
 _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _MIB = 2**20

@@ -152,7 +152,7 @@ def _gradients(module: LightningModule) -> list[Any]:
 def _plain(value: Any) -> Any:
     """A value that ``==`` compares: tensors become lists."""
     if isinstance(value, Tensor):
-        return (str(value.dtype), value.device.type, value.tolist())
+        return (str(value.dtype), value.device.type, value.to_dense().tolist())
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -191,6 +191,19 @@ class TestSingleObstacles:
         assert 'batch["x"]' in row.observed
         assert "[4,8]" in row.observed.replace(" ", "")
 
+    @pytest.mark.parametrize("asked", [{"scope": "modules"}, {"scope": "auto", "modules": ["net"]}])
+    def test_submodules_that_were_asked_for(
+        self, backend: str, tmp_path: Path, asked: dict[str, Any]
+    ) -> None:
+        class Printing(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                print("a step")
+                return self.loss(batch)
+
+        fit = examined(backend, tmp_path, module=Printing, capture=asked)
+        assert [r.effect for r in rows(fit, "python-state")] == ["stays eager between them"]
+        assert not fit.capture.diagnosis.obstacles
+
     def test_manual_optimization(self, backend: str, tmp_path: Path) -> None:
         class Reads(nn.Module):
             def forward(self, x: Tensor) -> Tensor:

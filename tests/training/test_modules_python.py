@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
@@ -132,3 +133,74 @@ def test_python_that_a_replay_would_leave_out(
     assert fits[0].module.net.calls == fits[1].module.net.calls
     assert reason in fits[1].statistics.fallbacks[0]
     assert fits[1].statistics.modules == ["net.linear"]
+
+
+class TakingASparseOne(nn.Linear):
+    def forward(self, x: Tensor, sparse: Tensor) -> Tensor:
+        return super().forward(x) + sparse.sum()
+
+
+class GivenASparseOne(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = TakingASparseOne(8, 8)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.first(batch["x"], torch.eye(3, device=self.device).to_sparse())
+        return super().loss({**batch, "x": x})
+
+
+def test_a_sparse_argument_is_refused_by_name(backend: str, tmp_path: Path) -> None:
+    capture = {**named("first", "net"), "on_failure": "eager"}
+    with pytest.warns(UserWarning, match=r"args\[1\]: a tensor of layout torch.sparse_coo"):
+        fits = fit_twice(backend, tmp_path, module=GivenASparseOne, capture=capture)
+    compare(*fits, replayed=False)
+    assert fits[1].statistics.modules == ["net"]
+
+
+class Growing(Net):
+    """A submodule is added after the step that was observed, before its capture."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 6:
+            self.net.append(nn.Identity())
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly")
+def test_a_submodule_that_is_added_before_the_capture(backend: str, tmp_path: Path) -> None:
+    capture = {**named("net"), "on_failure": "eager"}
+    with pytest.warns(UserWarning, match="submodules were added or removed since"):
+        fits = fit_twice(backend, tmp_path, module=Growing, capture=capture, validation=0)
+    compare(*fits, replayed=False)
+
+
+TABLE = torch.ones(3)
+
+
+class ReadingATable(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * TABLE.to(x.device)
+
+
+class WithATable(Net):
+    """A hook puts another tensor in the place of a global one, which then is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), ReadingATable(16, 3))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        global TABLE
+        if self.trainer.global_step in (0, 10):
+            TABLE = torch.full((3,), 1.0 + self.trainer.global_step / 8, device=self.device)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_another_tensor_in_a_global_gets_another_graph(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=WithATable, capture={"scope": scope, "verify": "off"}
+    )
+    compare(eager, captured)
+    assert [line.partition(":")[0] for line in captured.statistics.recaptures] == ["TABLE"]

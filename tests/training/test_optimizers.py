@@ -361,3 +361,24 @@ def test_a_fused_kernel_that_nobody_asked_for_is_said(
         prepare(backend, tmp_path, True, module=Default).run()
     said = [r.getMessage() for r in caplog.records if "runs its fused kernel" in r.getMessage()]
     assert len(said) == (fused is None)
+
+
+class SparseEmbedding(Net):
+    """Gradients of another size in every step, which torch's fused kernels refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: optim.SGD(module.parameters(), lr=RATE))
+        self.embedding = nn.Embedding(3, 8, sparse=True)
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss({**batch, "x": batch["x"] + self.embedding(batch["y"])})
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_sparse_gradients_leave_the_optimizer_as_it_is(backend: str, tmp_path: Path) -> None:
+    capture = {"scope": "auto", "on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, module=SparseEmbedding, capture=capture)
+    compare(eager, captured, replayed=False)
+    said = "`embedding` has sparse gradients, whose memory is another one in every step"
+    assert any(said in line for line in captured.statistics.fallbacks)
+    assert captured.statistics.replayed > 0  # of the submodules
