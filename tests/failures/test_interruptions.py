@@ -49,8 +49,9 @@ PHASES = {
         "warm-up": (2, 2),
         "sighting": (4, 4),
         "observation": (6, 6),
-        "capture": (7, 7),
-        "verification": (7, 8),
+        "warm-up of the capture": (7, 7),
+        "capture": (7, 8),
+        "verification": (7, 9),
     },
 }
 CELLS = [(scope, phase) for scope, phases in PHASES.items() for phase in phases]
@@ -82,13 +83,15 @@ def test_at_each_phase(
 ) -> None:
     action, kind, match = ENDS[end]
     calls = PHASES[scope][phase]
+    if scope == "modules" and where == "backward" and calls[1] > 7:
+        calls = calls[0], calls[1] - 1  # no backward pass warms a capture up
     eager, captured = tripping(
         backend, tmp_path, SCOPES[scope], eager=calls[0], captured=calls[1], action=action,
         where=where,
     )  # fmt: skip
     with pytest.raises(kind, match=match):
         eager.run()
-    in_capture = kind is Mishap and (scope, phase) == ("modules", "capture")
+    in_capture = kind is Mishap and scope == "modules" and "capture" in phase
     # Of submodules the refusal names the call; what their code raised is its cause.
     with pytest.raises(GraphError if in_capture else kind, match=match):
         captured.run()
