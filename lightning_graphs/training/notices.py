@@ -14,6 +14,7 @@ from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics, difference
 from lightning_graphs.training.step import RaisedInCapture
+from lightning_graphs.training.watch import OF_THE_TRAINER
 
 _REBINDS_TOLERATED = 3
 """How often graphs may be dropped before one of them was replayed, without a warning."""
@@ -128,13 +129,13 @@ def _conditions(signature: Signature) -> Conditions:
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:
-    """The attributes of modules that moved; empty if a person would name other changes as well."""
+    """The author's values that moved; empty if a person would name other changes as well."""
     old, new = _conditions(before), _conditions(after)
     same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
     if replace(before, extra=(same,)) != after:
         return []
     lines = replace(same, attributes=old.attributes).diff(new)
-    return [line for line in lines if line.startswith("self.")]
+    return [line for line in lines if not line.startswith(OF_THE_TRAINER)]
 
 
 class Recaptures(Generic[Key]):
@@ -239,8 +240,8 @@ class Notices:
         change = self._unsteady.add(signature)
         if change:
             error = CaptureError(
-                "A captured step freezes the attributes that it reads: one that keeps changing "
-                "gets no graph.",
+                "A captured step freezes the attributes and global variables that it reads: one "
+                "that keeps changing gets no graph.",
                 change,
                 "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
                 "and fill_(...) on it in on_train_batch_start",

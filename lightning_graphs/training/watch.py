@@ -21,6 +21,9 @@ from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.python_state import AttributeReads
 
+OF_THE_TRAINER = ("gradient clipping", "precision of float32 products")
+"""Names among :meth:`FitWatch.attributes` that stand for no value of the author's."""
+
 
 class FitWatch:
     """Reads the conditions of a fit, and finds what has invalidated its graphs.
@@ -97,8 +100,8 @@ class FitWatch:
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *self._reads.values(),
-            ("gradient clipping", clipping),
-            ("precision of float32 products", torch.get_float32_matmul_precision()),
+            (OF_THE_TRAINER[0], clipping),
+            (OF_THE_TRAINER[1], torch.get_float32_matmul_precision()),
         )
 
 

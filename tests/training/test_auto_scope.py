@@ -113,6 +113,34 @@ def test_submodules_where_an_attribute_keeps_changing(
         )
 
 
+SHARE = 1.0
+
+
+class OfAGlobal(Net):
+    """A hook moves a global variable in every step, and the step reads it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * SHARE
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        global SHARE
+        SHARE = 1.0 - self.global_step / 128
+
+
+@SAYS
+def test_submodules_where_a_global_keeps_changing(backend: str, tmp_path: Path) -> None:
+    fits = fit_twice(
+        backend, tmp_path, module=OfAGlobal, data=lambda: batches(40), max_epochs=1, capture=AUTO
+    )
+    compare(*fits, replayed=False)
+    statistics = fits[1].statistics
+    assert statistics.modules == ["net"]
+    assert statistics.replayed > 20
+    (reason,) = statistics.fallbacks
+    assert reason.startswith("no graph of the whole step: ")
+    assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+\n  remedy: .*a buffer that a hook fills", reason)
+
+
 @SAYS
 @pytest.mark.parametrize("values", [4, 8])
 def test_whole_steps_where_few_values_of_an_attribute_take_turns(
