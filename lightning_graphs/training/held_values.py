@@ -8,7 +8,7 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sized
+from collections.abc import Callable, Container, Iterator, Sized
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -187,7 +187,7 @@ class HeldValues:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, tuple[str, Callable[[Any], Any], Any]] = {}
+        self._roots: dict[tuple[int, Any], tuple[str, Callable[[Any], Any], Any]] = {}
         self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self._values: list[tuple[str, Any]] = []
         self._described: tuple[tuple[str, Any], ...] | None = None
@@ -195,19 +195,25 @@ class HeldValues:
     def __len__(self) -> int:
         return len(self._roots)
 
-    def add(self, name: str, get: Callable[[Any], Any], key: Any, place: Hashable = None) -> None:
-        """Look at ``get(key)`` from now on; a place that is known stays as it is.
+    def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
+        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is.
 
         Args:
             name: What messages call it.
             get: Called with the key.
             key: The key.
-            place: What tells it from others of that name; the name itself by default.
+            owner: What the value is bound in, such as a module.
         """
-        place = name if place is None else place
+        place = id(owner), key
         if place not in self._roots:
             self._roots[place] = (name, get, key)
             self._described = None
+
+    def without(self, owners: Container[int]) -> HeldValues:
+        """These values but for those that are bound in such owners, given by their ``id``."""
+        rest = HeldValues()
+        rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
+        return rest
 
     def now(self) -> tuple[tuple[str, Any], ...]:
         """Name and present value of everything, in the order of their addition."""

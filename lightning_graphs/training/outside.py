@@ -10,7 +10,7 @@ import re
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -150,23 +150,20 @@ class NamedByCalls:
     def __init__(self, module: nn.Module, own: OwnCode) -> None:
         self._search = _Search(module, own, of_calls=True)
 
-    def values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, Hashable]]:
+    def values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
         """Global and enclosing variables with values.
 
         Returns:
-            The name of each, what to call with which key for its value, and what tells its place
-            from others of that name.
+            The name of each, what to call with which key for its value, and what it is bound in.
         """
         for function in self._search.functions():
             for key in vars(function):
-                where = id(function), key
-                yield f"{function.__qualname__}.{key}", vars(function).get, key, where
+                yield f"{function.__qualname__}.{key}", vars(function).get, key, function
         for place in self._search.places.values():
             if _says_what_it_is(place.before):
-                where = id(place.owner), place.key
                 owner = place.owner
                 get = owner.get if isinstance(owner, dict) else partial(_content, owner)
-                yield place.name, get, place.key, where
+                yield place.name, get, place.key, owner
 
     def cached(self) -> list[Any]:
         """What ``functools.lru_cache`` holds: a graph may read tensors in it after they have gone.

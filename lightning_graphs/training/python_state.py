@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -77,9 +77,13 @@ class AttributeReads:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, name: str, get: Callable[[Any], Any], key: Any, place: Hashable) -> None:
-        """Look at a value outside of the module, too: ``get(key)``, bound at this place."""
-        self._held.add(name, get, key, place)
+    def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
+        """Look at a value outside of the module, too: ``get(key)``, bound in this owner."""
+        self._held.add(name, get, key, owner)
+
+    def without(self, owners: Container[int]) -> HeldValues:
+        """What was read, but for what is bound in such owners, given by their ``id``."""
+        return self._held.without(owners)
 
     def keep(self, values: Iterable[Any]) -> None:
         """Keep alive what captured code may have found in caches of others."""
@@ -107,7 +111,7 @@ class AttributeReads:
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
                     if isinstance(table[key], (bool, int, float)):
-                        self._held.add(f"{name}.{key}", table.get, key)
+                        self._held.add(f"{name}.{key}", table.get, key, owner)
             elif not (compiled and path):
                 exchanged.append((owner, type(owner), name))
         paths = {id(owner): name for owner, _, name in exchanged}
@@ -168,11 +172,11 @@ class AttributeReads:
             observed = f"{name}, an iterator, is read at {CallSiteFinder().here().describe()}"
             raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
         if key not in table:
-            self._held.add(name, partial(getattr, owner), key)
+            self._held.add(name, partial(getattr, owner), key, owner)
         elif value is None:  # which a table without it gives as well
-            self._held.add(name, partial(_looked_up, table, vars(kind)), key)
+            self._held.add(name, partial(_looked_up, table, vars(kind)), key, owner)
         else:
-            self._held.add(name, table.get, key)
+            self._held.add(name, table.get, key, owner)
 
     def _note_absence(self, owner: Any, kind: type, key: str, path: str) -> None:
         """Note that an attribute is in none of the places where it may be set.
@@ -183,7 +187,8 @@ class AttributeReads:
         if key.startswith("__") or key in OF_ALL_MODULES:
             return
         if not any(key in vars(base) for base in kind.__mro__):
-            self._held.add(f"{path}.{key}", partial(_looked_up, vars(owner), vars(kind)), key)
+            get = partial(_looked_up, vars(owner), vars(kind))
+            self._held.add(f"{path}.{key}", get, key, owner)
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:

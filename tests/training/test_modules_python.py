@@ -135,6 +135,51 @@ def test_python_that_a_replay_would_leave_out(
     assert fits[1].statistics.modules == ["net.linear"]
 
 
+class Scaled(nn.Linear):
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+class Setting(Net):
+    """The step sets what its submodules read, before it calls them or between two calls."""
+
+    when = 0  # of the two
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled(8, 8) for _ in range(3))
+        for block in self.blocks:
+            block.gain = 1.0
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        for i, block in enumerate(self.blocks):
+            if i == self.when:
+                self.blocks[self.when].gain = 1.0 + (self.trainer.global_step >= 12)
+            x = block(x)
+        return super().loss({**batch, "x": x})
+
+
+class SettingBetween(Setting):
+    when = 2
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("module", [Setting, SettingBetween])
+def test_what_a_step_sets_before_a_call(
+    backend: str, tmp_path: Path, module: Any, verify: str
+) -> None:
+    capture = {**named("blocks.*"), "verify": verify}
+    eager, captured = fit_twice(
+        backend, tmp_path, module=module, capture=capture, data=lambda: batches(40), max_epochs=1
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.recaptures == [f"self.blocks.{module.when}.gain: 1.0 -> 2.0"]
+    assert captured.statistics.replayed > 20
+
+
 class TakingASparseOne(nn.Linear):
     def forward(self, x: Tensor, sparse: Tensor) -> Tensor:
         return super().forward(x) + sparse.sum()

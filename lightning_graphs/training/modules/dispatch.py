@@ -27,6 +27,7 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
 
 _NONE = object()
+_MOVED = "a value that its code reads has changed within the step"
 _UNKNOWN = "no step that was captured calls it so often, or in this order"
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -114,8 +115,10 @@ class GraphedForward:
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
                 return self.original(*args, **kwargs)
+            if not site.is_current:
+                self._missing = _MOVED
             # Out of order it would overwrite what a pending backward pass needs.
-            if site.graphed.is_next:
+            elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)
         elsewhere = self._stage.elsewhere
         if answer is _NONE and elsewhere is not None and not self._stage.stale:

@@ -20,6 +20,7 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import hook_tables
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
+from lightning_graphs.training.held_values import HeldValues
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.outside import NamedByCalls, OwnCode
 from lightning_graphs.training.python_state import AttributeReads
@@ -74,6 +75,17 @@ class Baked:
         """Their names and present values."""
         return self._reads.values()
 
+    def share(self, sites: Sequence[Site]) -> None:
+        """Let each of these calls look at its part: the code between them may change any value.
+
+        Attributes of a module inside of other calls are no matter of a call.
+        """
+        inside = {id(module) for site in sites for module in site.call.module.modules()}
+        for site in sites:
+            own = {id(module) for module in site.call.module.modules()}
+            site.read = self._reads.without(inside - own)
+            site.values = site.read.now()
+
 
 @dataclass(slots=True)
 class Site:
@@ -86,6 +98,8 @@ class Site:
         parameters: The module's parameters.
         requires_grad: Which of them required a gradient.
         record: Where replays are counted.
+        read: The values of Python's that are in the graphs.
+        values: Their names and values at capture.
     """
 
     call: ObservedCall
@@ -94,6 +108,8 @@ class Site:
     parameters: list[Parameter]
     requires_grad: list[bool]
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
+    read: HeldValues = field(default_factory=HeldValues)
+    values: tuple[tuple[str, Any], ...] = ()
 
     @property
     def graphs(self) -> list[CUDAGraph]:
@@ -105,6 +121,11 @@ class Site:
     def is_as_captured(self) -> bool:
         """Whether the same parameters require gradients."""
         return list(map(_REQUIRES_GRAD, self.parameters)) == self.requires_grad
+
+    @property
+    def is_current(self) -> bool:
+        """Whether every value that is in the graphs is the one of then."""
+        return self.read.now() == self.values
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call could be replayed now."""

@@ -308,6 +308,7 @@ class ModuleGraphs:
             return None
         before = self._last
         step = StepOfModules(kind, pattern_of(calls, observation), captured, baked)
+        baked.share(captured.captured)
         captured.enter(self._statistics)
         for call in calls:
             if call.module not in self._forwards:
