@@ -308,14 +308,13 @@ class CallableCapture:
             refuse_parameter_hooks(self._named())
             direct = DirectGradients(self._parameters, self._gradient_buffers(self._parameters))
         to_autograd = len(positions) if direct is not None else len(targets)
-        layouts = self._layouts
-        if layouts is None:
-            layouts = list(map(GradientLayout.of, targets))
-        handed = LentGradients(layouts[:to_autograd], assumed=self._layouts is None)
+        assumed = self._layouts is None  # no backward pass has run in the warm-up
+        layouts = self._layouts or list(map(GradientLayout.of, targets))
+        handed = LentGradients(layouts[:to_autograd], assumed=assumed)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         with self._pool.capture() as captured:
             gradients = self._gradients(outputs, targets, static)
-            if self._layouts is None:
+            if assumed:
                 self._check_gradients(gradients)
             handed.capture(gradients[:to_autograd])
             if direct is not None:

@@ -158,16 +158,13 @@ class OutputGradients:
         self._own = [i for i in range(len(self.buffers)) if i not in lenders]
         self._targets = [self.buffers[i] for i in self._own]
 
-    def take(self, given: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-        """Bring the gradients in, None as zero.
+    def completed(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients, with zeros in the place of those that do not exist."""
+        pairs = zip(gradients, self.buffers, strict=True)
+        return [torch.zeros_like(buffer) if g is None else g for g, buffer in pairs]
 
-        Returns:
-            Buffers and values that are to be put back after the replay.
-        """
-        gradients = [
-            torch.zeros_like(buffer) if gradient is None else gradient
-            for gradient, buffer in zip(given, self.buffers, strict=True)
-        ]
+    def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Bring the gradients in; buffers and values that are to be put back after the replay."""
         if self._targets:
             copy_all(self._targets, [gradients[i] for i in self._own])
         displaced = []
@@ -209,6 +206,13 @@ def _side_by_side(
     return memory, buffers
 
 
+_PIECES = 64
+"""How many pairs of tensors one launch of torch's fused copy takes; many tensors take several."""
+
+_GRAIN = 2048
+"""Pieces have a multiple of so many elements: 512 threads copy four at a time if aligned."""
+
+
 def _write(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy gradients to their buffers, as part of a capture: one launch for each device and dtype.
 
@@ -231,10 +235,6 @@ def _write(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         size = total // max(_PIECES - len(pairs), _PIECES // 4) // _GRAIN * _GRAIN + _GRAIN
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(_pieces(targets, size), _pieces(sources, size))
-
-
-_PIECES = 64  # pairs of tensors in a launch of torch's fused copy
-_GRAIN = 2048  # elements: 512 threads copy four each at a time, where a piece begins aligned
 
 
 def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:

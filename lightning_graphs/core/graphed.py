@@ -243,10 +243,14 @@ class GraphedCallable:
             self.explain(error)
             raise
         self._order.finish(pending)
-        reached = backward.reached(gradients) if any([g is None for g in gradients]) else None
-        if reached is not None and not reached:
-            return [None] * len(backward.targets)
-        displaced = backward.output_gradients.take(gradients)
+        reached: frozenset[Tensor] | None = None
+        given: Sequence[Any] = gradients
+        if any([g is None for g in gradients]):
+            reached = backward.reached(gradients)
+            if not reached:
+                return [None] * len(backward.targets)
+            given = backward.output_gradients.completed(gradients)
+        displaced = backward.output_gradients.take(given)
         replay = backward.graph.replay
         if direct is not None:
             replay = partial(direct.replay, replay, reached)

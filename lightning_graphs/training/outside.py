@@ -157,8 +157,9 @@ class NamedByCalls:
             The name of each, what to call with which key for its value, and what it is bound in.
         """
         for function in self._search.functions():
-            for key in vars(function):
-                yield f"{function.__qualname__}.{key}", vars(function).get, key, function
+            table = vars(function)
+            for key in table:
+                yield f"{function.__qualname__}.{key}", table.get, key, table
         for place in self._search.places.values():
             if _says_what_it_is(place.before):
                 owner = place.owner

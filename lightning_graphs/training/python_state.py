@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -338,8 +338,8 @@ class Generators:
             found.append((name, torch.get_rng_state, torch.set_rng_state))
         for name, held in held_in(module):
             found += [(name, get, put) for get, put in self._access(held)]
-        states = [(name, get, put, get()) for name, get, put in found]
-        self._states = [(*found, _comparable(found[3])) for found in states]
+        self._states = [_State(name, get, put, get()) for name, get, put in found]
+        self._before = [_comparable(state.value) for state in self._states]
 
     def _access(self, held: Any) -> list[tuple[_Get, _Set]]:
         """How to read and write the state of a generator; nothing of other objects."""
@@ -357,16 +357,26 @@ class Generators:
 
     def drawn(self) -> list[str]:
         """The names of the generators that were drawn from."""
-        return [name for name, get, *_, before in self._states if _comparable(get()) != before]
+        pairs = zip(self._states, self._before, strict=True)
+        return [state.name for state, before in pairs if _comparable(state.get()) != before]
 
     def restore(self) -> None:
         """Put the states back."""
-        for _, _, put, state, _ in self._states:
-            put(state)
+        for state in self._states:
+            state.put(state.value)
 
 
 _Get = Callable[[], Any]
 _Set = Callable[[Any], object]
+
+
+class _State(NamedTuple):
+    """A generator's name, how its state is read and written, and what it was."""
+
+    name: str
+    get: _Get
+    put: _Set
+    value: Any
 
 
 def _comparable(state: Any) -> Any:

@@ -100,8 +100,7 @@ class FitWatch:
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *self._reads.values(),
-            (OF_THE_TRAINER[0], clipping),
-            (OF_THE_TRAINER[1], torch.get_float32_matmul_precision()),
+            *zip(OF_THE_TRAINER, (clipping, torch.get_float32_matmul_precision()), strict=True),
         )
 
 
