@@ -160,7 +160,7 @@ class GraphCapture(Callback):
                 progress = ProgressValues(trainer)
                 _install(stack, progress)
                 if not moves_batches_itself(trainer, pl_module):
-                    _install(stack, BatchTransfer(trainer.strategy, device))
+                    _install(stack, BatchTransfer(trainer))
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
             runner = runner_for(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -180,10 +181,10 @@ class CapturableOptimizer:
         return False
 
     def _members(self) -> list[Any]:
-        return [p for group in self._groups for p in group["params"]]
+        return list(chain.from_iterable([group["params"] for group in self._groups]))
 
     def _state_now(self) -> list[Any]:
-        return [value for state in self._state.values() for value in state.values()]
+        return list(chain.from_iterable(map(dict.values, self._state.values())))
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.training.gradients import PersistentGradients
+from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.foresight import requests_watched
@@ -114,7 +114,8 @@ class ModuleRunner:
             update = None
         if update is None or self._warmup_left > 0:
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
-        result = closure()
+        with zeroed_quickly(optimizer):
+            result = closure()
         if result is None or not update.step():
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         return result

@@ -178,7 +178,8 @@ class CapturedUpdate:
         if has_step_hooks(self.optimizer):
             self._rebind("a step hook was registered on the optimizer")
             return None
-        decision = self._moves.look(capturable.hyper_parameters(), can_live=capturable.can_live)
+        numbers = capturable.hyper_parameters()
+        decision = self._moves.look(numbers, can_live=capturable.can_live)
         if decision is not None:
             self._rebind(*decision)
             return None
@@ -187,7 +188,7 @@ class CapturedUpdate:
         if not any(with_gradient):
             return None  # there would be nothing in the graph
         key = (
-            capturable.hyper_parameters(),
+            numbers,
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
             with_gradient,
