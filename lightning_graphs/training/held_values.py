@@ -106,11 +106,12 @@ def is_object(value: Any) -> bool:
         return True
     if kind.__new__ is not object.__new__ or isinstance(value, (nn.Module, Enum)):
         return False
+    return not _is_of_library(kind) and hasattr(value, "__dict__")
+
+
+def _is_of_library(kind: type) -> bool:
     package = kind.__module__.partition(".")[0]
-    library = package in _LIBRARIES or (
-        package in sys.stdlib_module_names and kind is not Namespace
-    )
-    return not library and hasattr(value, "__dict__")
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and kind is not Namespace)
 
 
 def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
@@ -125,6 +126,21 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
     if is_object(value):
         return [(f".{key}", key, held) for key, held in vars(value).items()]
     return None
+
+
+def values_of_class(kind: type) -> Iterator[tuple[type, str, Any]]:
+    """What instances of a class find in it: the class that has it, its name, its value.
+
+    Functions and the like are left out, and so are classes of libraries that it is derived from.
+    """
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if base is object or _is_of_library(base):
+            continue
+        for key, value in vars(base).items():
+            if key not in found and not key.startswith("__"):
+                found.add(key)
+                yield base, key, value
 
 
 def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -262,6 +278,11 @@ class HeldValues:
         for label, key, held in entries(value) or []:
             self._checks.append((get, key, held))
             self._describe(name + label, held, depth - 1, most)
+        if is_object(value):
+            for base, key, held in values_of_class(type(value)):
+                if key not in table and is_plain(held):
+                    self._checks.append((vars(base).get, key, held))
+                    self._values.append((f"{name}.{key}", held))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -27,6 +27,7 @@ from lightning_graphs.training.held_values import (
     is_object,
     is_plain,
     is_small_array,
+    values_of_class,
 )
 from lightning_graphs.training.python_state import Contents
 
@@ -151,11 +152,15 @@ class NamedByCalls:
         self._search = _Search(module, own, of_calls=True)
 
     def values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
-        """Global and enclosing variables with values.
+        """Global and enclosing variables with values, attributes of functions and of classes.
 
         Returns:
             The name of each, what to call with which key for its value, and what it is bound in.
         """
+        for kind in self._search.classes:
+            for base, key, value in values_of_class(kind):
+                if key in self._search.reading and _says_what_it_is(value):
+                    yield f"{kind.__name__}.{key}", vars(base).get, key, base
         for function in self._search.functions():
             table = vars(function)
             for key in table:
@@ -254,6 +259,10 @@ class _Search:
         self._pending: deque[FunctionType] = deque()
         self._methods: list[type] = []
         self._follow(getattr(module, "training_step", None))
+        for child in module.modules():
+            for value in vars(child).values():
+                if isinstance(value, (FunctionType, MethodType, functools.partial)):
+                    self._follow(value)
         kinds = {base for child in module.modules() for base in type(child).__mro__}
         self._methods = [k for k in kinds if own.has_module(k.__module__)] if of_calls else []
         for kind in kinds:

@@ -100,6 +100,38 @@ def test_an_attribute_that_moves_in_every_step_is_not_chased(
     assert captured.statistics.captures == 1
 
 
+class TakingTurns(Callback):
+    """Two or three values take turns, a step each."""
+
+    def __init__(self, gains: list[float]) -> None:
+        self.gains = gains
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.net.gain = self.gains[batch_idx % len(self.gains)]
+
+
+@pytest.mark.parametrize("gains", [[1.0, 1.5], [1.0, 1.5, 2.0], [1.0] * 5 + [2.0] * 5])
+def test_values_that_take_turns_are_captured_once_each(
+    backend: str, tmp_path: Path, gains: list[float]
+) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Gained,
+        data=lambda: batches() * 4,
+        capture=named("net"),
+        callbacks=lambda: [TakingTurns(gains)],
+    )
+    compare(eager, captured)
+    different = len(set(gains))
+    assert captured.statistics.captures == different
+    # Each value is seen twice, observed, and captured when it comes back.
+    steps = captured.trainer.global_step
+    assert captured.statistics.replayed >= steps - 3 - different * (3 + 2)
+
+
 class Counting(Gain):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

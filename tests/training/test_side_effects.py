@@ -432,6 +432,99 @@ def test_an_attribute_of_a_function_is_a_condition(backend: str, tmp_path: Path)
     assert captured.statistics.recaptures == ["weighted.weight: 1.0 -> 2.0"]
 
 
+class Defaults:
+    ratio = 1.0
+    weights = [1.0]  # noqa: RUF012
+
+
+class Settings(Defaults):
+    """What a hook changes is the class's, or that of the class it is derived from."""
+
+    scale = 1.0
+
+
+SETTINGS_OBJECT = Settings()
+
+
+class ReadingAClass(Net):
+    scaled: Any = staticmethod(lambda loss: loss * Settings.scale)
+
+    def change(self) -> None:
+        Settings.scale = 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scaled(self.loss(batch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 12:
+            self.change()
+
+
+class ReadingABaseClass(ReadingAClass):
+    scaled = staticmethod(lambda loss: loss * Settings.ratio)
+
+    def change(self) -> None:
+        Defaults.ratio = 2.0
+
+
+class ReadingAListOfAClass(ReadingAClass):
+    scaled = staticmethod(lambda loss: loss * Settings.weights[0])
+
+    def change(self) -> None:
+        Defaults.weights[0] = 2.0
+
+
+class ReadingAnObject(ReadingAClass):
+    scaled = staticmethod(lambda loss: loss * SETTINGS_OBJECT.scale)
+
+
+class HoldingAnObject(ReadingAClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def scaled(self, loss: Any) -> Any:
+        return loss * self.settings.ratio
+
+    def change(self) -> None:
+        Defaults.ratio = 2.0
+
+
+class HoldingAFunction(ReadingAClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = lambda loss: loss * SCALE
+
+    def change(self) -> None:
+        global SCALE
+        SCALE = 2.0
+
+
+@pytest.mark.parametrize(
+    ("module", "change"),
+    [
+        (ReadingAClass, "Settings.scale: 1.0 -> 2.0"),
+        (ReadingABaseClass, "Settings.ratio: 1.0 -> 2.0"),
+        (ReadingAListOfAClass, "Settings.weights[0]: 1.0 -> 2.0"),
+        (ReadingAnObject, "SETTINGS_OBJECT.scale: 1.0 -> 2.0"),
+        (HoldingAnObject, "self.settings.ratio: 1.0 -> 2.0"),
+        (HoldingAFunction, "SCALE: 1.0 -> 2.0"),
+    ],
+)
+def test_a_value_of_a_class_or_behind_an_attribute_is_a_condition(
+    backend: str, tmp_path: Path, module: type[Net], change: str
+) -> None:
+    global SCALE
+    fits = []
+    for graphs in (False, True):
+        SCALE, Settings.scale, Defaults.ratio, Defaults.weights[:] = 1.0, 1.0, 1.0, [1.0]
+        options: dict[str, Any] = {"module": module, "capture": {"scope": "step", "verify": "off"}}
+        fits.append(prepare(backend, tmp_path, graphs, **options).run())
+    compare(*fits)
+    (found,) = fits[1].statistics.recaptures
+    assert change in found
+
+
 def closing_over() -> Net:
     weight = 1.0
 

@@ -16,6 +16,7 @@ from lightning_graphs.core.torch_private import (
     gradient_hooks,
     hooks_registered,
 )
+from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -132,6 +133,23 @@ class StepOfModules:
         if flags != self.kind.flags or not self.is_current:
             return False
         return self._call is None or self._call.match(args, {}) is not None
+
+
+@dataclass(slots=True)
+class Observed:
+    """A step that is observed, or was, and is captured once its values are those of then.
+
+    Attributes:
+        kind: Its kind.
+        values: Of attributes that earlier captures of such steps have read.
+        observer: Sees its calls.
+        left: How many steps with other values may come before.
+    """
+
+    kind: StepKind
+    values: Hashable
+    observer: StepObserver
+    left: int = 8
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from lightning_graphs.training.modules.dispatch import (
 from lightning_graphs.training.modules.foresight import Foresight
 from lightning_graphs.training.modules.kinds import (
     FlagsReader,
+    Observed,
     Search,
     StepKind,
     StepOfModules,
@@ -95,7 +96,7 @@ class ModuleGraphs:
         )
         self._replayed: CapturedCalls | None = None
         self._last: StepOfModules | None = None
-        self._observed: tuple[StepKind, StepObserver] | None = None
+        self._observed: Observed | None = None
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
         self._rare = RareSteps(options, self._difference)
@@ -133,7 +134,7 @@ class ModuleGraphs:
             # Any replay over the same memory may overwrite it.
             self._lend_no_longer("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
-            new = self._look_back()
+            new = self._look_back(self._observed)
         elif stage.missed:
             self._go_searching()
         if stage.stale:
@@ -190,7 +191,8 @@ class ModuleGraphs:
         key = (kind, self._read(kind))
         if self._cache.is_due(key):
             self._rare.end()
-            self._observe(kind)
+            if self._observed is None:  # else one waits for its values to come back
+                self._observe(kind)
         elif not self._cache.is_refused(key) and (change := self._rare.add(kind)):
             self._statistics.note(
                 "steps run eagerly: for a long time none came back often enough for graphs. "
@@ -251,19 +253,22 @@ class ModuleGraphs:
     def _observe(self, kind: StepKind) -> None:
         stage, modules = self.stage, self._choice.candidates()
         observer = StepObserver(modules, self._device_type, lambda: stage.stepping)
-        self._observed = kind, observer
+        self._observed = Observed(kind, self._read(kind), observer)
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
-            self._observed[1].remove()
+            self._observed.observer.remove()
             self._observed = None
 
-    def _look_back(self) -> StepOfModules | None:
+    def _look_back(self, observed: Observed) -> StepOfModules | None:
         """Capture what the last step has shown, if it is worth it and can be."""
-        assert self._observed is not None
-        kind, observer = self._observed
-        self._stop_observing()
-        observation = observer.observation
+        kind, observation = observed.kind, observed.observer.observation
+        observed.observer.remove()
+        searched = self._search is not None and self._search.kind == kind
+        if observed.left > 0 and not searched and self._read(kind) != observed.values:
+            observed.left -= 1  # values may take turns
+            return None
+        self._observed = None
         if self._choice.learn(observation):
             self._patience = 0
         elif self._patience > 0:
@@ -275,7 +280,7 @@ class ModuleGraphs:
             return None
         calls = self._choice.first(observation, self._statistics.note)
         search = self._search
-        if search is not None and search.kind == kind:
+        if search is not None and searched:
             key = (kind, pattern_of(calls, observation))
             known = any(s.key[:2] == key and s.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):
