@@ -9,7 +9,6 @@ from operator import is_
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -94,6 +93,7 @@ class CapturableOptimizer:
     Attributes:
         can_live: Whether its numbers could be kept live: its kernel is fused.
         numbers: The numbers that are kept live; None if all are frozen.
+        runs_other_kernel: It has been given its fused kernel, and would run another by itself.
     """
 
     def __init__(
@@ -120,11 +120,9 @@ class CapturableOptimizer:
             if self.can_live and "fused" in group:
                 group["fused"], group["foreach"] = True, False
         pairs = zip(self._groups, self._given, strict=True)
-        if before is None and any(now.get("fused") and not own.get("fused") for now, own in pairs):
-            rank_zero_info(
-                f"GraphCapture: {type(optimizer).__name__} runs its fused kernel during this fit; "
-                "by itself it would run another one, whose results differ by rounding"
-            )
+        self.runs_other_kernel = before is None and any(
+            now.get("fused") and not own.get("fused") for now, own in pairs
+        )
         earlier = before._given if before is not None else []
         for i, (group, given) in enumerate(zip(self._groups, earlier, strict=False)):
             # A state that was saved during the fit by hand comes back with flags that are ours.

@@ -258,11 +258,13 @@ class _Search:
         self._seen: set[FunctionType] = set()
         self._pending: deque[FunctionType] = deque()
         self._methods: list[type] = []
+        self._attributes = [
+            (key, value)
+            for child in module.modules()
+            for key, value in vars(child).items()
+            if isinstance(value, (FunctionType, MethodType, functools.partial))
+        ]
         self._follow(getattr(module, "training_step", None))
-        for child in module.modules():
-            for value in vars(child).values():
-                if isinstance(value, (FunctionType, MethodType, functools.partial)):
-                    self._follow(value)
         kinds = {base for child in module.modules() for base in type(child).__mro__}
         self._methods = [k for k in kinds if own.has_module(k.__module__)] if of_calls else []
         for kind in kinds:
@@ -319,17 +321,18 @@ class _Search:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":  # of super()
                 self._add(_Place.of(name, cell, "cell_contents"))
+        used = {name for part in _codes(code) for name in part.co_names}
         for kind in self._methods:
-            for name in {name for part in _codes(code) for name in part.co_names} & vars(
-                kind
-            ).keys():
+            for name in used & vars(kind).keys():
                 self._follow(_function_of(vars(kind)[name]))
+        for name, value in self._attributes:
+            if name in used:
+                self._follow(value)
         for name in self._globals_of(code):
             place = _Place.of(name, function.__globals__, name)
             self._add(place)
             if isinstance(place.before, ModuleType) and self._own.has_module(place.before.__name__):
                 table = vars(place.before)
-                used = {key for part in _codes(code) for key in part.co_names}
                 for key in table.keys() & used:
                     self._add(_Place.of(f"{name}.{key}", table, key))
 

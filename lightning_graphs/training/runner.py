@@ -106,6 +106,8 @@ class StepRunner:
             self.capturable = CapturableOptimizer(
                 self._optimizer, self._module.device, before, live=self._moves.live
             )
+            if self.capturable.runs_other_kernel:
+                self._statistics.runs_fused(type(self._optimizer).__name__)
         else:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         body = StepBody(

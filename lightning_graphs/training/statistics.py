@@ -44,6 +44,7 @@ class Statistics:
         fallbacks: Reason of each refusal, in order.
         recaptures: What changed, for each capture after the first.
         modules: Names of the submodules that have graphs.
+        fused: Optimizers that run their fused kernel, and by themselves would not.
         graphs: A record for each captured signature.
         times: The steps that were timed.
         verdict: What the times say.
@@ -57,6 +58,7 @@ class Statistics:
     fallbacks: list[str] = field(default_factory=list)
     recaptures: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
+    fused: list[str] = field(default_factory=list)
     graphs: list[GraphRecord] = field(default_factory=list)
     times: list[StepTime] = field(default_factory=list)
     verdict: str = ""
@@ -77,6 +79,15 @@ class Statistics:
         """Say that another capture is made, and keep what changed."""
         self.recaptures.append(change)
         rank_zero_info(f"GraphCapture: {sentence}")
+
+    def runs_fused(self, name: str) -> None:
+        """Say, once for each, that an optimizer runs another kernel than by itself."""
+        if name not in self.fused:
+            self.fused.append(name)
+            rank_zero_info(
+                f"GraphCapture: {name} runs its fused kernel during this fit; by itself it would "
+                "run another one, whose results differ by rounding"
+            )
 
     def chosen(self, names: Sequence[str]) -> None:
         """Say, once for each, which submodules have graphs."""

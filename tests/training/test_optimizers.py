@@ -349,16 +349,25 @@ def test_optimizer_state_loaded_during_training(backend: str, tmp_path: Path) ->
     compare(eager, captured)
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "auto"])
 @pytest.mark.parametrize("fused", [None, True])
-def test_a_fused_kernel_that_nobody_asked_for_is_said(
-    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool | None
+def test_a_fused_kernel_that_nobody_asked_for_is_said_once(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool | None, scope: str
 ) -> None:
     class Default(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if scope == "auto":
+                loss.item()  # so that submodules are captured after all
+            return loss
+
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
 
     with caplog.at_level(logging.INFO, logger=INFO.name):
-        prepare(backend, tmp_path, True, module=Default).run()
+        capture = {"scope": scope, "on_failure": "eager"}
+        prepare(backend, tmp_path, True, module=Default, capture=capture).run()
     said = [r.getMessage() for r in caplog.records if "runs its fused kernel" in r.getMessage()]
     assert len(said) == (fused is None)
 

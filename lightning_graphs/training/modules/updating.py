@@ -118,6 +118,8 @@ class CapturedUpdate:
         self.capturable = CapturableOptimizer(
             self.optimizer, self._module.device, before, live=self._moves.live
         )
+        if self.capturable.runs_other_kernel:
+            self._statistics.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._addresses = [p.data_ptr() for p in self._parameters]
