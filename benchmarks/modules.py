@@ -3,11 +3,11 @@
 Every fit trains the same model from the same seed under Lightning, in this process: eager, as whole
 steps (whose bare replay is the floor), with all blocks graphed by ``GraphCapture``, with the same
 blocks graphed by ``torch.cuda.make_graphed_callables``, and with the submodules that
-``GraphCapture(scope="modules")`` chooses by itself, which are larger. Losses are compared in the run
-that is timed. Fits of graphed blocks run in turn, several times, and the fastest counts (``step.py``
-says why); the usual time stands behind it. What a new shape costs is the time of the step in which
-its graphs are captured, less that of an ordinary one; it is compared with one call of torch's
-function for the same blocks.
+``GraphCapture(scope="modules")`` chooses by itself, which are larger. Losses are compared in the
+run that is timed. Fits of graphed blocks run in turn, several times, and the fastest counts
+(``step.py`` says why); the usual time stands behind it. What a new shape costs is the time of the
+step in which its graphs are captured, less that of an ordinary one; it is compared with one call of
+torch's function for the same blocks.
 
     python benchmarks/modules.py [--rows mlp,gpt2,resnet50,vit] [--rounds 3] [--json PATH]
 """
