@@ -57,7 +57,9 @@ class PlanCache(Generic[Key, Plan]):
         return seen >= self._capture_after
 
     def add(self, key: Key, plan: Plan) -> None:
-        """Keep a captured plan, releasing the least recently used ones beyond capacity."""
+        """Keep a captured plan, releasing the one before and, beyond capacity, the least recent."""
+        if key in self._plans:
+            self._release(self._plans.pop(key))
         self._seen.pop(key, None)
         self._displaced.pop(key, None)
         self._plans[key] = plan

@@ -51,7 +51,8 @@ from lightning_graphs.training.obstacles import (
 )
 from lightning_graphs.training.optimizers import capture_obstacle
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.outside import OutsideValues, OwnCode
+from lightning_graphs.training.outside import OutsideValues
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,

@@ -6,22 +6,45 @@ import abc
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.held_values import Absence, is_object, is_plain
 from lightning_graphs.training.interception import properties_watched, replaced
+from lightning_graphs.training.python_state import AttributeReads
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
-_LIGHTNING = ("lightning", "pytorch_lightning")  # this package, too
+_MOVING = frozenset(
+    {"callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"}
+    | {"checkpoint_callbacks", "early_stopping_callbacks"}
+)
+"""What the trainer gives anew in every step, beside its counters."""
+
+_LASTING = frozenset(
+    {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
+    | {"world_size", "global_rank", "local_rank", "is_global_zero", "num_devices", "device_ids"}
+    | {"precision", "default_root_dir", "lightning_module", "model", "optimizers"}
+    | {"training", "validating", "testing", "predicting", "sanity_checking", "state"}
+    | {"strategy", "accelerator", "precision_plugin", "profiler", "logger", "loggers"}
+)
+"""What stays as it is for a whole fit, or is looked at elsewhere."""
+
+_LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
+_OURS = "lightning_graphs."
 
 COUNTER = Obstacle(
-    "A captured step runs no Python code: a counter that it reads would stand still.",
+    "A captured step runs no Python code: a counter that it reads, or another value that the "
+    "trainer moves, would stand still.",
     "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
     "a hook fills",
     kind="python-state",
@@ -131,36 +154,122 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
 
 @contextlib.contextmanager
 def counters_watched(
-    trainer: Trainer, on_read: Callable[[str], object] = refuse_frozen
+    trainer: Trainer,
+    on_read: Callable[[str], object] = refuse_frozen,
+    reads: AttributeReads | None = None,
 ) -> Iterator[None]:
-    """While capturing, reading ``global_step``, ``current_epoch`` or ``is_last_batch`` is refused.
+    """While capturing, reading a counter or another moving value of the trainer is refused.
 
-    The trainer's class is exchanged for a subclass: they are properties, and the module's own
-    ``global_step`` and ``current_epoch`` read the trainer's. Its ``fit_loop`` holds counters and
-    little else; only Lightning itself may look there.
+    The trainer's class is exchanged for a subclass. ``global_step``, ``current_epoch`` and
+    ``is_last_batch`` are nobody's to read: the module's own counters read the trainer's. What else
+    changes, as its metrics do, only libraries may look at; values that an author's code finds there
+    and that can be compared are noted.
 
     Args:
         trainer: The trainer.
-        on_read: Called with the counter's name; where it returns, the read goes on.
+        on_read: Called with the name of what moves; where it returns, the read goes on.
+        reads: Learns what can be compared.
     """
     original = type(trainer)
+    is_library = CallSiteFinder().is_library
 
-    def watching(name: str) -> property:
+    def watching(key: str) -> property:
+        inherited: Any = getattr(original, key, None)
+        is_property = isinstance(inherited, property)
+
         def read(owner: Trainer) -> Any:
-            on_read(f"trainer.{name}")
-            return getattr(original, name).__get__(owner)
+            if key in _COUNTERS:
+                on_read(f"trainer.{key}")
+            elif not is_library(sys._getframe(1).f_code.co_filename):
+                _note(owner, key, on_read, reads)
+            return inherited.__get__(owner) if is_property else vars(owner)[key]
 
-        return property(read)
+        def write(owner: Trainer, value: Any) -> None:
+            if is_property:
+                inherited.__set__(owner, value)
+            else:
+                vars(owner)[key] = value
 
-    def fit_loop(owner: Trainer) -> Any:
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith(_LIGHTNING):
-            on_read("trainer.fit_loop")
-        return vars(owner)["fit_loop"]
+        return property(read, write)
 
-    properties = {name: watching(name) for name in _COUNTERS}
-    properties["fit_loop"] = property(fit_loop)
-    with properties_watched(trainer, properties):
+    def missing(owner: Trainer, key: str) -> NoReturn:
+        if not (key.startswith("__") or is_library(sys._getframe(1).f_code.co_filename)):
+            _note(owner, key, on_read, reads)
+        raise AttributeError(f"{original.__name__!r} object has no attribute {key!r}")
+
+    found = [key for key in dir(original) if isinstance(getattr(original, key, None), property)]
+    watched: dict[str, Any] = {key: watching(key) for key in {*found, *vars(trainer)} - _LASTING}
+    watched["__getattr__"] = missing
+    with properties_watched(trainer, watched):
         yield
+
+
+def _note(
+    trainer: Trainer, key: str, on_read: Callable[[str], object], reads: AttributeReads | None
+) -> None:
+    """Note what the author's code reads from the trainer, or tell that it moves."""
+    if key in _MOVING:  # ahead of a look at metrics, which computes them
+        on_read(f"trainer.{key}")
+        return
+    value = _found_in(trainer, key)
+    if isinstance(value, MethodType):
+        return
+    if not (key in _LOADERS or _is_comparable(value)):
+        on_read(f"trainer.{key}")
+    elif reads is not None and key == "callbacks":
+        for index, callback in enumerate(value):
+            if not type(callback).__module__.startswith(_OURS):
+                name = f"self.trainer.callbacks[{index}]"
+                reads.add(name, value.__getitem__, index, value)
+    elif reads is not None:
+        reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
+
+
+def _found_in(trainer: Trainer, key: str) -> Any:
+    return getattr(trainer, key, Absence.ABSENT)
+
+
+def _is_comparable(value: Any) -> bool:
+    return (
+        is_plain(value) or is_object(value) or isinstance(value, (dict, list, set, tuple, Tensor))
+    )
+
+
+@contextlib.contextmanager
+def old_gradients_refused() -> Iterator[None]:
+    """While capturing a forward pass, only libraries may look at ``.grad`` of parameters.
+
+    It is set aside there. An eager step finds the gradients of the step before.
+
+    Raises:
+        CaptureError: the body reads or sets one.
+    """
+    gradient: Any = Tensor.grad
+    finder = CallSiteFinder()
+
+    def refuse(use: str) -> None:
+        if not finder.is_library(sys._getframe(2).f_code.co_filename):
+            raise CaptureError(
+                "A captured step has no gradients before its backward pass: those of the step "
+                "before are set aside.",
+                f".grad of a parameter is {use} at {finder.here().describe()}",
+                "use gradients in on_before_optimizer_step, and keep what the next step needs of "
+                "them in a buffer",
+            )
+
+    def read(parameter: Parameter) -> Any:
+        refuse("read")
+        return gradient.__get__(parameter)
+
+    def write(parameter: Parameter, value: Tensor | None) -> None:
+        refuse("set")
+        gradient.__set__(parameter, value)
+
+    Parameter.grad = property(read, write)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Parameter.grad
 
 
 class LoggedNumbers:

@@ -8,10 +8,11 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from enum import Enum
-from types import SimpleNamespace
+from functools import partial
+from types import MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +22,11 @@ from torch import nn
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SEQUENCES = (list, tuple, deque)
 _LIBRARIES = frozenset(
-    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "tensorboard"}
-    | {"tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
+    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_graphs"}
+    | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
 )
 _TABLES = ("_parameters", "_buffers", "_modules")
-_DEPTH = 3
+_DEPTH = 6
 _MOST_INSIDE = 10_000  # longer ones are data
 _MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
@@ -97,16 +98,37 @@ def is_small_array(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether everything in an object is in its ``__dict__``, and is its author's own.
+    """Whether everything in an object is in its attributes, and is its author's own.
 
     Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
     """
     kind: Any = type(value)
     if isinstance(value, SimpleNamespace):
         return True
-    if kind.__new__ is not object.__new__ or isinstance(value, (nn.Module, Enum)):
+    if isinstance(value, (type, nn.Module, Enum)) or _is_of_library(kind):
         return False
-    return not _is_of_library(kind) and hasattr(value, "__dict__")
+    return all(map(_is_python, kind.__mro__[:-1]))
+
+
+def _is_python(kind: type) -> bool:
+    """Whether a class is written in Python, which shows in how its instances are made."""
+    new = vars(kind).get("__new__")
+    return bool(kind.__flags__ & _HEAP_TYPE) and (new is None or isinstance(new, staticmethod))
+
+
+_HEAP_TYPE = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE`` of CPython's stable interface: classes of its own are none."""
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names under which instances of a class keep values outside of their ``__dict__``."""
+    tables = [vars(base).items() for base in kind.__mro__]
+    return [k for table in tables for k, v in table if isinstance(v, MemberDescriptorType)]
+
+
+def in_slot(value: Any, key: str) -> Any:
+    """What an object keeps in a slot."""
+    return getattr(value, key, Absence.ABSENT)
 
 
 def _is_of_library(kind: type) -> bool:
@@ -124,23 +146,32 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
     if isinstance(value, _SEQUENCES):
         return [(f"[{index}]", index, held) for index, held in enumerate(value)]
     if is_object(value):
-        return [(f".{key}", key, held) for key, held in vars(value).items()]
+        own = [(key, held) for key, held in getattr(value, "__dict__", {}).items()]
+        slots = [(key, in_slot(value, key)) for key in slots_of(type(value))]
+        return [(f".{key}", key, held) for key, held in own + slots]
     return None
 
 
-def values_of_class(kind: type) -> Iterator[tuple[type, str, Any]]:
-    """What instances of a class find in it: the class that has it, its name, its value.
+def values_of_class(kind: type) -> dict[str, Any]:
+    """Name and value of what instances of a class find in it, that of libraries left out.
 
-    Functions and the like are left out, and so are classes of libraries that it is derived from.
+    Of what classes have, these are the values that captures bake in: no functions, no properties.
     """
-    found: set[str] = set()
+    found: dict[str, Any] = {}
     for base in kind.__mro__:
-        if base is object or _is_of_library(base):
-            continue
-        for key, value in vars(base).items():
-            if key not in found and not key.startswith("__"):
-                found.add(key)
-                yield base, key, value
+        if base is not object and not _is_of_library(base):
+            found = {**vars(base), **found}
+    return {k: v for k, v in found.items() if not k.startswith("__") and _is_value(v)}
+
+
+def value_of_class(kind: type, key: str) -> Any:
+    """What instances of a class find in it under a name, wherever it stands."""
+    return next((vars(b)[key] for b in kind.__mro__ if key in vars(b)), Absence.ABSENT)
+
+
+def _is_value(value: Any) -> bool:
+    known = is_plain(value) or is_small_array(value) or is_object(value)
+    return known or isinstance(value, (dict, set, frozenset, torch.Tensor, *_SEQUENCES))
 
 
 def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -207,6 +238,7 @@ class HeldValues:
         self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self._values: list[tuple[str, Any]] = []
         self._described: tuple[tuple[str, Any], ...] | None = None
+        self._words: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self._roots)
@@ -225,9 +257,16 @@ class HeldValues:
             self._roots[place] = (name, get, key)
             self._described = None
 
+    def read(self, words: Iterable[str]) -> None:
+        """Look at what objects find in their classes, too, under the names that code reads."""
+        if not self._words.issuperset(words):
+            self._words |= frozenset(words)
+            self._described = None
+
     def without(self, owners: Container[int]) -> HeldValues:
         """These values but for those that are bound in such owners, given by their ``id``."""
         rest = HeldValues()
+        rest._words = self._words
         rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
         return rest
 
@@ -266,7 +305,10 @@ class HeldValues:
             self._checks.append((frozenset, value, frozen))
             self._values.append((name, frozen))
             return
-        table = vars(value) if is_object(value) else value
+        if isinstance(value, (MethodType, partial)):
+            self._describe_call(name, value, depth, most)
+            return
+        table = getattr(value, "__dict__", {}) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
         if count is not None:  # ahead of its entries: an index may be gone
             self._checks.append((len, table, count))
@@ -276,13 +318,26 @@ class HeldValues:
         self._values.append((name, _Kind(type(value), count)))
         get = table.get if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
-            self._checks.append((get, key, held))
+            is_slot = table is not value and key not in table
+            self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
             self._describe(name + label, held, depth - 1, most)
-        if is_object(value):
-            for base, key, held in values_of_class(type(value)):
-                if key not in table and is_plain(held):
-                    self._checks.append((vars(base).get, key, held))
-                    self._values.append((f"{name}.{key}", held))
+        if table is not value:  # what an object does not have itself it finds in its class
+            kind = type(value)
+            for key, held in values_of_class(kind).items():
+                if key in self._words and key not in table:
+                    self._checks.append((partial(value_of_class, kind), key, held))
+                    self._describe(f"{name}.{key}", held, depth - 1, most)
+
+    def _describe_call(self, name: str, value: Any, depth: int, most: int) -> None:
+        """What a bound method or a partial is called with."""
+        self._values.append((name, _Identity(value, None)))
+        held = {".__self__": value.__self__} if isinstance(value, MethodType) else {}
+        if isinstance(value, partial):
+            held = {f".args[{i}]": given for i, given in enumerate(value.args)}
+            held.update((f".keywords[{key!r}]", given) for key, given in value.keywords.items())
+        for label, given in held.items():
+            if depth > 0 and not isinstance(given, nn.Module):
+                self._describe(name + label, given, depth - 1, most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ class CapturableOptimizer:
         return list(chain.from_iterable([group["params"] for group in self._groups]))
 
     def _state_now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._state.values())))
+        return list(chain.from_iterable([state.values() for state in self._state.values()]))
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""

@@ -7,71 +7,31 @@ import dis
 import functools
 import gc
 import re
-import sys
-import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.training.held_values import (
     Absence,
     held_in_value,
     is_object,
     is_plain,
     is_small_array,
+    value_of_class,
     values_of_class,
 )
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import Contents
 
-_INSTALLED = {"site-packages", "dist-packages"}
 _KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
 _CONTAINERS = (dict, list, tuple, set)
-
-
-class OwnCode:
-    """Tells the code of a step's author from that of the libraries it uses.
-
-    Installed packages are libraries, but for the one that the root module's class is from.
-
-    Args:
-        root: The root module.
-    """
-
-    def __init__(self, root: LightningModule) -> None:
-        self._package = type(root).__module__.partition(".")[0]
-        self._finder = CallSiteFinder()
-        self._standard = sysconfig.get_paths()["stdlib"]
-        self._verdicts: dict[tuple[str, str], bool] = {}
-
-    def has(self, file: str, name: str) -> bool:
-        """Whether code of this file, in the module of this name, is the author's."""
-        if (file, name) not in self._verdicts:
-            self._verdicts[file, name] = self._judge(file, name)
-        return self._verdicts[file, name]
-
-    def _judge(self, file: str, name: str) -> bool:
-        if self._finder.is_library(file):
-            return False
-        if name.partition(".")[0] == self._package:
-            return True
-        return not (
-            file.startswith(self._standard) or _INSTALLED.intersection(PurePath(file).parts)
-        )
-
-    def has_module(self, name: str) -> bool:
-        """Whether a module that has been imported under this name is the author's."""
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None:  # a notebook, unlike modules of C
-            return name == "__main__"
-        return self.has(file, name)
+_MOST_PARTS = 64
 
 
 class OutsideValues:
@@ -151,20 +111,27 @@ class NamedByCalls:
     def __init__(self, module: nn.Module, own: OwnCode) -> None:
         self._search = _Search(module, own, of_calls=True)
 
+    @property
+    def words(self) -> Collection[str]:
+        """Every name that the code reads."""
+        return self._search.reading.keys()
+
     def values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
         """Global and enclosing variables with values, attributes of functions and of classes.
 
         Returns:
             The name of each, what to call with which key for its value, and what it is bound in.
         """
-        for kind in self._search.classes:
-            for base, key, value in values_of_class(kind):
-                if key in self._search.reading and _says_what_it_is(value):
-                    yield f"{kind.__name__}.{key}", vars(base).get, key, base
+        for kind in self._search.named_classes():
+            for key in values_of_class(kind):
+                if key in self.words:
+                    yield f"{kind.__name__}.{key}", partial(value_of_class, kind), key, kind
         for function in self._search.functions():
             table = vars(function)
             for key in table:
                 yield f"{function.__qualname__}.{key}", table.get, key, table
+        for name, values, index in self._search.defaults():
+            yield name, values.__getitem__, index, values
         for place in self._search.places.values():
             if _says_what_it_is(place.before):
                 owner = place.owner
@@ -257,16 +224,20 @@ class _Search:
         self._modules = {id(child) for child in module.modules()}
         self._seen: set[FunctionType] = set()
         self._pending: deque[FunctionType] = deque()
-        self._methods: list[type] = []
+        self._module_kinds: list[type] = []
+        self._followed: dict[type, None] = {}
+        self._of_calls = of_calls
         self._attributes = [
-            (key, value)
+            (key, part)
             for child in module.modules()
             for key, value in vars(child).items()
-            if isinstance(value, (FunctionType, MethodType, functools.partial))
+            for part in _parts(value)
+            if isinstance(part, (FunctionType, MethodType, functools.partial)) or is_object(part)
         ]
         self._follow(getattr(module, "training_step", None))
         kinds = {base for child in module.modules() for base in type(child).__mro__}
-        self._methods = [k for k in kinds if own.has_module(k.__module__)] if of_calls else []
+        if of_calls:
+            self._module_kinds = [k for k in kinds if own.has_module(k.__module__)]
         for kind in kinds:
             self._follow(vars(kind).get("forward") if of_calls else kind)
         while self._pending:
@@ -286,6 +257,17 @@ class _Search:
         for name, value in values:
             yield from held_in_value(name, value, seen)
 
+    def named_classes(self) -> list[type]:
+        """The author's classes that the code may name: those of modules are named by ``self``."""
+        return [*self.classes, *self._module_kinds]
+
+    def defaults(self) -> Iterator[tuple[str, tuple[Any, ...], int]]:
+        """Default values of the author's functions that can change: name, all, and which."""
+        for function in filter(self._is_own, self._seen):
+            for i, value in enumerate(function.__defaults__ or ()):
+                if isinstance(value, _CONTAINERS) or is_object(value):
+                    yield f"{function.__qualname__}'s default", function.__defaults__ or (), i
+
     def functions(self) -> Iterator[FunctionType]:
         """The author's functions that were found and have attributes, other than wrappers' own."""
         for function in self._seen:
@@ -296,14 +278,19 @@ class _Search:
         return self._own.has(function.__code__.co_filename, function.__module__ or "")
 
     def _follow(self, value: Any) -> None:
-        """Look into a function or a class, where it is the author's own."""
+        """Look into a function, a class or an object, where it is the author's own."""
         if isinstance(value, type):
-            if value in self._methods:
+            if value in self._module_kinds:
                 return
             if value not in self.classes and self._own.has_module(value.__module__):
                 self.classes[value] = None
-                for attribute in vars(value).values():
-                    self._follow(_function_of(attribute))
+                self._follow_methods(value)
+        elif is_object(value):
+            for kind in type(value).__mro__[:-1]:
+                if not self._of_calls:
+                    self._follow(kind)
+                elif self._own.has_module(kind.__module__):
+                    self._follow_methods(kind)
         elif hasattr(value, "cache_info") and hasattr(value, "__wrapped__"):
             self.caches[value] = None
             self._follow(value.__wrapped__)
@@ -314,21 +301,30 @@ class _Search:
                 self._pending.append(function)
                 self._follow(getattr(function, "__wrapped__", None))
 
+    def _follow_methods(self, kind: type) -> None:
+        """Look into the methods of a class: of calls, into those that Python or the code names."""
+        if kind not in self._followed:
+            self._followed[kind] = None
+            for key, attribute in vars(kind).items():
+                if not self._of_calls or key in self.reading or key.startswith("__"):
+                    self._follow(_function_of(attribute))
+
     def _read(self, function: FunctionType) -> None:
         if not self._is_own(function):
             return
         code = function.__code__
+        names = self._globals_of(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__":  # of super()
                 self._add(_Place.of(name, cell, "cell_contents"))
         used = {name for part in _codes(code) for name in part.co_names}
-        for kind in self._methods:
+        for kind in (*self._module_kinds, *self._followed) if self._of_calls else ():
             for name in used & vars(kind).keys():
                 self._follow(_function_of(vars(kind)[name]))
         for name, value in self._attributes:
             if name in used:
                 self._follow(value)
-        for name in self._globals_of(code):
+        for name in names:
             place = _Place.of(name, function.__globals__, name)
             self._add(place)
             if isinstance(place.before, ModuleType) and self._own.has_module(place.before.__name__):
@@ -356,6 +352,14 @@ class _Search:
     def _add(self, place: _Place) -> None:
         if self.places.setdefault((id(place.owner), place.key), place) is place:
             self._follow(place.before)
+
+
+def _parts(value: Any) -> list[Any]:
+    """A value, or what is in a container; long ones are data."""
+    if not isinstance(value, (dict, list, tuple)):
+        return [value]
+    held = value.values() if isinstance(value, dict) else value
+    return list(held) if len(held) <= _MOST_PARTS else []
 
 
 def _function_of(value: Any) -> Any:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -19,15 +17,18 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.held_values import (
     OF_ALL_MODULES,
     Absence,
     ArrayValue,
     HeldValues,
     held_in,
+    in_slot,
     is_object,
     is_plain,
     is_small_array,
+    slots_of,
 )
 
 _CHANGEABLE = (list, dict, set, deque)
@@ -40,7 +41,9 @@ _FRAMEWORKS = frozenset(
 
 _LIVE_IN_LIBRARIES = frozenset(
     {"p", "momentum", "dropout", "label_smoothing", "margin", "negative_slope", "alpha", "beta"}
-    | {"delta", "lambd", "threshold"}
+    | {"delta", "lambd", "threshold", "reduction", "ignore_index", "track_running_stats"}
+    | {"min_val", "max_val", "value", "dim", "approximate", "log_target", "log_input", "full"}
+    | {"blank", "zero_infinity", "max_norm", "norm_type"}
 )
 
 STORED = Obstacle(
@@ -81,6 +84,10 @@ class AttributeReads:
         """Look at a value outside of the module, too: ``get(key)``, bound in this owner."""
         self._held.add(name, get, key, owner)
 
+    def read(self, words: Iterable[str]) -> None:
+        """Look at what objects find in their classes, under these names."""
+        self._held.read(words)
+
     def without(self, owners: Container[int]) -> HeldValues:
         """What was read, but for what is bound in such owners, given by their ``id``."""
         return self._held.without(owners)
@@ -110,7 +117,7 @@ class AttributeReads:
             if type(owner).__module__.startswith(_LIBRARIES):
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
-                    if isinstance(table[key], (bool, int, float)):
+                    if isinstance(table[key], (bool, int, float, str)):
                         self._held.add(f"{name}.{key}", table.get, key, owner)
             elif not (compiled and path):
                 exchanged.append((owner, type(owner), name))
@@ -242,10 +249,15 @@ class Contents:
     def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
         self._containers: list[tuple[str, Any, Any]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
+        self._slots: list[tuple[str, Any, str, Any]] = []
         for name, value in held:
             if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
-                table = value if isinstance(value, _CHANGEABLE) else vars(value)
+                table = value if isinstance(value, _CHANGEABLE) else getattr(value, "__dict__", {})
                 self._containers.append((name, table, _copy(table)))
+                if is_object(value):
+                    for key in slots_of(type(value)):
+                        before = in_slot(value, key)
+                        self._slots.append((f"{name}.{key}", value, key, before))
             elif is_small_array(value):
                 self._arrays.append((name, value, value.copy()))
 
@@ -261,6 +273,8 @@ class Contents:
             elif not _same(container, before):
                 names.add(name)
         names.update(name for name, array, before in self._arrays if _is_written(array, before))
+        slots = ((name, in_slot(value, key), before) for name, value, key, before in self._slots)
+        names.update(name for name, now, before in slots if not _is_still(now, before))
         return sorted(names)
 
     def restore(self) -> None:
@@ -276,6 +290,12 @@ class Contents:
         for _, array, before in self._arrays:
             if _is_written(array, before):
                 array[...] = before
+        for _, value, key, before in self._slots:
+            if not _is_still(in_slot(value, key), before):
+                if before is Absence.ABSENT:
+                    object.__delattr__(value, key)
+                else:  # past the __setattr__ of a frozen class
+                    object.__setattr__(value, key, before)
 
 
 class Attributes(Contents):
@@ -303,8 +323,11 @@ def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
 def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
     if key not in now or key not in before:
         return True
-    a, b = now[key], before[key]
-    return a is not b and not (is_plain(a) and type(a) is type(b) and a == b)
+    return not _is_still(now[key], before[key])
+
+
+def _is_still(now: Any, before: Any) -> bool:
+    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -315,78 +338,3 @@ def _same(now: Any, before: Any) -> bool:
 
 def _is_written(now: Any, before: Any) -> bool:
     return ArrayValue.of(now) != ArrayValue.of(before)
-
-
-class Generators:
-    """The states of the random generators that Python code on the host draws from.
-
-    Those of Python, numpy and torch, and those that the module holds.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        self._numpy: Any = sys.modules.get("numpy")
-        # On a CPU, torch's generator is that of the captured operators themselves.
-        self._with_torch = module.device.type != "cpu"
-        found: list[tuple[str, _Get, _Set]] = [
-            ("Python's random", random.getstate, random.setstate)
-        ]
-        if self._numpy is not None:
-            numpy = self._numpy.random
-            found.append(("numpy.random", numpy.get_state, numpy.set_state))
-        if self._with_torch:
-            name = "torch's generator of the CPU"
-            found.append((name, torch.get_rng_state, torch.set_rng_state))
-        for name, held in held_in(module):
-            found += [(name, get, put) for get, put in self._access(held)]
-        self._states = [_State(name, get, put, get()) for name, get, put in found]
-        self._before = [_comparable(state.value) for state in self._states]
-
-    def _access(self, held: Any) -> list[tuple[_Get, _Set]]:
-        """How to read and write the state of a generator; nothing of other objects."""
-        if isinstance(held, random.Random):
-            return [(held.getstate, held.setstate)]
-        if self._with_torch and isinstance(held, torch.Generator) and held.device.type == "cpu":
-            return [(held.get_state, held.set_state)]
-        if self._numpy is not None:
-            if isinstance(held, self._numpy.random.RandomState):
-                return [(held.get_state, held.set_state)]
-            if isinstance(held, self._numpy.random.Generator):
-                bits = held.bit_generator
-                return [(partial(getattr, bits, "state"), partial(setattr, bits, "state"))]
-        return []
-
-    def drawn(self) -> list[str]:
-        """The names of the generators that were drawn from."""
-        pairs = zip(self._states, self._before, strict=True)
-        return [state.name for state, before in pairs if _comparable(state.get()) != before]
-
-    def restore(self) -> None:
-        """Put the states back."""
-        for state in self._states:
-            state.put(state.value)
-
-
-_Get = Callable[[], Any]
-_Set = Callable[[Any], object]
-
-
-class _State(NamedTuple):
-    """A generator's name, how its state is read and written, and what it was."""
-
-    name: str
-    get: _Get
-    put: _Set
-    value: Any
-
-
-def _comparable(state: Any) -> Any:
-    """A generator's state as something that one ``==`` compares, arrays and tensors as bytes."""
-    if isinstance(state, torch.Tensor):
-        state = state.numpy()
-    if hasattr(state, "tobytes"):
-        return state.tobytes()
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    if isinstance(state, tuple) and not isinstance(state[0], int):  # else hundreds of numbers
-        return tuple(map(_comparable, state))
-    return state

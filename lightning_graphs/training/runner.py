@@ -163,15 +163,17 @@ class StepRunner:
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run a stepping micro-batch: the closure first, then whatever no graph has done yet."""
+        """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
         if optimizer is not self._optimizer:
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
         self._stepping = True
         try:
+            if self.capturable is None:  # it may call its closure more than once, as SAM does
+                return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
             result = closure()
         finally:
             self._stepping = False
-        plan, self._active = self._active, None
+            plan, self._active = self._active, None
         if plan is None or not plan.steps:
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
@@ -186,7 +188,7 @@ class StepRunner:
         assert self.capturable is not None
         captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
         moved = self.capturable.hyper_parameters() != captured.hyper_parameters
-        if moved or not plan.gradients.complete():
+        if moved or self.capturable.replaced() or not plan.gradients.complete():
             self._capture.update_eagerly()
             return
         plan.gradients.adopt()

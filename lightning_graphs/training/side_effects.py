@@ -19,7 +19,8 @@ from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import properties_watched
-from lightning_graphs.training.outside import OutsideValues, OwnCode
+from lightning_graphs.training.outside import OutsideValues
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import AttributeReads
 
 SIDE_EFFECT = Obstacle(

@@ -26,6 +26,7 @@ from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
+    old_gradients_refused,
     rates_exchanged,
 )
 from lightning_graphs.training.gradients import (
@@ -34,11 +35,13 @@ from lightning_graphs.training.gradients import (
     PersistentGradients,
     gradients_set_aside,
 )
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.outside import NamedByCalls, OwnCode
+from lightning_graphs.training.outside import NamedByCalls
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
@@ -193,6 +196,7 @@ class StepCapture:
                     )
                 gradients, outside = targets.attached()
             changes = own.changes()
+            _reset_autograd(inputs.tensors, tensors)
             numbers = live.find(segments.graphs[-1]) if live is not None else None
         except torch.OutOfMemoryError as error:
             segments.abandon()
@@ -219,6 +223,7 @@ class StepCapture:
         named = NamedByCalls(self._module, self._own)
         for value in named.values():
             self._reads.add(*value)
+        self._reads.read(named.words)
         self._reads.keep(named.cached())
         output.finish_capture()
         return StepPlan(
@@ -252,7 +257,8 @@ class StepCapture:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            stack.enter_context(counters_watched(self._trainer))
+            stack.enter_context(counters_watched(self._trainer, reads=self._reads))
+            stack.enter_context(replaced(self._body, "forward", self._forward))
             rates: list[Any] = [FrozenNumber("the learning rate")] * len(
                 self._optimizer.param_groups
             )
@@ -261,6 +267,12 @@ class StepCapture:
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             stack.enter_context(nothing_done_outside(self._trainer, self._module, self._own))
             yield
+
+    def _forward(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder
+    ) -> tuple[OutputPlan, Tensor]:
+        with old_gradients_refused():
+            return StepBody.forward(self._body, arguments, recorder)
 
     def update_eagerly(self) -> None:
         """Take the optimizer step on gradients that a graph computed and hooks have changed.
@@ -325,6 +337,13 @@ class _Segments:
 
 def _frozen(value: Any) -> Any:
     return FrozenNumber("batch_idx") if type(value) is int else value
+
+
+def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
+    """Take back what a step that asks for gradients of its batch has made of static inputs."""
+    for own, given in zip(inputs, batch, strict=True):
+        own.requires_grad_(given.requires_grad)
+        own.grad = None
 
 
 @contextlib.contextmanager

@@ -248,5 +248,5 @@ class StepTiming:
 
 
 def _shapes_of(args: tuple[Any, ...]) -> Hashable:
-    leaves = leaves_of(args[:1])
-    return tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
+    return tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)

@@ -37,10 +37,8 @@ class BatchTransfer:
         self._moved = torch.cuda.Event()
         self._launched: deque[torch.cuda.Event] = deque()
         unchanged = getattr(self._transfer, "__func__", None) is Strategy.batch_to_device
-        self._is_short = unchanged and isinstance(
-            trainer.profiler,  # type: ignore[attr-defined]
-            PassThroughProfiler,
-        )
+        profiler: object = trainer.profiler  # type: ignore[attr-defined]
+        self._is_short = unchanged and type(profiler) is PassThroughProfiler
 
     def install(self) -> None:
         """Take the place of the strategy's method."""
@@ -101,16 +99,23 @@ _AHEAD = 2
 def _needs_the_step_stream(leaf: Any) -> bool:
     """Whether a leaf must not be copied beside the step.
 
-    What computed a tensor on the GPU may still run. The tensors inside an object that moves itself
-    (``to``) cannot be recorded as in use by the step, and their memory would be given away early.
+    What computed a tensor on the GPU may still run. Sparse and nested tensors, and those inside an
+    object that moves itself (``to``), cannot be recorded as in use by the step, and their memory
+    would be given away early.
     """
-    return leaf.is_cuda if isinstance(leaf, Tensor) else hasattr(leaf, "to")
+    if isinstance(leaf, Tensor):
+        return leaf.is_cuda or not _is_strided(leaf)
+    return hasattr(leaf, "to")
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
     """The tensors of a simple batch, and what builds one like it; None for any other batch.
 
-    A simple one is a tensor of the CPU, or a tuple, list or dict with nothing but such tensors.
+    A simple one is a strided tensor of the CPU, or a tuple, list or dict of nothing but such.
     """
     kind = type(batch)
     tensors: list[Any]
@@ -123,7 +128,7 @@ def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]
         tensors, build = list(batch.values()), lambda moved: dict(zip(batch, moved, strict=True))
     else:
         return None
-    if all([type(t) is Tensor and t.device.type == "cpu" for t in tensors]):
+    if all([type(t) is Tensor and t.device.type == "cpu" and _is_strided(t) for t in tensors]):
         return tensors, build
     return None
 

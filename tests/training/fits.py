@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,20 +210,19 @@ def loader_of(data: Any) -> Any:
 class Hidden:
     """Numbers that nothing which watches Python values finds; 1.0 where none was set."""
 
-    __slots__ = ("_values",)
-
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
+        values: dict[str, float] = {}
+        self._values = ContextVar("values", default=values)  # one dict for all threads
 
     def __getitem__(self, name: str) -> float:
-        return self._values.get(name, 1.0)
+        return self._values.get().get(name, 1.0)
 
     def __setitem__(self, name: str, value: float) -> None:
-        self._values[name] = value
+        self._values.get()[name] = value
 
     def clear(self) -> None:
         """Forget every number."""
-        self._values.clear()
+        self._values.get().clear()
 
 
 def prepare(

@@ -76,6 +76,34 @@ def test_batch(backend: str, tmp_path: Path, kind: str) -> None:
     compare(*fit_twice(backend, tmp_path, module=Packed, data=lambda: [pack(b) for b in batches()]))
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_that_are_not_strided(backend: str, tmp_path: Path, kind: str) -> None:
+    """No step with such a batch is a graph; what submodules are given is dense."""
+
+    def packed(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if kind == "sparse":
+            return batch["x"].to_sparse(), batch["y"]
+        return torch.nested.nested_tensor(list(batch["x"][:, None])), batch["y"]
+
+    class Packed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0]
+            x = x.to_dense() if kind == "sparse" else torch.nested.to_padded_tensor(x, 0.0)[:, 0]
+            return self.loss({"x": x, "y": batch[1]})
+
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Packed,
+        data=lambda: [packed(b) for b in batches()],
+        capture={"scope": "auto", "on_failure": "eager"},
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
+
+
 def test_training_step_without_batch_idx(backend: str, tmp_path: Path) -> None:
     class Short(Net):
         def training_step(self, batch: Any) -> Any:

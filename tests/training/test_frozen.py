@@ -154,6 +154,19 @@ class TeacherForcing(Net):
         return self.loss(batch) * (2.0 if random.random() < 0.5 else 1.0)
 
 
+class OldGradients(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        old = self.net[0].weight.grad
+        return self.loss(batch) * (1.0 if old is None else 1.0 + old.norm())
+
+
+class OldGradientsDropped(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for parameter in self.parameters():
+            parameter.grad = None
+        return self.loss(batch)
+
+
 REFUSED = [
     (Indexed, "batch_idx"),
     (IndexedByTensor, "batch_idx"),
@@ -173,10 +186,14 @@ REFUSED = [
     (Mixup, "numpy"),
     (TeacherForcing, "random"),
 ]
+OLD_GRADIENTS = [
+    (OldGradients, ".grad of a parameter is read at .*old = self.net"),
+    (OldGradientsDropped, ".grad of a parameter is set at .*parameter.grad = None"),
+]
 
 
 @pytest.mark.parametrize(
-    ("module", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
+    ("module", "reason"), REFUSED + OLD_GRADIENTS, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_refused_with_reason_and_equal(
     backend: str, tmp_path: Path, module: Any, reason: str
@@ -318,3 +335,59 @@ def test_settings_that_a_hook_moves_are_conditions(backend: str, tmp_path: Path)
     eager, captured = fit_twice(backend, tmp_path, module=Settings, max_epochs=3)
     compare(eager, captured)
     assert captured.statistics.captures == 3
+
+
+class Penalized(Net):
+    """A gradient penalty, for which the step has autograd look at its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["x"], batch["y"]
+        x.requires_grad_()
+        output = self.net(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(output, y) + gradient.pow(2).sum()
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("scope", ["step", "auto"])
+def test_a_gradient_penalty_on_the_batch(
+    backend: str, tmp_path: Path, scope: str, verify: str
+) -> None:
+    capture = {"scope": scope, "verify": verify}
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Penalized, validation=0, max_epochs=3, capture=capture
+    )
+    compare(eager, captured)
+
+
+def test_a_capture_leaves_the_batch_as_it_was(backend: str, tmp_path: Path) -> None:
+    fit = prepare(backend, tmp_path, True, module=Penalized, validation=0, max_epochs=1).run()
+    replayed = [batch["x"] for batch in fit.loader.dataset][-5:]
+    assert fit.statistics.replayed >= len(replayed)
+    assert not any(x.requires_grad or x.grad is not None for x in replayed)
+
+
+class PenalizedByIndex(Penalized):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (batch_idx + 1)
+
+
+def test_a_gradient_penalty_that_is_refused(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "module": PenalizedByIndex, "capture": {"on_failure": "eager"}, "validation": 0,
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="batch_idx"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+def test_gradients_are_readable_after_a_capture(backend: str, tmp_path: Path) -> None:
+    fit = prepare(backend, tmp_path, True, max_epochs=1).run()
+    assert fit.statistics.captures == 1
+    assert "grad" not in vars(nn.Parameter)

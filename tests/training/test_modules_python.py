@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_graphs.training.modules.steps import ModuleGraphs
 from tests.training.fits import Net, adamw, batches, compare, fit_twice
 from tests.training.test_modules import named
 
@@ -130,6 +132,117 @@ def test_values_that_take_turns_are_captured_once_each(
     # Each value is seen twice, observed, and captured when it comes back.
     steps = captured.trainer.global_step
     assert captured.statistics.replayed >= steps - 3 - different * (3 + 2)
+
+
+def test_a_value_that_is_seldom_there_is_not_chased(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Gained,
+        data=lambda: batches() * 8,
+        capture=named("net"),
+        callbacks=lambda: [TakingTurns([1.0] * 15 + [2.0])],
+        max_epochs=1,
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures <= 2
+
+
+class Hooking(Callback):
+    """A hook on a parameter comes and goes, at other steps than the value changes."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.net.gain = [1.0, 1.5, 2.0][batch_idx % 3]
+        if batch_idx % 7 == 0:
+            self.hook = pl_module.net.linear.weight.register_hook(lambda g: g * 0.5)
+        elif batch_idx % 7 == 4:
+            self.hook.remove()
+
+
+class Precise(Callback):
+    """The precision of products changes, at other steps than the value does."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.net.gain = [1.0, 1.5, 2.0][batch_idx % 3]
+        torch.set_float32_matmul_precision("highest" if batch_idx % 5 < 3 else "high")
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def test_hooks_that_come_and_go_while_values_take_turns(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Gained,
+        data=lambda: batches() * 6,
+        capture={**named("net"), "on_failure": "eager"},
+        callbacks=lambda: [Hooking()],
+        max_epochs=1,
+    )
+    compare(eager, captured)
+
+
+@pytest.mark.usefixtures("precision")
+def test_a_step_is_captured_under_its_own_precision(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured_under: list[tuple[str, str]] = []
+    original = ModuleGraphs._capture
+
+    def noted(self: Any, kind: Any, *args: Any) -> Any:
+        captured_under.append((kind.flags.products, torch.get_float32_matmul_precision()))
+        return original(self, kind, *args)
+
+    monkeypatch.setattr(ModuleGraphs, "_capture", noted)
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Gained,
+        data=lambda: batches() * 6,
+        capture=named("net"),
+        callbacks=lambda: [Precise()],
+        max_epochs=1,
+    )
+    compare(eager, captured)
+    assert {under for _, under in captured_under} == {"highest", "high"}
+    assert all(wanted == under for wanted, under in captured_under)
+
+
+class Remembering(Gain):
+    """Reads the last entry of a list that grows at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gains[-1]
+
+
+class Grown(Gained):
+    layer = Remembering
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert isinstance(self.net, Remembering)
+        self.net.gains.append(1.0 + batch_idx / 64)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_a_list_that_grows_at_every_step_leaves_it_eager(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Grown, data=lambda: batches() * 6, capture=named("net")
+    )
+    compare(eager, captured, replayed=False)
+    assert any("self.net.gains" in line for line in captured.statistics.fallbacks)
 
 
 class Counting(Gain):

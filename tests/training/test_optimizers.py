@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -347,6 +348,68 @@ def test_optimizer_state_loaded_during_training(backend: str, tmp_path: Path) ->
 
     eager, captured = fit_twice(backend, tmp_path, module=Rewinding, max_epochs=4)
     compare(eager, captured)
+
+
+class Sharpness(optim.SGD):
+    """Calls its closure twice: at the weights, and at the worst ones nearby."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        weights = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        moves = [0.5 * p.grad.clone() for p in weights]
+        with torch.no_grad():
+            torch._foreach_add_(weights, moves)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(weights, moves)
+        super().step()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+def test_a_closure_that_is_called_twice(
+    backend: str, tmp_path: Path, scope: str, accumulated: int
+) -> None:
+    class Sharp(Net):
+        def configure_optimizers(self) -> Any:
+            return Sharpness(self.parameters(), lr=0.1)
+
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Sharp,
+        capture={"scope": scope, "on_failure": "eager"},
+        accumulate_grad_batches=accumulated,
+    )
+    assert captured.statistics.replayed > 0
+    compare(eager, captured, replayed=False)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_state_that_is_replaced_between_two_graphs(
+    backend: str, tmp_path: Path, added: bool
+) -> None:
+    class Replacing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = nn.Parameter(torch.ones(1))
+
+        def on_after_backward(self) -> None:
+            optimizer = self.trainer.optimizers[0]
+            if self.global_step == 10:
+                if added:
+                    optimizer.add_param_group({"params": [self.late]})
+                else:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        def configure_optimizers(self) -> Any:
+            return optim.AdamW(self.net.parameters(), lr=0.01, fused=True)
+
+    compare(*fit_twice(backend, tmp_path, module=Replacing))
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.training.outside import OwnCode
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.side_effects import nothing_done_outside
 from tests.training import side_effects
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
@@ -490,6 +490,104 @@ class HoldingAnObject(ReadingAClass):
         Defaults.ratio = 2.0
 
 
+class HoldingAListOfTheClass(HoldingAnObject):
+    def scaled(self, loss: Any) -> Any:
+        return loss * self.settings.weights[0]
+
+    def change(self) -> None:
+        Settings.weights = [2.0]  # which hides that of the base class
+
+
+class Slotted:
+    """An object without a ``__dict__``, and the only one of its class."""
+
+    __slots__ = ("scale",)
+    only: Any = None
+
+    def __new__(cls) -> Any:
+        if cls.only is None:
+            cls.only = super().__new__(cls)
+            cls.only.scale = 1.0
+        return cls.only
+
+    def scaled(self, loss: Any) -> Any:
+        return loss * self.scale * SCALE
+
+
+class HoldingSlots(ReadingAClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slotted = Slotted()
+        self.slotted.scale = 1.0
+
+    def scaled(self, loss: Any) -> Any:
+        return self.slotted.scaled(loss)
+
+    def change(self) -> None:
+        self.slotted.scale = 2.0
+
+
+class HoldingAMethod(HoldingSlots):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = self.slotted.scaled  # type: ignore[method-assign]
+
+
+class ReadingGlobalsInAHelper(HoldingSlots):
+    def change(self) -> None:
+        global SCALE
+        SCALE = 2.0
+
+
+class OfItsOwnClass(ReadingAClass):
+    ratio = 1.0
+
+    def scaled(self, loss: Any) -> Any:
+        return loss * type(self).ratio
+
+    def change(self) -> None:
+        type(self).ratio = 2.0
+
+
+class Deep(ReadingAClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"loss": {"weights": {"ce": Settings()}}}
+        self.settings["loss"]["weights"]["ce"].scale = 1.0
+
+    def scaled(self, loss: Any) -> Any:
+        return loss * self.settings["loss"]["weights"]["ce"].scale
+
+    def change(self) -> None:
+        self.settings["loss"]["weights"]["ce"].scale = 2.0
+
+
+def defaulting(loss: Any, weights: list[float] = [1.0]) -> Any:  # noqa: B006
+    return loss * weights[0]
+
+
+class WithADefault(ReadingAClass):
+    def scaled(self, loss: Any) -> Any:
+        return defaulting(loss)
+
+    def change(self) -> None:
+        assert defaulting.__defaults__ is not None
+        defaulting.__defaults__[0][0] = 2.0
+
+
+class HoldingFunctions(ReadingAClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedules = {"loss": lambda loss: loss * SCALE}
+
+    def scaled(self, loss: Any) -> Any:
+        return self.schedules["loss"](loss)
+
+    def change(self) -> None:
+        global SCALE
+        SCALE = 2.0
+
+
 class HoldingAFunction(ReadingAClass):
     def __init__(self) -> None:
         super().__init__()
@@ -508,6 +606,14 @@ class HoldingAFunction(ReadingAClass):
         (ReadingAListOfAClass, "Settings.weights[0]: 1.0 -> 2.0"),
         (ReadingAnObject, "SETTINGS_OBJECT.scale: 1.0 -> 2.0"),
         (HoldingAnObject, "self.settings.ratio: 1.0 -> 2.0"),
+        (HoldingAListOfTheClass, "self.settings.weights[0]: 1.0 -> 2.0"),
+        (HoldingSlots, "self.slotted.scale: 1.0 -> 2.0"),
+        (HoldingAMethod, "self.scaled.__self__.scale: 1.0 -> 2.0"),
+        (ReadingGlobalsInAHelper, "SCALE: 1.0 -> 2.0"),
+        (OfItsOwnClass, "OfItsOwnClass.ratio: 1.0 -> 2.0"),
+        (Deep, "self.settings['loss']['weights']['ce'].scale: 1.0 -> 2.0"),
+        (WithADefault, "defaulting's default[0]: 1.0 -> 2.0"),
+        (HoldingFunctions, "SCALE: 1.0 -> 2.0"),
         (HoldingAFunction, "SCALE: 1.0 -> 2.0"),
     ],
 )
@@ -518,6 +624,9 @@ def test_a_value_of_a_class_or_behind_an_attribute_is_a_condition(
     fits = []
     for graphs in (False, True):
         SCALE, Settings.scale, Defaults.ratio, Defaults.weights[:] = 1.0, 1.0, 1.0, [1.0]
+        OfItsOwnClass.ratio, defaulting.__defaults__ = 1.0, ([1.0],)
+        if "weights" in vars(Settings):
+            del Settings.weights
         options: dict[str, Any] = {"module": module, "capture": {"scope": "step", "verify": "off"}}
         fits.append(prepare(backend, tmp_path, graphs, **options).run())
     compare(*fits)

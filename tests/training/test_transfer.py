@@ -40,6 +40,7 @@ def test_a_simple_batch_is_built_again(batch: Any) -> None:
         [(A, B)],
         (Parameter(A),),
         (A.to("meta"),),
+        (A.to_sparse(),),
         "text",
         None,
     ],

@@ -193,29 +193,17 @@ def test_with_every_step_verified_no_wrong_one_is_taken(
     assert len(captured.statistics.fallbacks) == 1
 
 
-class Counter:
-    """What has slots has no attributes that a capture looks at."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def next(self) -> int:
-        self.value += 1
-        return self.value
-
-
 def test_a_hidden_counter_is_found_at_once(backend: str, tmp_path: Path) -> None:
     class Counting(Net):
         """Each run of its Python computes something else: no two eager runs agree."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.counter = Counter()
+            self.counted = Hidden()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch) * self.counter.next()
+            self.counted["runs"] += 1
+            return self.loss(batch) * self.counted["runs"]
 
     captured = prepare(backend, tmp_path, True, module=Counting)
     with pytest.raises(VerificationError, match="at step 5, the loss differs"):

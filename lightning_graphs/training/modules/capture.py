@@ -33,7 +33,8 @@ from lightning_graphs.training.modules.observation import (
     ObservedState,
 )
 from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
-from lightning_graphs.training.outside import OutsideValues, OwnCode
+from lightning_graphs.training.outside import OutsideValues
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,

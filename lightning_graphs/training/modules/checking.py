@@ -14,13 +14,14 @@ from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import without_hooks
 from lightning_graphs.core.tree import flatten, substitute
-from lightning_graphs.errors import GraphError, ReplayError, VerificationError
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory
 from lightning_graphs.training.differences import Result, Tolerance
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.modules.observation import ObservedCall, ObservedState
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
-from lightning_graphs.training.python_state import Attributes, Generators
+from lightning_graphs.training.python_state import Attributes
 
 
 class CallDiffers(VerificationError):
@@ -190,8 +191,22 @@ class _CallRun:
     # ------------------------------------------------------------------ the two ways
 
     def eager(self) -> list[Result]:
-        """Run the module's own forward, and its backward pass."""
-        return self._run(self._site.graphed.original, direct=False)
+        """Run the module's own forward, and its backward pass.
+
+        Raises:
+            CaptureError: by itself it does not run.
+        """
+        try:
+            return self._run(self._site.graphed.original, direct=False)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                "A captured call is verified by running the module's own forward again, by itself.",
+                f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                "what a hook before the forward prepares is not there then: capture a module that "
+                "has this one inside, or leave it eager",
+            ) from error
 
     def replayed(self) -> list[Result]:
         """Replay the graphs of both."""

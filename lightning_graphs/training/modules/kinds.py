@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     gradient_hooks,
     hooks_registered,
 )
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
 
@@ -142,7 +143,7 @@ class Observed:
     Attributes:
         kind: Its kind.
         values: Of attributes that earlier captures of such steps have read.
-        observer: Sees its calls.
+        observer: Sees its calls, and keeps their arguments.
         left: How many steps with other values may come before.
     """
 
@@ -167,11 +168,21 @@ class Search:
     reason: str
 
 
+def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:
+    """The signature of a batch; None where it has none, and the modules' own arguments decide."""
+    try:
+        modes = Modes.current(device_type)
+        return Signature.of(batch, {}, names=("batch",), modes=modes)[0]
+    except CaptureError:
+        return None
+
+
 def moved_attributes(plans: Sequence[StepOfModules]) -> list[str]:
     """The attributes that have other values now than in these graphs, for a person to read."""
     moved: dict[str, str] = {}
     for plan in plans:
-        for (name, then), (_, now) in zip(plan.baked.values, plan.baked.now(), strict=True):
-            if then != now:
-                moved[name] = f"{name}: {then!r} -> {now!r}"
+        then = dict(plan.baked.values)
+        for name, now in plan.baked.now():
+            if name in then and then[name] != now:
+                moved[name] = f"{name}: {then[name]!r} -> {now!r}"
     return list(moved.values())

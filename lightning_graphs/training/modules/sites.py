@@ -20,9 +20,16 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import hook_tables
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
+from lightning_graphs.training.frozen import (
+    FrozenNumber,
+    counters_watched,
+    old_gradients_refused,
+    rates_exchanged,
+)
 from lightning_graphs.training.held_values import HeldValues
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
-from lightning_graphs.training.outside import NamedByCalls, OwnCode
+from lightning_graphs.training.outside import NamedByCalls
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
@@ -44,7 +51,7 @@ class CallRefused(CaptureError):
 class Baked:
     """What of Python's values a capture has read, and its graphs therefore contain.
 
-    Those are attributes of modules, and global and enclosing variables.
+    Those are attributes of modules and of the trainer, and global and enclosing variables.
 
     Args:
         root: The user's module.
@@ -66,7 +73,15 @@ class Baked:
         named = NamedByCalls(nn.ModuleList(modules), self._own)
         for value in named.values():
             self._reads.add(*value)
-        with self._reads.watching(self._root):
+        self._reads.read(named.words)
+        trainer = self._root.trainer
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._reads.watching(self._root))
+            stack.enter_context(counters_watched(trainer, reads=self._reads))
+            stack.enter_context(old_gradients_refused())
+            for optimizer in trainer.optimizers:
+                rates = [FrozenNumber("the learning rate")] * len(optimizer.param_groups)
+                stack.enter_context(rates_exchanged(trainer, optimizer, rates))
             yield
         self._reads.keep(named.cached())
         self.values = self.now()

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
@@ -30,6 +29,7 @@ from lightning_graphs.training.modules.kinds import (
     Search,
     StepKind,
     StepOfModules,
+    batch_signature,
     moved_attributes,
 )
 from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
@@ -37,7 +37,7 @@ from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.notices import RareSteps
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.outside import OwnCode
+from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
 
 _MOVED = "a parameter or buffer of a graphed module has changed its memory"
@@ -185,7 +185,7 @@ class ModuleGraphs:
             if step is not self._last:
                 self._last = self._cache.get(step.key)
             return step
-        kind = StepKind(self._signature(batch), flags)
+        kind = StepKind(batch_signature(batch, self._device_type), flags)
         if self._drops > _DROPS_TOLERATED:
             return None
         key = (kind, self._read(kind))
@@ -210,13 +210,6 @@ class ModuleGraphs:
     def _plans_of(self, kind: StepKind) -> list[StepOfModules]:
         return [step for step in self._cache.plans() if step.kind == kind]
 
-    def _signature(self, batch: tuple[Any, ...]) -> Signature | None:
-        try:
-            modes = Modes.current(self._device_type)
-            return Signature.of(batch, {}, names=("batch",), modes=modes)[0]
-        except CaptureError:
-            return None  # the modules' own arguments decide
-
     def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> Site | None:
         """Go on with another captured step of this kind that makes this call, if one does."""
         assert self._last is not None
@@ -227,7 +220,8 @@ class ModuleGraphs:
             sites = step.captured.sites.get(module, ())
             site = sites[index] if index < len(sites) else None
             same = step.kind == self._last.kind and step.is_current
-            if same and site is not None and site.accepts(*call):
+            hooked = any(step.captured.hook_tables)
+            if same and not hooked and site is not None and site.accepts(*call):
                 self._last = self._cache.get(step.key)
                 self._replayed = step.captured
                 step.captured.begin()
@@ -265,10 +259,13 @@ class ModuleGraphs:
         kind, observation = observed.kind, observed.observer.observation
         observed.observer.remove()
         searched = self._search is not None and self._search.kind == kind
-        if observed.left > 0 and not searched and self._read(kind) != observed.values:
+        fits = self._surrounds(kind) and (searched or self._read(kind) == observed.values)
+        if not fits and observed.left > 0 and not searched:
             observed.left -= 1  # values may take turns
             return None
         self._observed = None
+        if not fits and (searched or not self._surrounds(kind) or self._is_captured(kind)):
+            return None
         if self._choice.learn(observation):
             self._patience = 0
         elif self._patience > 0:
@@ -290,6 +287,15 @@ class ModuleGraphs:
                 return None
             self._search = None
         return self._capture(kind, calls, observation)
+
+    def _surrounds(self, kind: StepKind) -> bool:
+        """Whether a capture would find the hooks and the precision that are of this kind."""
+        now = self._flags.now()
+        return now.hooked == kind.flags.hooked and now.products == kind.flags.products
+
+    def _is_captured(self, kind: StepKind) -> bool:
+        """Whether steps of this kind with the present values have graphs."""
+        return any(step.is_current for step in self._plans_of(kind))
 
     def _capture(
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
@@ -386,6 +392,7 @@ class ModuleGraphs:
             self._statistics.note(f"steps run eagerly: {reason}, and that again in every few steps")
         else:
             self._statistics.recaptured(f"recapturing, because {reason}", reason)
+        self._stop_observing()
         self._cache.clear()
         self._last = self._replayed = None
         self._search = None

@@ -12,9 +12,10 @@ from lightning_graphs.training.agreement import Agreement, BothWays, missing_mem
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.python_state import Attributes, Generators
+from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.state import StepState
 
 _UNVERIFIED = "the captured optimizer step was not verified"

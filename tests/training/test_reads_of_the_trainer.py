@@ -1,0 +1,264 @@
+"""What a step reads from its trainer: compared before every step, or refused, and never frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.training.fits import Net, Trace, adamw, batches, compare, fit_twice, prepare
+
+
+class Silent(Trace):
+    """Writes down nothing, so that no callback changes from step to step."""
+
+    def note(self, *_: Any) -> None:
+        pass
+
+
+class Weighted(Net):
+    """A loss with a weight of the trainer's."""
+
+    def weight(self) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        return loss * (1.0 + self.weight())
+
+
+class ByMetric(Weighted):
+    def weight(self) -> Any:
+        return self.trainer.callback_metrics.get("val", 0.0)
+
+
+class ByMetricInABranch(Weighted):
+    def weight(self) -> Any:
+        return 1.0 if "val" in self.trainer.callback_metrics else 0.0
+
+
+class ByLoggedMetric(Weighted):
+    def weight(self) -> Any:
+        return float(self.trainer.logged_metrics.get("loss_step", 0.0))
+
+
+class ByMetricOfTheBar(Weighted):
+    def weight(self) -> Any:
+        return len(self.trainer.progress_bar_metrics)
+
+
+class ByScheduler(Weighted):
+    def weight(self) -> Any:
+        return self.trainer.lr_scheduler_configs[0].scheduler.last_epoch
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self)
+        scheduler = {"scheduler": _constant(optimizer), "interval": "step"}
+        return [optimizer], [scheduler]
+
+
+class ByLoop(Weighted):
+    def weight(self) -> Any:
+        return float(self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)
+
+
+def _constant(optimizer: Any) -> Any:
+    from torch.optim.lr_scheduler import LambdaLR
+
+    return LambdaLR(optimizer, lambda _: 1.0)
+
+
+REFUSED = [
+    (ByMetric, "trainer.callback_metrics"),
+    (ByMetricInABranch, "trainer.callback_metrics"),
+    (ByLoggedMetric, "trainer.logged_metrics"),
+    (ByMetricOfTheBar, "trainer.progress_bar_metrics"),
+    (ByScheduler, "trainer.lr_scheduler_configs"),
+    (ByLoop, "trainer.fit_loop"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+def test_what_the_trainer_moves_is_refused(
+    backend: str, tmp_path: Path, module: Any, name: str
+) -> None:
+    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=f"{name} is read at .* in weight"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed == 0
+
+
+class Moving(Callback):
+    """Has a weight of its own, and moves those that others have, once an epoch."""
+
+    weight = 1.0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weight = 1.0 + trainer.current_epoch
+        trainer.weight = self.weight
+        trainer.settings = getattr(trainer, "settings", SimpleNamespace(weight=0.0))
+        trainer.settings.weight = self.weight
+        if trainer.current_epoch == 2:
+            trainer.rare = self.weight
+        if trainer.datamodule is not None:
+            trainer.datamodule.weight = self.weight
+
+
+class Data(LightningDataModule):
+    weight = 0.0
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+
+
+class ByAttribute(Weighted):
+    def weight(self) -> Any:
+        return self.trainer.weight  # type: ignore[attr-defined]
+
+
+class BySetting(Weighted):
+    def weight(self) -> Any:
+        return self.trainer.settings.weight  # type: ignore[attr-defined]
+
+
+class ByAbsence(Weighted):
+    def weight(self) -> Any:
+        return getattr(self.trainer, "rare", 0.5)
+
+
+class ByCallback(Weighted):
+    def weight(self) -> Any:
+        return self.trainer.callbacks[1].weight  # type: ignore[attr-defined]
+
+
+class ByDataModule(Weighted):
+    def weight(self) -> Any:
+        return self.trainer.datamodule.weight  # type: ignore[attr-defined]
+
+
+COMPARED = [
+    (ByAttribute, 3, "self.trainer.weight"),
+    (BySetting, 3, "self.trainer.settings.weight"),
+    (ByAbsence, 2, "self.trainer.rare"),
+    (ByCallback, 3, r"self.trainer.callbacks\[1\].weight"),
+    (ByDataModule, 3, "self.trainer.datamodule.weight"),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "captures", "name"), COMPARED, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_what_can_be_compared_is_a_condition(
+    backend: str, tmp_path: Path, module: Any, captures: int, name: str
+) -> None:
+    options: dict[str, Any] = {"module": module, "callbacks": lambda: [Moving()], "max_epochs": 3}
+    if module is ByDataModule:
+        options.update(data=Data, validation=0)
+    eager, captured = fit_twice(backend, tmp_path, trace=Silent, **options)
+    compare(eager, captured)
+    assert captured.statistics.captures == captures
+    assert any(name.replace("\\", "") in line for line in captured.statistics.recaptures)
+
+
+class ByConstants(Weighted):
+    def weight(self) -> Any:
+        trainer = self.trainer
+        share = 1.0 / trainer.max_epochs + trainer.estimated_stepping_batches  # type: ignore[operator]
+        world = trainer.world_size + trainer.global_rank + len(trainer.optimizers)
+        loaded = len(trainer.train_dataloader)  # type: ignore[arg-type]
+        on = trainer.training and not trainer.sanity_checking and trainer.strategy is not None
+        return share + world + loaded * on / trainer.accumulate_grad_batches
+
+
+def test_what_stays_the_same_may_be_read(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=ByConstants)
+    compare(eager, captured)
+    assert captured.statistics.captures == 1
+
+
+class Layer(nn.Module):
+    """Scales by what it reads from the trainer of the module that it is in."""
+
+    def __init__(self, owner: Net, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.owner = [owner]
+        self.what = what
+
+    def factor(self) -> Any:
+        owner, trainer = self.owner[0], self.owner[0].trainer
+        if self.what == "grad":
+            gradient = self.linear.weight.grad
+            return 0.0 if gradient is None else gradient.norm()
+        if self.what == "metric":
+            return trainer.callback_metrics.get("val", 0.0)
+        if self.what == "owner":
+            return owner.current_epoch
+        if self.what == "rate":
+            return trainer.optimizers[0].param_groups[0]["lr"]
+        return getattr(trainer, self.what)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1.0 + self.factor())
+
+
+class Layered(Net):
+    what = "global_step"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), Layer(self, self.what))
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 2.0 ** -(6 + self.current_epoch)
+
+
+def layered(what: str) -> type[Layered]:
+    return type("Layered", (Layered,), {"what": what})
+
+
+MOVING = [
+    ("global_step", "trainer.global_step is read at"),
+    ("owner", "trainer.current_epoch is read at"),
+    ("metric", "trainer.callback_metrics is read at"),
+    ("grad", ".grad of a parameter is read at"),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "said", "scope"),
+    [
+        *((*case, scope) for case in MOVING for scope in ("modules", "auto")),
+        ("rate", "the learning rate is read at", "modules"),  # in whole steps it is live
+    ],
+)
+def test_a_submodule_that_reads_what_moves_runs_eagerly(
+    backend: str, tmp_path: Path, what: str, said: str, scope: str
+) -> None:
+    options: dict[str, Any] = {
+        "module": layered(what),
+        "capture": {"scope": scope, "on_failure": "eager"},
+    }
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+def test_a_submodule_that_reads_a_setting_of_the_trainer(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=layered("weight"), callbacks=lambda: [Moving()], max_epochs=3,
+        capture={"scope": "modules", "modules": ["net.2"]},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures == 3
