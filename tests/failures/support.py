@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import Fit, Net, Optimizers, adamw, batches, close, prepare
+from tests.training.fits import Fit, Hidden, Net, Optimizers, adamw, batches, close, prepare
 from tests.training.leftovers import assert_nothing_left
 
 SCOPES: dict[str, dict[str, Any]] = {
@@ -32,15 +32,19 @@ def raise_mishap() -> None:
 class Trip:
     """Does something at one call of many; counts outside of what a capture looks at."""
 
-    __slots__ = ("action", "at", "calls")
-
     def __init__(self, at: int, action: Callable[[], object]) -> None:
         self.at = at
         self.action = action
-        self.calls = 0
+        self._counted = Hidden()
+        self._counted["calls"] = 0
+
+    @property
+    def calls(self) -> int:
+        """How often it was passed."""
+        return int(self._counted["calls"])
 
     def call(self) -> None:
-        self.calls += 1
+        self._counted["calls"] += 1
         if self.calls == self.at:
             self.action()
 

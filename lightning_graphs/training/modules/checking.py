@@ -200,7 +200,7 @@ class _CallRun:
             return self._run(self._site.graphed.original, direct=False)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except RuntimeError as error:
             raise CaptureError(
                 "A captured call is verified by running the module's own forward again, by itself.",
                 f"{type(error).__name__}: {str(error).splitlines()[0]}",
