@@ -69,7 +69,7 @@ def test_an_exception_in_a_check_leaves_nothing(backend: str, tmp_path: Path, ru
     class Failing(Rounding):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            if self.counter.value == run:
+            if self.counted["runs"] == run:
                 raise Mishap(f"run {run}")
             return loss
 
