@@ -21,7 +21,7 @@ from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.held_values import Absence, is_object, is_plain
 from lightning_graphs.training.interception import properties_watched, replaced
-from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.python_state import STORED, AttributeReads
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
 _MOVING = frozenset(
@@ -163,7 +163,7 @@ def counters_watched(
     The trainer's class is exchanged for a subclass. ``global_step``, ``current_epoch`` and
     ``is_last_batch`` are nobody's to read: the module's own counters read the trainer's. What else
     changes, as its metrics do, only libraries may look at; values that an author's code finds there
-    and that can be compared are noted.
+    and that can be compared are noted. None of that code may set an attribute.
 
     Args:
         trainer: The trainer.
@@ -192,6 +192,12 @@ def counters_watched(
 
         return property(read, write)
 
+    def store(owner: Trainer, key: str, value: Any) -> None:
+        if on_read is refuse_frozen and not is_library(sys._getframe(1).f_code.co_filename):
+            observed = f"trainer.{key} is set at {CallSiteFinder().here().describe()}"
+            raise CaptureError(STORED.rule, observed, STORED.remedy)
+        object.__setattr__(owner, key, value)
+
     def missing(owner: Trainer, key: str) -> NoReturn:
         if not (key.startswith("__") or is_library(sys._getframe(1).f_code.co_filename)):
             _note(owner, key, on_read, reads)
@@ -199,7 +205,7 @@ def counters_watched(
 
     found = [key for key in dir(original) if isinstance(getattr(original, key, None), property)]
     watched: dict[str, Any] = {key: watching(key) for key in {*found, *vars(trainer)} - _LASTING}
-    watched["__getattr__"] = missing
+    watched["__getattr__"], watched["__setattr__"] = missing, store
     with properties_watched(trainer, watched):
         yield
 

@@ -97,6 +97,24 @@ def test_what_the_trainer_moves_is_refused(
     assert captured.statistics.replayed == 0
 
 
+class Storing(Weighted):
+    """Counts its steps on the trainer."""
+
+    def weight(self) -> Any:
+        self.trainer.counted = getattr(self.trainer, "counted", 0) + 1  # type: ignore[attr-defined]
+        return 0.0
+
+
+def test_what_a_step_stores_on_the_trainer_is_refused(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": Storing, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="trainer.counted is set at .* in weight"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.trainer.counted == eager.trainer.counted  # type: ignore[attr-defined]
+
+
 class Moving(Callback):
     """Has a weight of its own, and moves those that others have, once an epoch."""
 
