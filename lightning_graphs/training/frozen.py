@@ -130,7 +130,10 @@ def refuse_stand_ins(value: Any) -> None:
 
 @contextlib.contextmanager
 def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]) -> Iterator[None]:
-    """While capturing, schedulers and parameter groups give these learning rates, a group each."""
+    """While capturing, schedulers and parameter groups give these learning rates, a group each.
+
+    What schedulers count by is nobody's to use.
+    """
     schedulers = [
         config.scheduler
         for config in trainer.lr_scheduler_configs
@@ -139,6 +142,14 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
     ]
     last = [scheduler._last_lr for scheduler in schedulers]
     before = [group["lr"] for group in optimizer.param_groups]
+    counts = [
+        (vars(config.scheduler), key, vars(config.scheduler)[key])
+        for config in trainer.lr_scheduler_configs
+        for key in ("last_epoch", "_step_count")
+        if key in vars(config.scheduler)
+    ]
+    for table, key, _ in counts:
+        table[key] = FrozenNumber(f"{key} of a scheduler")
     for scheduler in schedulers:
         scheduler._last_lr = list(rates)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -146,6 +157,8 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
     try:
         yield
     finally:
+        for table, key, count in counts:
+            table[key] = count
         for scheduler, known in zip(schedulers, last, strict=True):
             scheduler._last_lr = known
         for group, rate in zip(optimizer.param_groups, before, strict=True):

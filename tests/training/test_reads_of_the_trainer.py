@@ -63,6 +63,11 @@ class ByScheduler(Weighted):
         return [optimizer], [scheduler]
 
 
+class BySchedulersCount(ByScheduler):
+    def weight(self) -> Any:
+        return self.lr_schedulers().last_epoch / 64  # type: ignore[union-attr]
+
+
 class ByLoop(Weighted):
     def weight(self) -> Any:
         return float(self.trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)
@@ -80,6 +85,7 @@ REFUSED = [
     (ByLoggedMetric, "trainer.logged_metrics"),
     (ByMetricOfTheBar, "trainer.progress_bar_metrics"),
     (ByScheduler, "trainer.lr_scheduler_configs"),
+    (BySchedulersCount, "last_epoch of a scheduler"),
     (ByLoop, "trainer.fit_loop"),
 ]
 
