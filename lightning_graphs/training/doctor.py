@@ -36,6 +36,7 @@ from lightning_graphs.training.frozen import (
     LoggedNumbers,
     counters_watched,
 )
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.logs import LOGGED_EARLY, METRIC_VALUE, metrics_of
@@ -59,7 +60,6 @@ from lightning_graphs.training.python_state import (
     STORED,
     AttributeReads,
     Attributes,
-    Generators,
 )
 from lightning_graphs.training.runner import refuse_iterator
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched

@@ -26,6 +26,7 @@ from lightning_graphs.core.torch_private import (
     has_compiled_anything,
 )
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
@@ -39,7 +40,6 @@ from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,
     Attributes,
-    Generators,
 )
 from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
