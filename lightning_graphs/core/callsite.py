@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import linecache
 import os
 import sys
 import types
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -107,6 +110,19 @@ class CallSiteFinder:
                 site = CallSite(code.co_filename, traceback.tb_lineno, code.co_name, columns)
             traceback = traceback.tb_next
         return site
+
+
+def definition_of(function: Any) -> CallSite:
+    """Where a function, a method or a callable object is defined; unknown for those of C."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return CallSite()
+    return CallSite(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def _columns(code: types.CodeType, instruction: int, line: int) -> tuple[int, int] | None:

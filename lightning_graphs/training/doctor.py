@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.observer import Call, Observer, changes
 from lightning_graphs.core.obstacles import COMPILED, DYNAMIC_SHAPE, HOST_COPY, HOST_DATA, Obstacle
 from lightning_graphs.core.signature import Modes, Signature
@@ -33,8 +32,10 @@ from lightning_graphs.training.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.frozen import (
     COUNTER,
     LOGGED_NUMBER,
+    OLD_GRADIENTS,
     LoggedNumbers,
     counters_watched,
+    old_gradients_watched,
 )
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
@@ -217,7 +218,11 @@ class Doctor:
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(counters_watched(self._trainer, self._used))
-            stack.enter_context(effects_watched(self._trainer, self._own, self._affected))
+            use_of, affect = (
+                functools.partial(self._used, obstacle=o) for o in (OLD_GRADIENTS, SIDE_EFFECT)
+            )
+            stack.enter_context(old_gradients_watched(use_of))
+            stack.enter_context(effects_watched(self._trainer, self._own, affect))
             stack.enter_context(draws_watched(self._drew))
             stack.enter_context(self._nesting.counted())
             stack.enter_context(self._observing())
@@ -254,18 +259,16 @@ class Doctor:
         if self._only_submodules and not self._nesting.inside:
             self._between.add(self._observer.here())
 
-    def _used(self, name: str) -> None:
+    def _used(
+        self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
+    ) -> None:
         if self._active and not self._observer.silent:
-            self.diagnosis.add(COUNTER, name, self._observer.here(), effect=self._effect)
+            self.diagnosis.add(obstacle, name, site or self._observer.here(), effect=self._effect)
 
     def _drew(self, name: str) -> None:
         if self._active and not self._observer.silent:
             self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
             self.diagnosis.add(DRAWN, name, self._observer.here(), effect=self._effect)
-
-    def _affected(self, name: str, site: CallSite) -> None:
-        if self._active and not self._observer.silent:
-            self.diagnosis.add(SIDE_EFFECT, name, site, effect=self._effect)
 
     def _attribute_used(self, name: str, written: bool) -> None:
         if self._active and not self._observer.silent:
@@ -286,7 +289,7 @@ class Doctor:
             code = f'GraphCapture(scope="modules", modules={names})'
             obstacle = replace(NO_WHOLE_STEP, code=code)
             add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
-        configured = _definition(module.configure_optimizers)
+        configured = definition_of(module.configure_optimizers)
         for optimizer in trainer.optimizers:
             scaled = scaler_of(trainer.precision_plugin) is not None
             target = "cpu" if self._rehearsal else "cuda"
@@ -298,14 +301,14 @@ class Doctor:
             if self._rehearsal and is_compiled(child):
                 add(COMPILED, path or "self")
             for hook in module_hooks(child):
-                site = _definition(hook)
+                site = definition_of(hook)
                 if not finder.is_library(site.file):
                     add(HOOK, f"hook of {path or 'self'}", site, effect="does not run")
         for name, parameter in module.named_parameters():
             hooks = (gradient_hooks(parameter), accumulation_hooks(parameter))
             for table in hooks:
                 for hook in table.values() if isinstance(table, dict) else ():
-                    add(HOOK, f"hook of {name}", _definition(hook), effect="does not run")
+                    add(HOOK, f"hook of {name}", definition_of(hook), effect="does not run")
         self._judge_observers()
 
     def _judge_observers(self) -> None:
@@ -314,7 +317,7 @@ class Doctor:
         for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
             kind, _, hook = name.rpartition(".")
             owner = next(owner for owner in owners if type(owner).__name__ == kind)
-            site = _definition(getattr(owner, hook))
+            site = definition_of(getattr(owner, hook))
             self.diagnosis.add(OBSERVER, name, site, effect="further graph")
 
     def _judge_batch(self, batch: Any) -> None:
@@ -328,7 +331,7 @@ class Doctor:
             self._signatures.append(signature)
 
     def _judge_returned(self, returned: Any) -> None:
-        step = _definition(self._module.training_step)
+        step = definition_of(self._module.training_step)
         for number in watched_in(returned):
             self.diagnosis.add(
                 COUNTER, number.name, step, observed="it is returned", effect=self._effect
@@ -342,12 +345,12 @@ class Doctor:
     def _refused(self, what: str, error: CaptureError) -> None:
         obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
         self.diagnosis.add(
-            obstacle, what, _definition(self._module.training_step), observed=error.observed
+            obstacle, what, definition_of(self._module.training_step), observed=error.observed
         )
 
     def _judge_state(self, attributes: Attributes, generators: Generators, outside: Any) -> None:
         """What the step has left behind in Python."""
-        step = _definition(self._module.training_step)
+        step = definition_of(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
         for name in attributes.changed():
             if not name.startswith(ours):
@@ -385,16 +388,3 @@ class Doctor:
                 add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
             self._earlier[signature] = calls
-
-
-def _definition(function: Any) -> CallSite:
-    """Where a function, a method or a callable object is defined; unknown for those of C."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    if not hasattr(function, "__code__"):
-        function = type(function).__call__
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return CallSite()
-    return CallSite(code.co_filename, code.co_firstlineno, code.co_name)

@@ -51,6 +51,15 @@ COUNTER = Obstacle(
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
 )
+OLD_GRADIENTS = Obstacle(
+    "A captured step has no gradients before its backward pass: those of the step before are set "
+    "aside.",
+    "use gradients in on_before_optimizer_step, and keep what the next step needs of them in a "
+    "buffer",
+    kind="python-state",
+    code="def on_before_optimizer_step(self, optimizer):\n"
+    "    self.norm.copy_(self.layer.weight.grad.norm())  # norm: a buffer",
+)
 LOGGED_NUMBER = Obstacle(
     "A captured step runs no Python code: a Python number that it logs would stand still.",
     "log the tensor itself, without item() or float(), or log from on_train_batch_end; a learning "
@@ -254,27 +263,28 @@ def _is_comparable(value: Any) -> bool:
     )
 
 
+def _refuse_old_gradients(name: str) -> NoReturn:
+    observed = f"{name} at {CallSiteFinder().here().describe()}"
+    raise CaptureError(OLD_GRADIENTS.rule, observed, OLD_GRADIENTS.remedy)
+
+
 @contextlib.contextmanager
-def old_gradients_refused() -> Iterator[None]:
+def old_gradients_watched(
+    on_use: Callable[[str], object] = _refuse_old_gradients,
+) -> Iterator[None]:
     """While capturing a forward pass, only libraries may look at ``.grad`` of parameters.
 
     It is set aside there. An eager step finds the gradients of the step before.
 
-    Raises:
-        CaptureError: the body reads or sets one.
+    Args:
+        on_use: Called with what is done; where it returns, that goes on.
     """
     gradient: Any = Tensor.grad
-    finder = CallSiteFinder()
+    is_library = CallSiteFinder().is_library
 
     def refuse(use: str) -> None:
-        if not finder.is_library(sys._getframe(2).f_code.co_filename):
-            raise CaptureError(
-                "A captured step has no gradients before its backward pass: those of the step "
-                "before are set aside.",
-                f".grad of a parameter is {use} at {finder.here().describe()}",
-                "use gradients in on_before_optimizer_step, and keep what the next step needs of "
-                "them in a buffer",
-            )
+        if not is_library(sys._getframe(2).f_code.co_filename):
+            on_use(f".grad of a parameter is {use}")
 
     def read(parameter: Parameter) -> Any:
         refuse("read")

@@ -26,7 +26,7 @@ from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
-    old_gradients_refused,
+    old_gradients_watched,
     rates_exchanged,
 )
 from lightning_graphs.training.gradients import (
@@ -271,7 +271,7 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        with old_gradients_refused():
+        with old_gradients_watched():
             return StepBody.forward(self._body, arguments, recorder)
 
     def update_eagerly(self) -> None:

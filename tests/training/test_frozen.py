@@ -185,15 +185,13 @@ REFUSED = [
     (RebindingBuffer, "average"),
     (Mixup, "numpy"),
     (TeacherForcing, "random"),
-]
-OLD_GRADIENTS = [
-    (OldGradients, ".grad of a parameter is read at .*old = self.net"),
-    (OldGradientsDropped, ".grad of a parameter is set at .*parameter.grad = None"),
+    (OldGradients, ".grad of a parameter is read"),
+    (OldGradientsDropped, ".grad of a parameter is set"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("module", "reason"), REFUSED + OLD_GRADIENTS, ids=lambda value: getattr(value, "__name__", "")
+    ("module", "reason"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_refused_with_reason_and_equal(
     backend: str, tmp_path: Path, module: Any, reason: str

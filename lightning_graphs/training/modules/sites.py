@@ -23,7 +23,7 @@ from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
-    old_gradients_refused,
+    old_gradients_watched,
     rates_exchanged,
 )
 from lightning_graphs.training.held_values import HeldValues
@@ -78,7 +78,7 @@ class Baked:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
             stack.enter_context(counters_watched(trainer, reads=self._reads))
-            stack.enter_context(old_gradients_refused())
+            stack.enter_context(old_gradients_watched())
             for optimizer in trainer.optimizers:
                 rates = [FrozenNumber("the learning rate")] * len(optimizer.param_groups)
                 stack.enter_context(rates_exchanged(trainer, optimizer, rates))
