@@ -27,7 +27,7 @@ from lightning_graphs.training.held_values import (
     values_of_class,
 )
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import Contents
+from lightning_graphs.training.python_state import Contents, is_still
 
 _KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
 _CONTAINERS = (dict, list, tuple, set)
@@ -162,10 +162,7 @@ class _Place:
         return cls(name, owner, key, _table(owner).get(key, Absence.ABSENT))
 
     def is_changed(self) -> bool:
-        now, before = _table(self.owner).get(self.key, Absence.ABSENT), self.before
-        if now is before:
-            return False
-        return not (is_plain(now) and type(now) is type(before) and bool(now == before))
+        return not is_still(_table(self.owner).get(self.key, Absence.ABSENT), self.before)
 
     def restore(self) -> None:
         absent = self.before is Absence.ABSENT

@@ -274,7 +274,7 @@ class Contents:
                 names.add(name)
         names.update(name for name, array, before in self._arrays if _is_written(array, before))
         slots = ((name, in_slot(value, key), before) for name, value, key, before in self._slots)
-        names.update(name for name, now, before in slots if not _is_still(now, before))
+        names.update(name for name, now, before in slots if not is_still(now, before))
         return sorted(names)
 
     def restore(self) -> None:
@@ -291,7 +291,7 @@ class Contents:
             if _is_written(array, before):
                 array[...] = before
         for _, value, key, before in self._slots:
-            if not _is_still(in_slot(value, key), before):
+            if not is_still(in_slot(value, key), before):
                 if before is Absence.ABSENT:
                     object.__delattr__(value, key)
                 else:  # past the __setattr__ of a frozen class
@@ -323,10 +323,11 @@ def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
 def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
     if key not in now or key not in before:
         return True
-    return not _is_still(now[key], before[key])
+    return not is_still(now[key], before[key])
 
 
-def _is_still(now: Any, before: Any) -> bool:
+def is_still(now: Any, before: Any) -> bool:
+    """Whether a value is the one from before: the very object, or a plain one that equals it."""
     return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
 
 

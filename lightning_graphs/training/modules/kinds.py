@@ -21,6 +21,8 @@ from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_TURNS = 8
+"""How many steps with other values an observed step waits for its own to come back."""
 
 
 class Flags(NamedTuple):
@@ -150,7 +152,7 @@ class Observed:
     kind: StepKind
     values: Hashable
     observer: StepObserver
-    left: int = 8
+    left: int = _TURNS
 
 
 @dataclass(slots=True)
