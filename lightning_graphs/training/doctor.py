@@ -217,9 +217,9 @@ class Doctor:
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
             stack.enter_context(self._reads.watching(self._module))
-            stack.enter_context(counters_watched(self._trainer, self._used))
-            used = functools.partial(self._used, obstacle=OLD_GRADIENTS)
-            stack.enter_context(old_gradients_watched(used))
+            stored = functools.partial(self._used, obstacle=STORED)
+            stack.enter_context(counters_watched(self._trainer, self._used, stored))
+            stack.enter_context(old_gradients_watched(self._gradient_used))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_watched(self._drew))
@@ -263,6 +263,11 @@ class Doctor:
     ) -> None:
         if self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._observer.here(), effect=self._effect)
+
+    def _gradient_used(self, name: str) -> None:
+        # Between graphs, manual optimization has gradients where an eager step has them.
+        if self._module.automatic_optimization or self._nesting.inside:
+            self._used(name, obstacle=OLD_GRADIENTS)
 
     def _drew(self, name: str) -> None:
         if self._active and not self._observer.silent:

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningModule, Trainer
@@ -41,6 +41,13 @@ _LASTING = frozenset(
 
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _OURS = "lightning_graphs."
+_COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
+_USING_NO_GRADIENT = frozenset({"_apply", "zero_grad"})
+"""Functions of torch that an author's forward pass may call: neither computes from gradients.
+
+One moves modules, as a loss does with its network at each call: it is there already. Lightning
+zeroes by itself, after the forward pass; where it accumulates gradients, a verification finds out.
+"""
 
 COUNTER = Obstacle(
     "A captured step runs no Python code: a counter that it reads, or another value that the "
@@ -54,8 +61,8 @@ COUNTER = Obstacle(
 OLD_GRADIENTS = Obstacle(
     "A captured step has no gradients before its backward pass: those of the step before are set "
     "aside.",
-    "use gradients in on_before_optimizer_step, and keep what the next step needs of them in a "
-    "buffer",
+    "use and clip gradients in on_before_optimizer_step, and keep what the next step needs of "
+    "them in a buffer",
     kind="python-state",
     code="def on_before_optimizer_step(self, optimizer):\n"
     "    self.norm.copy_(self.layer.weight.grad.norm())  # norm: a buffer",
@@ -73,6 +80,11 @@ def refuse_frozen(name: str) -> NoReturn:
     """Raise for a Python value that changes from step to step and is read in a captured one."""
     observed = f"{name} is read at {CallSiteFinder().here().describe()}"
     raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+
+
+def _refuse_stored(name: str) -> NoReturn:
+    observed = f"{name} is set at {CallSiteFinder().here().describe()}"
+    raise CaptureError(STORED.rule, observed, STORED.remedy)
 
 
 class StandIn(abc.ABC):
@@ -178,6 +190,7 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
 def counters_watched(
     trainer: Trainer,
     on_read: Callable[[str], object] = refuse_frozen,
+    on_store: Callable[[str], object] = _refuse_stored,
     reads: AttributeReads | None = None,
 ) -> Iterator[None]:
     """While capturing, reading a counter or another moving value of the trainer is refused.
@@ -190,6 +203,7 @@ def counters_watched(
     Args:
         trainer: The trainer.
         on_read: Called with the name of what moves; where it returns, the read goes on.
+        on_store: Called with the name of what is set; likewise.
         reads: Learns what can be compared.
     """
     original = type(trainer)
@@ -215,9 +229,8 @@ def counters_watched(
         return property(read, write)
 
     def store(owner: Trainer, key: str, value: Any) -> None:
-        if on_read is refuse_frozen and not is_library(sys._getframe(1).f_code.co_filename):
-            observed = f"trainer.{key} is set at {CallSiteFinder().here().describe()}"
-            raise CaptureError(STORED.rule, observed, STORED.remedy)
+        if not is_library(sys._getframe(1).f_code.co_filename):
+            on_store(f"trainer.{key}")
         object.__setattr__(owner, key, value)
 
     def missing(owner: Trainer, key: str) -> NoReturn:
@@ -272,9 +285,10 @@ def _refuse_old_gradients(name: str) -> NoReturn:
 def old_gradients_watched(
     on_use: Callable[[str], object] = _refuse_old_gradients,
 ) -> Iterator[None]:
-    """While capturing a forward pass, only libraries may look at ``.grad`` of parameters.
+    """While capturing a forward pass, nobody may use ``.grad`` of parameters.
 
-    It is set aside there. An eager step finds the gradients of the step before.
+    It is set aside there. An eager step finds the gradients of the step before. No library reads
+    one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
 
     Args:
         on_use: Called with what is done; where it returns, that goes on.
@@ -283,7 +297,8 @@ def old_gradients_watched(
     is_library = CallSiteFinder().is_library
 
     def refuse(use: str) -> None:
-        if not is_library(sys._getframe(2).f_code.co_filename):
+        frame = sys._getframe(2)
+        if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame)):
             on_use(f".grad of a parameter is {use}")
 
     def read(parameter: Parameter) -> Any:
@@ -299,6 +314,12 @@ def old_gradients_watched(
         yield
     finally:
         del Parameter.grad
+
+
+def _uses_no_gradient(frame: FrameType) -> bool:
+    """Whether a library that reads or sets ``.grad`` computes nothing from it."""
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith((_COMPILER, _OURS)) or frame.f_code.co_name in _USING_NO_GRADIENT
 
 
 class LoggedNumbers:

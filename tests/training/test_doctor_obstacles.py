@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_graphs.training.diagnosis import Diagnosis
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
-from tests.training.test_frozen import REFUSED
+from tests.training.test_frozen import REFUSED, Moving
+from tests.training.test_reads_of_the_trainer import Storing
 
 
 class LoopedByIndex(Net):
@@ -97,6 +98,13 @@ class EmptyTensor(Net):
         return self.loss(batch) + torch.cat([nothing, batch["x"][0]]).sum()
 
 
+class Clipping(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # clipped
+        self.log("norm", norm)
+        return self.loss(batch)
+
+
 class TestSingleObstacles:
     @pytest.mark.parametrize(
         ("module", "name"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
@@ -109,12 +117,43 @@ class TestSingleObstacles:
         if module.__name__ != "IndexedByRange":  # C code reads it: only the effect is seen
             assert any(name in row.operator or "self.log" in row.operator for row in found)
 
+    def test_what_a_step_stores_on_its_trainer(self, backend: str, tmp_path: Path) -> None:
+        eager = prepare(backend, tmp_path, False, module=Storing).run()
+        fit = examined(backend, tmp_path, module=Storing)
+        (row,) = rows(fit, "python-state")
+        number = line(Storing.weight, "stored")
+        assert (row.operator, row.file, row.line) == (
+            "trainer.counted", inspect.getfile(Storing), number,
+        )  # fmt: skip
+        assert (row.effect, row.count) == ("eager step", 3)
+        assert "what it stores in attributes would stand still" in row.rule
+        assert "def on_train_batch_end" in row.code
+        compare(eager, fit, replayed=False)
+        assert fit.trainer.counted == eager.trainer.counted == 20  # type: ignore[attr-defined]
+
+    def test_clipping_ahead_of_the_backward_pass(self, backend: str, tmp_path: Path) -> None:
+        eager = prepare(backend, tmp_path, False, module=Clipping).run()
+        fit = examined(backend, tmp_path, module=Clipping)
+        (row,) = rows(fit, "python-state")
+        number = line(Clipping.training_step, "clipped")
+        assert (row.operator, row.file, row.line) == (
+            ".grad of a parameter is read", __file__, number,
+        )  # fmt: skip
+        assert row.effect == "eager step"
+        assert "no gradients before its backward pass" in row.rule
+        assert "def on_before_optimizer_step" in row.code
+        compare(eager, fit, replayed=False)
+
     def test_a_logged_tensor_that_changes_afterwards(self, backend: str, tmp_path: Path) -> None:
         (row,) = rows(examined(backend, tmp_path, module=ChangedAfterLog), "logged-early")
         assert row.line == line(ChangedAfterLog.training_step, "logged early")
 
     def test_an_empty_tensor_is_no_copy(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path, module=EmptyTensor)
+        assert fit.capture.diagnosis == Diagnosis(steps=3)
+
+    def test_a_library_may_look_at_gradients(self, backend: str, tmp_path: Path) -> None:
+        fit = examined(backend, tmp_path, module=Moving)
         assert fit.capture.diagnosis == Diagnosis(steps=3)
 
     def test_a_number_that_c_code_reads(self, backend: str, tmp_path: Path) -> None:
@@ -223,6 +262,7 @@ class TestSingleObstacles:
                 self.toggle_optimizer(self.optimizers())
                 self.optimizers().zero_grad()
                 self.manual_backward(loss)
+                nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # of this step: no remark
                 self.optimizers().step()
                 self.untoggle_optimizer(self.optimizers())
 
@@ -239,6 +279,7 @@ class TestSingleObstacles:
         python = {r.operator: r.effect for r in rows(fit, "python-state")}
         assert {"batch_idx", "self.steps"} <= set(python)
         assert set(python.values()) == {"stays eager between them"}
+        assert not [operator for operator in python if ".grad" in operator]
         assert {r.line for r in fit.capture.diagnosis.obstacles} == {inside}
         compare(eager, fit, replayed=False)
 

@@ -12,8 +12,10 @@ import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
+from lightning_graphs.training.frozen import old_gradients_watched
 from tests.training.fits import Net, compare, fit_twice, prepare
 
 
@@ -167,6 +169,27 @@ class OldGradientsDropped(Net):
         return self.loss(batch)
 
 
+class OldGradientsClipped(Net):
+    """Clips too early, which scales nothing, and logs the norm."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        norm = nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.log("norm", norm)
+        return self.loss(batch)
+
+
+class OldGradientsClippedByLightning(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clip_gradients(self.optimizers(), 2.0**-6, "norm")
+        return self.loss(batch)
+
+
+class OldNorms(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        norms = grad_norm(self, norm_type=2)
+        return self.loss(batch) * (1.0 + sum(norms.values()))
+
+
 REFUSED = [
     (Indexed, "batch_idx"),
     (IndexedByTensor, "batch_idx"),
@@ -187,6 +210,9 @@ REFUSED = [
     (TeacherForcing, "random"),
     (OldGradients, ".grad of a parameter is read"),
     (OldGradientsDropped, ".grad of a parameter is set"),
+    (OldGradientsClipped, ".grad of a parameter is read"),
+    (OldGradientsClippedByLightning, ".grad of a parameter is read"),
+    (OldNorms, ".grad of a parameter is read"),
 ]
 
 
@@ -203,6 +229,35 @@ def test_refused_with_reason_and_equal(
         captured.run()
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed == 0
+
+
+def test_clipping_is_refused_with_the_line_that_calls_it(backend: str, tmp_path: Path) -> None:
+    capture = {"on_failure": "eager"}
+    fit = prepare(backend, tmp_path, True, module=OldGradientsClipped, capture=capture)
+    line = r"test_frozen.py:\d+ in training_step: norm = nn.utils.clip_grad_norm_"
+    with pytest.warns(UserWarning, match=rf"has no gradients before its backward(?s:.*){line}"):
+        fit.run()
+
+
+class Moving(Net):
+    """Moves a part of it to where it is, and zeroes gradients that Lightning zeroes as well."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.to(self.device)
+        self.optimizers().zero_grad()
+        return self.loss(batch)
+
+
+def test_libraries_may_look_at_gradients_without_using_them(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=Moving))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # while torch imports its compiler
+def test_the_compiler_may_ask_whether_there_is_a_gradient() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with old_gradients_watched():
+        compiled = torch.compile(layer, backend="eager")(x)
+    assert torch.equal(compiled, layer(x))
 
 
 class Annealed(Net):

@@ -107,7 +107,8 @@ class Storing(Weighted):
     """Counts its steps on the trainer."""
 
     def weight(self) -> Any:
-        self.trainer.counted = getattr(self.trainer, "counted", 0) + 1  # type: ignore[attr-defined]
+        count = getattr(self.trainer, "counted", 0)
+        self.trainer.counted = count + 1  # type: ignore[attr-defined]  # stored
         return 0.0
 
 
@@ -223,6 +224,11 @@ class Layer(nn.Module):
         if self.what == "grad":
             gradient = self.linear.weight.grad
             return 0.0 if gradient is None else gradient.norm()
+        if self.what == "norm":
+            return nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        if self.what == "store":
+            trainer.counted = getattr(trainer, "counted", 0) + 1  # type: ignore[attr-defined]
+            return 0.0
         if self.what == "metric":
             return trainer.callback_metrics.get("val", 0.0)
         if self.what == "owner":
@@ -255,6 +261,8 @@ MOVING = [
     ("owner", "trainer.current_epoch is read at"),
     ("metric", "trainer.callback_metrics is read at"),
     ("grad", ".grad of a parameter is read at"),
+    ("norm", ".grad of a parameter is read at"),
+    ("store", "trainer.counted is set at"),
 ]
 
 
@@ -265,7 +273,7 @@ MOVING = [
         ("rate", "the learning rate is read at", "modules"),  # in whole steps it is live
     ],
 )
-def test_a_submodule_that_reads_what_moves_runs_eagerly(
+def test_a_submodule_that_uses_what_moves_runs_eagerly(
     backend: str, tmp_path: Path, what: str, said: str, scope: str
 ) -> None:
     options: dict[str, Any] = {
@@ -277,6 +285,7 @@ def test_a_submodule_that_reads_what_moves_runs_eagerly(
     with pytest.warns(UserWarning, match=said):
         captured.run()
     compare(eager, captured, replayed=False)
+    assert getattr(captured.trainer, "counted", 0) == getattr(eager.trainer, "counted", 0)
 
 
 def test_a_submodule_that_reads_a_setting_of_the_trainer(backend: str, tmp_path: Path) -> None:
