@@ -114,7 +114,9 @@ class GraphedCallable:
         # Autograd records a node only if an input of it requires grad; parameters whose gradients
         # are direct do not pass through it.
         device = plan.signature.modes.device_type
-        self._anchor = torch.empty(0, device=device, requires_grad=True)
+        with torch.inference_mode(False):
+            self._anchor = torch.empty(0, device=device, requires_grad=True)
+            self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._order = order
         self._place = place
         self._pending: PendingBackward | None = None
@@ -123,7 +125,6 @@ class GraphedCallable:
         # Optimizers change all parameters together: one tells, at no cost that grows with them.
         self._witness = parameters[0] if parameters else self._anchor
         self._version = version_of(self._witness)
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         self._released = False
         self.explain: Callable[[ReplayError], object] = _as_it_is
 

@@ -25,12 +25,11 @@ accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_gr
 """The hooks of ``register_post_accumulate_grad_hook``, likewise."""
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often autograd has seen the memory of a tensor written; views share the count.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often autograd has seen the memory of a tensor written; views share the count.
 
-    torch compares it in its own check of tensors that backward needs, and has no public reader.
-    """
-    return tensor._version
+torch compares it in its own check of tensors that backward needs, and has no public reader.
+"""
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ class Doctor:
             stack.enter_context(self._reads.watching(self._module))
             stored = functools.partial(self._used, obstacle=STORED)
             stack.enter_context(counters_watched(self._trainer, self._used, stored))
-            stack.enter_context(old_gradients_watched(self._gradient_used))
+            stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_watched(self._drew))

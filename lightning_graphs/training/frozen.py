@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, NoReturn
@@ -42,13 +42,6 @@ _LASTING = frozenset(
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
-_USING_NO_GRADIENT = frozenset({"_apply", "zero_grad"})
-"""Functions of torch that an author's forward pass may call: neither computes from gradients.
-
-One moves modules, as a loss does with its network at each call: it is there already. Lightning
-zeroes by itself, after the forward pass; where it accumulates gradients, a verification finds out.
-"""
-
 COUNTER = Obstacle(
     "A captured step runs no Python code: a counter that it reads, or another value that the "
     "trainer moves, would stand still.",
@@ -283,7 +276,7 @@ def _refuse_old_gradients(name: str) -> NoReturn:
 
 @contextlib.contextmanager
 def old_gradients_watched(
-    on_use: Callable[[str], object] = _refuse_old_gradients,
+    trainer: Trainer, on_use: Callable[[str], object] = _refuse_old_gradients
 ) -> Iterator[None]:
     """While capturing a forward pass, nobody may use ``.grad`` of parameters.
 
@@ -291,14 +284,18 @@ def old_gradients_watched(
     one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
 
     Args:
+        trainer: The trainer.
         on_use: Called with what is done; where it returns, that goes on.
     """
     gradient: Any = Tensor.grad
     is_library = CallSiteFinder().is_library
+    # A loss may move its network at each call: it is there already. Lightning zeroes by itself
+    # after the forward pass, which takes nothing away unless gradients are accumulated.
+    harmless = {"_apply"} if trainer.accumulate_grad_batches > 1 else {"_apply", "zero_grad"}
 
     def refuse(use: str) -> None:
         frame = sys._getframe(2)
-        if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame)):
+        if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame, harmless)):
             on_use(f".grad of a parameter is {use}")
 
     def read(parameter: Parameter) -> Any:
@@ -316,10 +313,10 @@ def old_gradients_watched(
         del Parameter.grad
 
 
-def _uses_no_gradient(frame: FrameType) -> bool:
+def _uses_no_gradient(frame: FrameType, harmless: Collection[str]) -> bool:
     """Whether a library that reads or sets ``.grad`` computes nothing from it."""
     module = frame.f_globals.get("__name__", "")
-    return module.startswith((_COMPILER, _OURS)) or frame.f_code.co_name in _USING_NO_GRADIENT
+    return module.startswith((_COMPILER, _OURS)) or frame.f_code.co_name in harmless
 
 
 class LoggedNumbers:

@@ -271,7 +271,7 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        with old_gradients_watched():
+        with old_gradients_watched(self._trainer):
             return StepBody.forward(self._body, arguments, recorder)
 
     def update_eagerly(self) -> None:

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
@@ -252,10 +253,32 @@ def test_libraries_may_look_at_gradients_without_using_them(backend: str, tmp_pa
     compare(*fit_twice(backend, tmp_path, module=Moving))
 
 
+class Restarting(Net):
+    """Drops what was accumulated before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.zero_grad()
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_zeroing_that_drops_accumulated_gradients_is_refused(
+    backend: str, tmp_path: Path, verify: str
+) -> None:
+    options: dict[str, Any] = {"module": Restarting, "accumulate_grad_batches": 2}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    capture = {"verify": verify, "on_failure": "eager"}
+    captured = prepare(backend, tmp_path, True, capture=capture, **options)
+    line = r"test_frozen.py:\d+ in training_step: self.zero_grad"
+    with pytest.warns(UserWarning, match=line):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # while torch imports its compiler
 def test_the_compiler_may_ask_whether_there_is_a_gradient() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with old_gradients_watched():
+    with old_gradients_watched(Trainer(accelerator="cpu", logger=False)):
         compiled = torch.compile(layer, backend="eager")(x)
     assert torch.equal(compiled, layer(x))
 

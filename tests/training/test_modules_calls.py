@@ -225,9 +225,25 @@ class Teacher(Blocks):
         return nn.functional.cross_entropy(logits, batch["y"]) + (x - goal).square().mean()
 
 
+class InferringTeacher(Teacher):
+    """The same under inference mode, whose tensors autograd refuses to keep."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net(batch["x"])
+        with torch.inference_mode():
+            goal = self.blocks[0](x.detach(), scale=x.std())["hidden"][0]
+            assert goal.is_inference()
+        x = self.blocks[1](x, scale=x.detach().std())["hidden"][0]
+        logits = self.head(x).float()
+        return nn.functional.cross_entropy(logits, batch["y"]) + (x - goal.clone()).square().mean()
+
+
+@pytest.mark.parametrize("module", [Teacher, InferringTeacher])
 @pytest.mark.parametrize("choice", [named("blocks.0", "blocks.1"), {"scope": "modules"}])
-def test_calls_without_autograd_in_a_step(backend: str, tmp_path: Path, choice: Any) -> None:
-    _, captured = trained(backend, tmp_path, Teacher, capture=choice)
+def test_calls_without_autograd_in_a_step(
+    backend: str, tmp_path: Path, module: type[Teacher], choice: Any
+) -> None:
+    _, captured = trained(backend, tmp_path, module, capture=choice)
     assert captured.statistics.fallbacks == []
     assert replays(captured)["module blocks.0"] > 8
     assert replays(captured)["module blocks.1"] > 10

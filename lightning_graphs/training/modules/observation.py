@@ -241,7 +241,7 @@ class StepObserver:
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
-            if not _has_address(tensor):
+            if not _has_address(tensor) or tensor.is_inference():
                 continue
             made = _Seen(call, i, tensor.detach(), version_of(tensor))
             self._made.setdefault(tensor.data_ptr(), []).append(made)

@@ -78,7 +78,7 @@ class Baked:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
             stack.enter_context(counters_watched(trainer, reads=self._reads))
-            stack.enter_context(old_gradients_watched())
+            stack.enter_context(old_gradients_watched(trainer))
             for optimizer in trainer.optimizers:
                 rates = [FrozenNumber("the learning rate")] * len(optimizer.param_groups)
                 stack.enter_context(rates_exchanged(trainer, optimizer, rates))
@@ -140,7 +140,8 @@ class Site:
     @property
     def is_current(self) -> bool:
         """Whether every value that is in the graphs is the one of then."""
-        return self.read.now() == self.values
+        now = self.read.now()
+        return now is self.values or now == self.values
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call could be replayed now."""
