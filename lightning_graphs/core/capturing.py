@@ -262,7 +262,8 @@ class CallableCapture:
         try:
             with self._pool.capture() as captured:
                 returned = self._call_leaving_arguments()
-                self._outputs = OutputPlan(returned, static=self._static_outputs)
+                static, state = self._static_outputs, self._held.state()
+                self._outputs = OutputPlan(returned, static=static, state=state)
         except CaptureError as error:
             raise self._explained(error) from error
         if rebound := before.restore():

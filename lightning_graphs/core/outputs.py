@@ -28,6 +28,8 @@ class OutputPlan:
             are returned by every replay as they were at capture.
         static: Hand the graph's own output tensors out instead of copies; the next replay
             overwrites them.
+        state: Tensors of the callable's own. An output that lies in the memory of one is handed out
+            itself: whoever writes it means to write there.
 
     Attributes:
         requiring_grad: The captured outputs that require grad, with the autograd graph behind them.
@@ -36,7 +38,7 @@ class OutputPlan:
         CaptureError: an output is an object in which tensors could hide.
     """
 
-    def __init__(self, value: Any, *, static: bool) -> None:
+    def __init__(self, value: Any, *, static: bool, state: Sequence[Tensor] = ()) -> None:
         leaves: list[tuple[str, Any]] = []
         flatten(value, "output", leaves)
         for name, leaf in leaves:
@@ -52,6 +54,8 @@ class OutputPlan:
         self.requiring_grad = [tensors[i] for i in self._differentiable]
         self._tensors = [tensor.detach() for tensor in tensors]
         self._static = static
+        own = set(map(_storage_address, state)) - {0}
+        self._itself = {i for i in self._plain if _storage_address(tensors[i]) in own}
         self._lent: dict[int, LentMemory] = {}
         template = substitute(value, self._tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
@@ -78,6 +82,7 @@ class OutputPlan:
         """Hand out one of :attr:`tensors` itself from now on, not a copy."""
         if index not in self._lent:
             self._lent[index] = LentMemory(self._tensors[index])
+            self._itself.add(index)
         return self._lent[index]
 
     def settle(self) -> None:
@@ -93,11 +98,11 @@ class OutputPlan:
     def _take(self, indices: Sequence[int]) -> list[Tensor]:
         if self._static:
             return [self._tensors[i].detach() for i in indices]
-        if not self._lent:
+        itself = self._itself
+        if not itself:
             return clone_all([self._tensors[i] for i in indices])
-        lent = self._lent
         return [
-            self._tensors[i].detach() if i in lent else self._tensors[i].clone() for i in indices
+            self._tensors[i].detach() if i in itself else self._tensors[i].clone() for i in indices
         ]
 
     def differentiable(self) -> tuple[Tensor, ...]:
@@ -122,6 +127,10 @@ class OutputPlan:
         for i, tensor in zip(self._plain, plain, strict=True):
             found[i] = tensor
         return self._build(found)
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _only(tensors: Sequence[Tensor]) -> Tensor:

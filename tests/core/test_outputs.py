@@ -88,6 +88,18 @@ def test_copies_keep_dtype_and_special_values() -> None:
         assert copy.view(torch.uint8).tolist() == value.view(torch.uint8).tolist()
 
 
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t.detach()])
+def test_outputs_in_the_memory_of_the_state_are_handed_out_themselves(view: Any) -> None:
+    state, computed = torch.arange(4.0), torch.ones(2)
+    plan = OutputPlan((view(state), computed), static=False, state=[state])
+    found, copied = plan.hand_out()
+    found.add_(1)
+    copied.add_(1)
+    assert torch.equal(found, view(state))
+    assert not torch.equal(state, torch.arange(4.0))
+    assert torch.equal(computed, torch.ones(2))
+
+
 def test_each_call_hands_out_the_values_of_its_moment() -> None:
     static = torch.zeros(2)
     plan, alias = OutputPlan(static, static=False), OutputPlan(static, static=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.training.fits import GradientTrace, Net, compare, fit_twice
@@ -83,3 +84,40 @@ def test_they_are_kept_apart_over_an_accumulation(backend: str, tmp_path: Path) 
     capture = {"scope": "modules", "modules": ["first", "body"]}
     options: dict[str, Any] = {"module": Sometimes, "capture": capture}
     compare(*fit_twice(backend, tmp_path, accumulate_grad_batches=2, **options))
+
+
+class Memory(nn.Module):
+    """Returns what it remembers itself, beside what it computes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(2, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x + self.seen[0])
+        self.seen.mul_(0.5)
+        return y, self.seen[:1]
+
+
+class Remembering(Net):
+    """The step writes into what the module has returned, and reads what it returned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def loss(self, batch: Any) -> Any:
+        y, first = self.memory(batch["x"])
+        _, second = self.memory(y)
+        first.add_(y.detach().mean(0))
+        self.log("same", (first - second).abs().sum())
+        return super().loss({**batch, "x": y})
+
+
+@pytest.mark.parametrize("modules", [["memory"], ["memory", "net"]])
+def test_what_a_module_remembers_is_returned_itself(
+    backend: str, tmp_path: Path, modules: list[str]
+) -> None:
+    capture = {"scope": "modules", "modules": modules}
+    compare(*fit_twice(backend, tmp_path, module=Remembering, capture=capture))
