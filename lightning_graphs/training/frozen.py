@@ -42,6 +42,7 @@ _LASTING = frozenset(
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
+
 COUNTER = Obstacle(
     "A captured step runs no Python code: a counter that it reads, or another value that the "
     "trainer moves, would stand still.",
