@@ -47,9 +47,10 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _signals_as_before() -> Iterator[None]:
-    """Lightning ignores SIGINT after a KeyboardInterrupt."""
+    """Lightning ignores SIGINT after a KeyboardInterrupt, and so does what a shell backgrounds."""
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(kind) for kind in kinds]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for kind, handler in zip(kinds, before, strict=True):
         signal.signal(kind, handler)
