@@ -253,7 +253,8 @@ def _without_class(message: str, files: Sequence[str]) -> str:
                 f"LightningCLI. Name class_path under {' and '.join(nameless)}:\n\n"
                 f"{yaml.safe_dump(nameless, sort_keys=False)}\n"
                 "or have your program run the doctor: LIGHTNING_GRAPHS='doctor: true' "
-                f"python train.py fit --config {file}"
+                f"python train.py fit --config {file} (with --trainer.callbacks=null, if the "
+                "file has a GraphCapture of its own)"
             )
     return ""
 

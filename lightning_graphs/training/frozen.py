@@ -55,11 +55,13 @@ COUNTER = Obstacle(
 OLD_GRADIENTS = Obstacle(
     "A captured step has no gradients before its backward pass: those of the step before are set "
     "aside.",
-    "use and clip gradients in on_before_optimizer_step, and keep what the next step needs of "
-    "them in a buffer",
+    "clip with Trainer(gradient_clip_val=...), which is captured; use and log gradients in "
+    "on_before_optimizer_step, and keep what the next step needs of them in a buffer",
     kind="python-state",
     code="def on_before_optimizer_step(self, optimizer):\n"
-    "    self.norm.copy_(self.layer.weight.grad.norm())  # norm: a buffer",
+    "    norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)\n"
+    '    self.log("norm", norm)\n'
+    "    self.norm.copy_(norm)  # a buffer, for the next step",
 )
 LOGGED_NUMBER = Obstacle(
     "A captured step runs no Python code: a Python number that it logs would stand still.",
