@@ -296,8 +296,12 @@ def be_quiet() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--replays", type=int, default=20_000)
-    few = "shape changes, 18 at least; on a GPU many more, until libraries have their workspaces"
-    parser.add_argument("--shapes", type=int, default=300, help=few)
+    parser.add_argument(
+        "--shapes",
+        type=int,
+        default=300,
+        help="shape changes, 18 at least; on a GPU more, until libraries have their workspaces",
+    )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, help="of the steps at which processes are killed")
     parser.add_argument("--json", type=Path, help="write environment and rows to this file")
