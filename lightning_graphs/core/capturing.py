@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
+from lightning_graphs.core.autograd_graph import ahead_of_casts, leaves_behind
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.generators import same_random_numbers
 from lightning_graphs.core.gradients import (
@@ -22,13 +24,7 @@ from lightning_graphs.core.gradients import (
 )
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
-from lightning_graphs.core.held import (
-    Bindings,
-    Held,
-    leaves_behind,
-    trainable_parameters,
-    with_leaves_behind,
-)
+from lightning_graphs.core.held import Bindings, Held, trainable_parameters, with_leaves_behind
 from lightning_graphs.core.lending import SharedArgument, Source
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
@@ -245,12 +241,15 @@ class CallableCapture:
         return [*dict.fromkeys(inputs), *self._parameters]
 
     def _gradients(
-        self, outputs: Sequence[Tensor], targets: Sequence[Tensor], gradients: Sequence[Tensor]
+        self,
+        outputs: Sequence[Tensor],
+        targets: Sequence[Tensor | GradientEdge],
+        gradients: Sequence[Tensor],
     ) -> tuple[Tensor | None, ...]:
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
         autocast = torch.autocast(self._pool.backend.device_type, enabled=False)
         with autocast, without_hooks(self._parameters), stale_gradient_nodes_tolerated():
-            return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
+            return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)  # type: ignore[arg-type]
 
     def capture_forward(self) -> None:
         """Capture the call; nothing executes.
@@ -313,8 +312,9 @@ class CallableCapture:
         layouts = self._layouts or list(map(GradientLayout.of, targets))
         handed = LentGradients(layouts[:to_autograd], assumed=assumed)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
+        asked = [*targets[:to_autograd], *ahead_of_casts(outputs, targets[to_autograd:])]
         with self._pool.capture() as captured:
-            gradients = self._gradients(outputs, targets, static)
+            gradients = self._gradients(outputs, asked, static)
             if assumed:
                 self._check_gradients(gradients)
             handed.capture(gradients[:to_autograd])

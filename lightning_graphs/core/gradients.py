@@ -214,17 +214,17 @@ _GRAIN = 2048
 
 
 def _write(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Copy gradients to their buffers, as part of a capture: one launch for each device and dtype.
+    """Copy gradients to their buffers, as part of a capture: one launch for each pair of dtypes.
 
     torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
     few then take 13 us (H200), however small they are. So they are cut into pieces, as many as one
     launch takes, that all multiprocessors share in; and a single one is left to the plain kernel.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for buffer, gradient in zip(buffers, gradients, strict=True):
         if buffer.stride() == gradient.stride() and _is_dense(buffer):
-            pair = _flat(buffer), _flat(gradient.detach())
-            kinds.setdefault((buffer.device, buffer.dtype), []).append(pair)
+            kind = buffer.device, buffer.dtype, gradient.dtype
+            kinds.setdefault(kind, []).append((_flat(buffer), _flat(gradient.detach())))
         else:  # one such pair would have all others copied one by one, too
             buffer.copy_(gradient)
     for pairs in kinds.values():

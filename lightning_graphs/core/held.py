@@ -10,9 +10,9 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from lightning_graphs.core.autograd_graph import leaves_behind
 from lightning_graphs.core.buffers import AddressGuard
 
 
@@ -131,23 +131,6 @@ def with_leaves_behind(
     given = {id(t) for t in inputs}
     found = dict.fromkeys(known)
     found |= {leaf: None for leaf in leaves_behind(outputs) if id(leaf) not in given}  # type: ignore[misc]
-    return list(found)
-
-
-def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of autograd that these outputs depend on, themselves among them."""
-    seen: set[Node] = set()
-    found = dict.fromkeys(output for output in outputs if output.grad_fn is None)
-    pending = [output.grad_fn for output in outputs]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and leaf.is_leaf:
-            found[leaf] = None
-        pending.extend(parent for parent, _ in node.next_functions)
     return list(found)
 
 

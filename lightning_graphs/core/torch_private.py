@@ -49,6 +49,22 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
+def casts_floats(node: Node, leaf: Tensor) -> bool:
+    """Whether a node of autograd does no more than cast a floating-point leaf to such a dtype.
+
+    Nodes have names, and what they make is told by a private attribute; without it the answer is
+    no.
+    """
+    made: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return (
+        node.name() == "ToCopyBackward0"
+        and len(made) == 1
+        and made[0].dtype.is_floating_point
+        and made[0].device == leaf.device
+        and leaf.is_floating_point()
+    )
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
 
