@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.training.profiling import is_profiled
 
 
 class BatchTransfer:
@@ -37,8 +37,7 @@ class BatchTransfer:
         self._moved = torch.cuda.Event()
         self._launched: deque[torch.cuda.Event] = deque()
         unchanged = getattr(self._transfer, "__func__", None) is Strategy.batch_to_device
-        profiler: object = trainer.profiler  # type: ignore[attr-defined]
-        self._is_short = unchanged and type(profiler) is PassThroughProfiler
+        self._is_short = unchanged and not is_profiled(trainer)
 
     def install(self) -> None:
         """Take the place of the strategy's method."""

@@ -14,6 +14,7 @@ def assert_nothing_left(captured: Fit) -> None:
     trainer = captured.trainer
     assert not set(NAMES) & set(vars(trainer.strategy))
     assert type(trainer) is Trainer
+    assert "profile" not in vars(trainer.profiler)
     assert "log" not in vars(captured.module)
     assert "<locals>" not in repr(type(captured.module).__getattribute__)
     assert captured.capture._runner is None

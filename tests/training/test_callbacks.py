@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
@@ -16,8 +18,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.profilers import PassThroughProfiler
 
-from tests.training.fits import Fit, GradientTrace, Net, Trace, close, compare, fit_twice
+from tests.training.fits import Fit, GradientTrace, Net, Trace, close, compare, fit_twice, prepare
+from tests.training.leftovers import assert_nothing_left
+
+MODULES = {"scope": "modules"}
 
 
 def names(one: Fit, root: Path, kind: str) -> list[str]:
@@ -124,3 +130,38 @@ def test_timer(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_profiler(backend: str, tmp_path: Path, profiler: str) -> None:
     compare(*fit_twice(backend, tmp_path, profiler=profiler))
+
+
+class CountingProfiler(PassThroughProfiler):
+    """Counts the contexts of each name; otherwise as its base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def start(self, action_name: str) -> None:
+        self.counts[action_name] += 1
+
+
+def test_a_profiler_of_ones_own_sees_the_hooks_of_every_step(backend: str, tmp_path: Path) -> None:
+    seen = []
+    for captured in (False, True):
+        profiler = CountingProfiler()
+        prepare(backend, tmp_path, captured, profiler=profiler, capture=MODULES).run()
+        hooks = {k: n for k, n in profiler.counts.items() if ".on_" in k}
+        seen.append({k: n for k, n in hooks.items() if "GraphCapture" not in k})
+    assert seen[0] == seen[1]
+    assert seen[0]["[Callback]Trace.on_before_zero_grad"] == 20
+
+
+def test_contexts_of_the_pass_through_profiler_give_the_name(backend: str, tmp_path: Path) -> None:
+    names = []
+
+    class Profiling(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            with trainer.profiler.profile("mine") as name:
+                names.append(name)
+
+    _, captured = fit_twice(backend, tmp_path, callbacks=lambda: [Profiling()])
+    assert set(names) == {"mine"}
+    assert_nothing_left(captured)
