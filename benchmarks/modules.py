@@ -9,7 +9,12 @@ run that is timed. Fits of graphed blocks run in turn, several times, and the fa
 step in which its graphs are captured, less that of an ordinary one; it is compared with one call of
 torch's function for the same blocks.
 
-    python benchmarks/modules.py [--rows mlp,gpt2,resnet50,vit] [--rounds 3] [--json PATH]
+How low a step can be is shown by fits in which the same graphs are launched by autograd nodes that
+do and check nothing else: what they take above the floor is the CPU's time around the launches.
+
+One key is logged, and there is no progress bar; with ``--bar`` there is one, and two keys.
+
+    python benchmarks/modules.py [--rows mlp,gpt2,resnet50,vit] [--rounds 3] [--bar] [--json PATH]
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import json
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from operator import itemgetter
@@ -32,6 +38,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.training.modules.selection import select
 
@@ -123,6 +130,57 @@ class Rebuilding(Callback):
             self.capture_ms.append((time.perf_counter() - self._started) * 1e3)
 
 
+class Launch(torch.autograd.Function):
+    """A block's graphs in an autograd node, on arguments and gradients that are where they were."""
+
+    @staticmethod
+    def forward(ctx: Any, graphed: GraphedCallable, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.graphed = graphed
+        graphed.forward_graph.replay()
+        return graphed._outputs.tensors[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        backward = ctx.graphed.backward_pass
+        target = backward.output_gradients.buffers[0]
+        if gradient.data_ptr() != target.data_ptr():
+            target.copy_(gradient)
+        backward.graph.replay()
+        for parameter, buffer in zip(
+            backward.direct.parameters, backward.direct.buffers, strict=True
+        ):
+            parameter.grad = buffer
+        buffers = backward.handed.buffers
+        return None, None, buffers[0].data if buffers else None
+
+
+class LaunchesAlone(Callback):
+    """Exchanges the graphed blocks for :class:`Launch`."""
+
+    def __init__(self, graphs: GraphCapture) -> None:
+        self.graphs = graphs
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == step.WARMUP - 2:
+            for block, forward in self.graphs._runner._graphs._forwards.items():
+                vars(block)["forward"] = self._launch(forward.sites[0].graphed)
+
+    @staticmethod
+    def _launch(graphed: GraphedCallable) -> Callable[..., Any]:
+        anchor = torch.empty(0, device="cuda", requires_grad=True)
+        target = None if graphed._borrowed else graphed.static_inputs[0].detach()
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if target is not None:
+                with torch.no_grad():
+                    target.copy_(x)
+            return graphed._outputs._build((Launch.apply(graphed, anchor, x),))
+
+        return forward
+
+
 class HostReads(Callback):
     """Finds the lines of one step, before the timed ones, that wait for the GPU.
 
@@ -151,33 +209,40 @@ class HostReads(Callback):
             self.lines = [f"{Path(read.filename).name}:{read.lineno}" for read in reads]
 
 
-def measure(row: str, rounds: int) -> dict[str, Any]:
+def measure(row: str, rounds: int, bar: bool) -> dict[str, Any]:
     """All fits of one row."""
+    fit = partial(step.fit, row, bar=bar)
     chosen = {"scope": "modules", "modules": [BLOCKS[row]], "on_failure": "raise"}
-    eager = step.fit(row)
-    floor = step.fit(row, GraphCapture(scope="step", on_failure="raise"))["floor"]
+    eager = fit()
+    floor = fit(GraphCapture(scope="step", on_failure="raise"))["floor"]
     own_choice = GraphCapture(scope="modules", on_failure="raise")
-    by_itself = step.fit(row, own_choice)
-    reads, fits, torchs_fits = HostReads(), [], []
+    by_itself = fit(own_choice)
+    reads, fits, torchs_fits, bare_fits = HostReads(), [], [], []
     captures: list[float] = []
     torchs_captures: list[float] = []
     for i in range(rounds):
         torchs = TorchsGraphs(BLOCKS[row])
-        torchs_fits.append(step.fit(row, callbacks=[torchs]))
+        torchs_fits.append(fit(callbacks=[torchs]))
         torchs_captures.append(torchs.capture_ms)
         watch = [reads] if i == 0 else []
-        fits.append(step.fit(row, GraphCapture(**chosen), callbacks=watch))
+        fits.append(fit(GraphCapture(**chosen), callbacks=watch))
+        bare = GraphCapture(**chosen, verify="off")
+        bare_fits.append(fit(bare, callbacks=[LaunchesAlone(bare)]))
         two_shapes = GraphCapture(**chosen, verify="off")  # what is timed is the capture
         rebuilding = Rebuilding(two_shapes)
-        step.fit(row, two_shapes, callbacks=[rebuilding], signatures=2)
+        fit(two_shapes, callbacks=[rebuilding], signatures=2)
         captures += rebuilding.capture_ms
-    theirs, blocks = (min(found, key=itemgetter("ms")) for found in (torchs_fits, fits))
+    fastest = itemgetter("ms")
+    theirs, blocks, bare_blocks = (
+        min(found, key=fastest) for found in (torchs_fits, fits, bare_fits)
+    )
     return {
         "row": row,
         "eager_ms": eager["ms"],
         "floor_ms": floor,
         "blocks_ms": blocks["ms"],
         "blocks_usual_ms": statistics.median(found["usual_ms"] for found in fits),
+        "launches_ms": bare_blocks["ms"],
         "torch_ms": theirs["ms"],
         "ratio": blocks["ms"] / floor,
         "to_torch": blocks["ms"] / theirs["ms"],
@@ -187,7 +252,7 @@ def measure(row: str, rounds: int) -> dict[str, Any]:
         "host_reads": reads.lines,
         "new_shape_ms": min(captures) - blocks["ms"],
         "torch_capture_ms": min(torchs_captures),
-        "largest_loss_difference": _largest_difference(eager, [*fits, by_itself]),
+        "largest_loss_difference": _largest_difference(eager, [*fits, *bare_fits, by_itself]),
         "torch_loss_difference": _largest_difference(eager, torchs_fits),
     }
 
@@ -201,6 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default=",".join(BLOCKS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bar", action="store_true", help="with a progress bar and two keys")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -209,18 +275,19 @@ def main() -> None:
     step.be_quiet()
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, lightning "
-        f"{lightning.__version__}, bf16-mixed, fused AdamW, prog_bar=True, two logged keys",
+        f"{lightning.__version__}, bf16-mixed, fused AdamW, "
+        + ("prog_bar=True, two logged keys" if options.bar else "one logged key"),
         flush=True,
     )
     results = []
     for row in options.rows.split(","):
-        result = measure(row, options.rounds)
+        result = measure(row, options.rounds, options.bar)
         results.append(result)
         new, torchs = result["new_shape_ms"], result["torch_capture_ms"]
         print(
             f"{row:>9}: eager {result['eager_ms']:.3f} ms, blocks {result['blocks_ms']:.3f} "
             f"(usually {result['blocks_usual_ms']:.3f}), floor {result['floor_ms']:.3f}, "
-            f"torch's {result['torch_ms']:.3f}; "
+            f"torch's {result['torch_ms']:.3f}, launches alone {result['launches_ms']:.3f}; "
             f"ratio {result['ratio']:.3f} {_verdict(result['ratio'], LIMIT)}, "
             f"to torch's {result['to_torch']:.3f} {_verdict(result['to_torch'], TORCH_LIMIT)}; "
             f"own choice ({', '.join(result['own_choice'])}) {result['own_choice_ms']:.3f}, "

@@ -295,6 +295,11 @@ class DirectGradients:
         """The parameters whose gradients it writes."""
         return self._parameters
 
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """Where it writes them."""
+        return self._buffers
+
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients into the buffers; to be called as the last part of a capture.
 
