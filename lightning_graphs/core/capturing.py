@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.autograd_graph import ahead_of_casts, leaves_behind
+from lightning_graphs.core.autograd_graph import (
+    gradients_behind,
+    has_python_nodes,
+    leaves_behind,
+)
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.casts import ahead_of_casts
 from lightning_graphs.core.generators import same_random_numbers
 from lightning_graphs.core.gradients import (
     DirectGradients,
@@ -39,9 +44,8 @@ from lightning_graphs.core.refusals import (
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.torch_private import (
     clone_all,
-    stale_gradient_nodes_tolerated,
+    hooks_registered,
     version_of,
-    without_hooks,
 )
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
@@ -104,6 +108,7 @@ class CallableCapture:
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._place = -1
+        self._has_hooks = False
         self._backward: BackwardPass | None = None
         refuse_unfit_state(self._held)
 
@@ -206,7 +211,7 @@ class CallableCapture:
         if not outputs.requiring_grad or not targets:
             return ()
         zeros = [torch.zeros_like(output) for output in outputs.requiring_grad]
-        return self._gradients(outputs.requiring_grad, targets, zeros)
+        return gradients_behind(outputs.requiring_grad, targets, zeros, hooked=self._parameters)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         if any(g is not None and g.layout is not torch.strided for g in gradients):
@@ -240,17 +245,6 @@ class CallableCapture:
         inputs = [t for t in self._inputs.tensors if t.requires_grad]
         return [*dict.fromkeys(inputs), *self._parameters]
 
-    def _gradients(
-        self,
-        outputs: Sequence[Tensor],
-        targets: Sequence[Tensor | GradientEdge],
-        gradients: Sequence[Tensor],
-    ) -> tuple[Tensor | None, ...]:
-        # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
-        autocast = torch.autocast(self._pool.backend.device_type, enabled=False)
-        with autocast, without_hooks(self._parameters), stale_gradient_nodes_tolerated():
-            return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)  # type: ignore[arg-type]
-
     def capture_forward(self) -> None:
         """Capture the call; nothing executes.
 
@@ -260,7 +254,9 @@ class CallableCapture:
         before = Bindings(self._held)
         try:
             with self._pool.capture() as captured:
+                hooks = hooks_registered()
                 returned = self._call_leaving_arguments()
+                self._has_hooks = hooks_registered() != hooks
                 static, state = self._static_outputs, self._held.state()
                 self._outputs = OutputPlan(returned, static=static, state=state)
         except CaptureError as error:
@@ -298,9 +294,7 @@ class CallableCapture:
             self._backward = self._captured_backward(outputs, targets)
         self._outputs.finish_capture()
 
-    def _captured_backward(
-        self, outputs: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> BackwardPass:
+    def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
         static, lenders = self._output_gradients(outputs)
         positions = self._differentiable_positions()
         direct = None
@@ -312,9 +306,16 @@ class CallableCapture:
         layouts = self._layouts or list(map(GradientLayout.of, targets))
         handed = LentGradients(layouts[:to_autograd], assumed=assumed)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
-        asked = [*targets[:to_autograd], *ahead_of_casts(outputs, targets[to_autograd:])]
+        asked: list[Tensor | GradientEdge] = [*targets]
+        apart: list[Tensor] = []
+        if self._has_hooks or has_python_nodes(outputs):  # they may write into gradients
+            apart = targets
+        elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
+            asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])
         with self._pool.capture() as captured:
-            gradients = self._gradients(outputs, asked, static)
+            gradients = gradients_behind(
+                outputs, asked, static, hooked=self._parameters, apart=apart
+            )
             if assumed:
                 self._check_gradients(gradients)
             handed.capture(gradients[:to_autograd])

@@ -123,7 +123,7 @@ class LentGradients:
                 "an input or parameter got a gradient in only one of the two",
                 "leave the choice of what is computed to constants of the call",
             )
-        _write(self._lent, [g for g in gradients if g is not None])
+        write_all(self._lent, [g for g in gradients if g is not None])
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
         """Run the backward graph; the gradients, in the order of their layouts."""
@@ -213,7 +213,7 @@ _GRAIN = 2048
 """Pieces have a multiple of so many elements: 512 threads copy four at a time if aligned."""
 
 
-def _write(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy gradients to their buffers, as part of a capture: one launch for each pair of dtypes.
 
     torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
@@ -310,7 +310,7 @@ class DirectGradients:
         self._parameters = [self._parameters[i] for i in used]
         self._buffers = [self._buffers[i] for i in used]
         self._nothing = [None] * len(used)
-        _write(self._buffers, [g for g in gradients if g is not None])
+        write_all(self._buffers, [g for g in gradients if g is not None])
 
     def refuse_hooks(self) -> None:
         """Refuse to go on where a hook would be skipped.

@@ -49,20 +49,13 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
-def casts_floats(node: Node, leaf: Tensor) -> bool:
-    """Whether a node of autograd does no more than cast a floating-point leaf to such a dtype.
+def outputs_of(node: Node) -> Sequence[Any]:
+    """Dtype, device and shape of each output of an operator, of which this is the backward node.
 
-    Nodes have names, and what they make is told by a private attribute; without it the answer is
-    no.
+    They are in a private attribute only; none where torch lacks it.
     """
-    made: Sequence[Any] = getattr(node, "_input_metadata", ())
-    return (
-        node.name() == "ToCopyBackward0"
-        and len(made) == 1
-        and made[0].dtype.is_floating_point
-        and made[0].device == leaf.device
-        and leaf.is_floating_point()
-    )
+    found: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return found
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -197,10 +190,22 @@ def will_execute(node: Node) -> bool:
     """Whether the backward pass that is running on this thread goes through ``node``.
 
     No public API tells a ``backward()`` from a ``torch.autograd.grad()``. Where torch lacks the
-    private one the answer is yes.
+    private one the answer is yes. It refuses to answer for the node of a leaf whose gradient
+    ``torch.autograd.grad()`` returns: that one is not executed.
     """
     function = getattr(torch._C, "_will_engine_execute_node", None)
-    return True if function is None else bool(function(node))
+    try:
+        return True if function is None else bool(function(node))
+    except RuntimeError:
+        return False
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of the backward pass that is running on this thread.
+
+    torch has no public way; its own data parallelism uses this one.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 @contextlib.contextmanager

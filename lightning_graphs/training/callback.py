@@ -19,7 +19,7 @@ from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
-from lightning_graphs.training.profiling import unprofiled
+from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
@@ -162,7 +162,7 @@ class GraphCapture(Callback):
                 _install(stack, progress)
                 if not moves_batches_itself(trainer, pl_module):
                     _install(stack, BatchTransfer(trainer))
-            stack.enter_context(unprofiled(trainer))
+            stack.enter_context(cheap_contexts(trainer))
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
             runner = runner_for(

@@ -1,4 +1,4 @@
-"""Lightning's profiler where it does nothing, which it does some 70 times in a step."""
+"""Cheaper contexts of the profiler that records nothing: Lightning opens some 70 in a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,36 @@ _PASS_THROUGH = frozenset(
 
 
 def is_profiled(trainer: Trainer) -> bool:
-    """Whether the trainer has another profiler than the one that records nothing."""
-    kind = type(trainer.profiler)  # type: ignore[attr-defined]
-    return kind.__name__ != "PassThroughProfiler" or kind.__module__ not in _PASS_THROUGH
+    """Whether anything but Lightning's own profiler that records nothing looks at the fit."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    kind = type(profiler)
+    makers = {part.__module__ for part in (kind, kind.start, kind.stop)}
+    is_patched = not {"start", "stop", "profile"}.isdisjoint(vars(profiler))
+    return kind.__name__ != "PassThroughProfiler" or not makers <= _PASS_THROUGH or is_patched
 
 
 @contextlib.contextmanager
-def unprofiled(trainer: Trainer) -> Iterator[None]:
-    """Where nothing is profiled, let the profiler's contexts cost a third of what they cost.
+def cheap_contexts(trainer: Trainer) -> Iterator[None]:
+    """Where nothing is profiled, let ``profiler.profile(...)`` cost a third of what it costs.
 
-    Lightning opens one around each hook of each callback: a generator, 1.6 us on a fast CPU.
+    Lightning opens such a context around each hook of each callback.
     """
     if is_profiled(trainer):
         yield
         return
-    with replaced(trainer.profiler, "profile", contextlib.nullcontext):  # type: ignore[attr-defined]
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    with replaced(profiler, "profile", _Unrecorded):
         yield
+
+
+class _Unrecorded(contextlib.ContextDecorator):
+    """What ``Profiler.profile`` gives: a context, and a decorator."""
+
+    def __init__(self, action_name: str) -> None:
+        self._name = action_name
+
+    def __enter__(self) -> str:
+        return self._name
+
+    def __exit__(self, *_: object) -> None:
+        pass

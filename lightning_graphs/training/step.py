@@ -13,12 +13,15 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_graphs.core.autograd_graph import has_python_nodes
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.casts import cast_together
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.torch_private import hooks_registered
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.batch_changes import BatchChanges, OwnBatch
 from lightning_graphs.training.body import StepBody
@@ -143,6 +146,7 @@ class StepCapture:
         self._persistent = PersistentGradients()
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
+        self._has_hooks = False
 
     def capture(
         self,
@@ -259,6 +263,7 @@ class StepCapture:
             stack.enter_context(without_autocast_cache(self._plugin))
             stack.enter_context(counters_watched(self._trainer, reads=self._reads))
             stack.enter_context(replaced(self._body, "forward", self._forward))
+            stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates: list[Any] = [FrozenNumber("the learning rate")] * len(
                 self._optimizer.param_groups
             )
@@ -271,8 +276,18 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
+        hooks = hooks_registered()
         with old_gradients_watched(self._trainer):
-            return StepBody.forward(self._body, arguments, recorder)
+            returned = StepBody.forward(self._body, arguments, recorder)
+        self._has_hooks = hooks_registered() != hooks
+        return returned
+
+    def _backward(self, loss: Tensor) -> None:
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        if self._has_hooks or has_python_nodes([loss]):
+            parameters = []
+        with cast_together([loss], parameters):
+            StepBody._backward(self._body, loss)
 
     def update_eagerly(self) -> None:
         """Take the optimizer step on gradients that a graph computed and hooks have changed.

@@ -154,14 +154,30 @@ def test_a_profiler_of_ones_own_sees_the_hooks_of_every_step(backend: str, tmp_p
     assert seen[0]["[Callback]Trace.on_before_zero_grad"] == 20
 
 
-def test_contexts_of_the_pass_through_profiler_give_the_name(backend: str, tmp_path: Path) -> None:
-    names = []
+def test_contexts_of_the_pass_through_profiler(backend: str, tmp_path: Path) -> None:
+    seen = []
 
     class Profiling(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-            with trainer.profiler.profile("mine") as name:
-                names.append(name)
+            with trainer.profiler.profile(action_name="mine") as name:
+                seen.append((name, "profile" in vars(trainer.profiler)))
+
+            @trainer.profiler.profile("mine")
+            def decorated() -> None:
+                pass
+
+            decorated()
 
     _, captured = fit_twice(backend, tmp_path, callbacks=lambda: [Profiling()])
-    assert set(names) == {"mine"}
+    assert set(seen) == {("mine", False), ("mine", True)}  # without the callback, and with it
     assert_nothing_left(captured)
+
+
+def test_a_patched_pass_through_profiler_sees_every_context(backend: str, tmp_path: Path) -> None:
+    seen: list[list[str]] = [[], []]
+    for captured in (False, True):
+        profiler = PassThroughProfiler()
+        vars(profiler)["start"] = seen[captured].append
+        prepare(backend, tmp_path, captured, profiler=profiler, capture=MODULES).run()
+    assert seen[0].count("[Callback]Trace.on_before_zero_grad") == 20
+    assert seen[1].count("[Callback]Trace.on_before_zero_grad") == 20

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_graphs.core.autograd_graph import gradients_kept_apart
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import without_hooks
@@ -267,7 +268,8 @@ class _CallRun:
             gradients = [tensor.grad for _, tensor in named]
         else:  # it runs no accumulation of gradients, to which a reducer's hooks are tied
             wanted = [tensor for _, tensor in named]
-            gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+            with gradients_kept_apart(wanted):
+                gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         return [
             Result(f"the gradient of {name}", gradient, is_gradient=True)
             for (name, _), gradient in zip(named, gradients, strict=True)
