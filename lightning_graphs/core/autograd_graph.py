@@ -80,9 +80,9 @@ def gradients_behind(
 def gradients_kept_apart(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
 
-    Autograd gives one tensor to all who need it, and some hooks write into theirs. Where gradients
-    are accumulated in ``.grad`` they are copied in time; ``torch.autograd.grad`` returns what is in
-    the tensor at the end.
+    Autograd gives one tensor to all who need it, and some hooks write into theirs. What goes to
+    ``.grad`` is copied before a later hook can write into it; ``torch.autograd.grad`` returns what
+    is in the tensor at the end.
     """
     handles = [tensor.register_hook(_copy) for tensor in tensors if tensor.requires_grad]
     try:

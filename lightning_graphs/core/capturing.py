@@ -108,7 +108,7 @@ class CallableCapture:
         self._outputs: OutputPlan | None = None
         self._forward: CUDAGraph | None = None
         self._place = -1
-        self._has_hooks = False
+        self._registers_hooks = False
         self._backward: BackwardPass | None = None
         refuse_unfit_state(self._held)
 
@@ -256,7 +256,7 @@ class CallableCapture:
             with self._pool.capture() as captured:
                 hooks = hooks_registered()
                 returned = self._call_leaving_arguments()
-                self._has_hooks = hooks_registered() != hooks
+                self._registers_hooks = hooks_registered() != hooks
                 static, state = self._static_outputs, self._held.state()
                 self._outputs = OutputPlan(returned, static=static, state=state)
         except CaptureError as error:
@@ -308,7 +308,7 @@ class CallableCapture:
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         asked: list[Tensor | GradientEdge] = [*targets]
         apart: list[Tensor] = []
-        if self._has_hooks or has_python_nodes(outputs):  # they may write into gradients
+        if self._registers_hooks or has_python_nodes(outputs):  # they may write into gradients
             apart = targets
         elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
             asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])

@@ -17,17 +17,11 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from lightning_graphs.core.autograd_graph import leaf_of, nodes_behind
-from lightning_graphs.core.gradients import write_all
-from lightning_graphs.core.torch_private import (
-    accumulation_hooks,
-    after_backward,
-    gradient_hooks,
-    outputs_of,
-    will_execute,
-)
+from lightning_graphs.core.gradients import empty_gradient, write_all
+from lightning_graphs.core.torch_private import after_backward, outputs_of, will_execute
 
-_TOGETHER = 48
-"""So many gradients wait for each other: one launch of torch's fused copy takes 64 pieces."""
+_MOST_WAITING = 48
+"""One launch of torch's fused copy takes 64 pieces, and large gradients are several."""
 
 
 def ahead_of_casts(
@@ -35,8 +29,8 @@ def ahead_of_casts(
 ) -> list[Tensor | GradientEdge]:
     """Where to ask autograd for gradients of parameters that are copied afterwards anyway.
 
-    The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else must
-    look at it or write into it: no Python code may take part in the backward pass.
+    The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
+    read that gradient or write into it, so no Python code may take part in the backward pass.
 
     Args:
         outputs: What depends on the parameters.
@@ -71,16 +65,18 @@ def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
         and made[0].dtype.is_floating_point
         and made[0].device == parameter.device
         and parameter.is_floating_point()
+        and getattr(parameter, "grad_dtype", None) in (None, parameter.dtype)
     )
 
 
 @contextlib.contextmanager
 def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
-    """While the body runs backward passes through these outputs, cast many gradients at once.
+    """While the body runs a backward pass through these outputs, cast many gradients at once.
 
-    Left to autograd are the gradients of parameters with hooks, of those that are used several
-    times or have a gradient, and of backward passes that ask for some only or will be
-    differentiated. As with :func:`ahead_of_casts`, no Python code may take part in them.
+    Autograd keeps the gradients of parameters that have one already, or that are used more than
+    once behind the outputs, and those of a pass that asks for some parameters only or that will be
+    differentiated. Others are in ``.grad`` at the end of the pass, and not before: no Python code
+    may take part in it.
 
     Args:
         outputs: What depends on the parameters.
@@ -89,7 +85,7 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
     gathered = _GatheredGradients()
     handles = []
     for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
-        if isinstance(edge, GradientEdge) and not _has_hooks(parameter):
+        if isinstance(edge, GradientEdge):
             accumulation = edge.node.next_functions[0][0]
             take = partial(gathered.take, parameter, accumulation)
             handles.append(edge.node.register_prehook(take))
@@ -100,12 +96,8 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
             handle.remove()
 
 
-def _has_hooks(parameter: Tensor) -> bool:
-    return bool(gradient_hooks(parameter) or accumulation_hooks(parameter))
-
-
 class _GatheredGradients:
-    """Gradients on their way to ``.grad``, taken from autograd ahead of their casts."""
+    """Gradients of one backward pass on their way to ``.grad``, taken ahead of their casts."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Tensor]] = []
@@ -119,6 +111,7 @@ class _GatheredGradients:
         if (
             type(gradient) is not Tensor
             or gradient.layout is not torch.strided
+            or not parameter.requires_grad
             or parameter.grad is not None
             or torch.is_grad_enabled()
             or accumulation is None
@@ -129,7 +122,7 @@ class _GatheredGradients:
             after_backward(self._finish)
             self._is_announced = True
         self._waiting.append((parameter, gradient))
-        if len(self._waiting) == _TOGETHER:
+        if len(self._waiting) == _MOST_WAITING:
             self._write()
         return (None,)
 
@@ -139,10 +132,7 @@ class _GatheredGradients:
 
     def _write(self) -> None:
         waiting, self._waiting = self._waiting, []
-        targets = [torch.empty_like(parameter, requires_grad=False) for parameter, _ in waiting]
+        targets = [empty_gradient(parameter) for parameter, _ in waiting]
         write_all(targets, [gradient for _, gradient in waiting])
         for (parameter, _), target in zip(waiting, targets, strict=True):
-            if parameter.grad is None:
-                parameter.grad = target
-            else:  # a backward pass inside of this one, as of a checkpoint, came first
-                parameter.grad.add_(target)
+            parameter.grad = target

@@ -29,7 +29,16 @@ GradientBuffers = Callable[[Sequence[Parameter]], Sequence[Tensor]]
 
 def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
     """Buffers of their own for these parameters."""
-    return [torch.empty_like(p, requires_grad=False) for p in parameters]
+    return list(map(empty_gradient, parameters))
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """Memory for a gradient in the layout that autograd gives it.
+
+    It is that of the parameter where its elements fill their memory, and else row-major.
+    """
+    layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
+    return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -222,7 +231,7 @@ def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for buffer, gradient in zip(buffers, gradients, strict=True):
-        if buffer.stride() == gradient.stride() and _is_dense(buffer):
+        if buffer.stride() == gradient.stride() and is_dense(buffer):
             kind = buffer.device, buffer.dtype, gradient.dtype
             kinds.setdefault(kind, []).append((_flat(buffer), _flat(gradient.detach())))
         else:  # one such pair would have all others copied one by one, too
@@ -241,7 +250,7 @@ def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
     return [piece for tensor in tensors for piece in tensor.split(size)]
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without overlaps and gaps."""
     dense = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

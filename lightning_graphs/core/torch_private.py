@@ -25,6 +25,11 @@ accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_gr
 """The hooks of ``register_post_accumulate_grad_hook``, likewise."""
 
 
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Whether hooks look at the gradient of a leaf, or at its accumulation."""
+    return bool(gradient_hooks(leaf) or accumulation_hooks(leaf))
+
+
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often autograd has seen the memory of a tensor written; views share the count.
 
@@ -190,8 +195,8 @@ def will_execute(node: Node) -> bool:
     """Whether the backward pass that is running on this thread goes through ``node``.
 
     No public API tells a ``backward()`` from a ``torch.autograd.grad()``. Where torch lacks the
-    private one the answer is yes. It refuses to answer for the node of a leaf whose gradient
-    ``torch.autograd.grad()`` returns: that one is not executed.
+    private one the answer is yes. torch raises where ``torch.autograd.grad()`` returns the gradient
+    of the node's leaf: the node is not executed.
     """
     function = getattr(torch._C, "_will_engine_execute_node", None)
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_graphs.core.gradients import empty_gradient
 from lightning_graphs.training.interception import replaced
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
@@ -129,7 +130,7 @@ class PersistentGradients:
         """The buffers of these parameters, made (outside of a capture) where they are missing."""
         for parameter in parameters:
             if parameter not in self._buffers:
-                self._buffers[parameter] = torch.zeros_like(parameter, requires_grad=False)
+                self._buffers[parameter] = empty_gradient(parameter).zero_()
         return [self._buffers[parameter] for parameter in parameters]
 
 

@@ -13,7 +13,7 @@ BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 _BASES = frozenset(
     f"{library}.{base}"
     for library in ("lightning.pytorch", "pytorch_lightning")
-    for base in ("callbacks.callback", "core.hooks", "core.module")
+    for base in ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
 )
 
 
@@ -34,12 +34,12 @@ class Observers:
     @classmethod
     def of(cls, trainer: Trainer, module: LightningModule) -> Observers:
         """Find the overridden hooks of the module and of every callback."""
-        own_zero_grad = _overrides(module, "optimizer_zero_grad")
+        own_zero_grad = overrides(module, "optimizer_zero_grad")
         before = _observers(trainer, module, BEFORE_BACKWARD)
         if own_zero_grad:
             before.append(f"{type(module).__name__}.optimizer_zero_grad")
         after = _observers(trainer, module, BEFORE_STEP)
-        if _overrides(module, "configure_gradient_clipping"):
+        if overrides(module, "configure_gradient_clipping"):
             after.append(f"{type(module).__name__}.configure_gradient_clipping")
         # Who looks before the backward pass may also move what the optimizer step reads.
         return cls(tuple(before), tuple(after or before), own_zero_grad)
@@ -52,10 +52,10 @@ def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
     """
     hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
     owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
-    return any(_overrides(owner, hook) for owner in owners for hook in hooks)
+    return any(overrides(owner, hook) for owner in owners for hook in hooks)
 
 
-def _overrides(instance: object, method: str) -> bool:
+def overrides(instance: object, method: str) -> bool:
     """Whether anything but Lightning's base classes defines the method."""
     if method in vars(instance):
         return True
@@ -69,7 +69,7 @@ def _observers(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
         f"{type(callback).__name__}.{hook}"
         for hook in hooks
         for callback in callbacks
-        if _overrides(callback, hook)
+        if overrides(callback, hook)
     ]
-    found += [f"{type(module).__name__}.{hook}" for hook in hooks if _overrides(module, hook)]
+    found += [f"{type(module).__name__}.{hook}" for hook in hooks if overrides(module, hook)]
     return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_graphs.core.gradients import is_dense
 from lightning_graphs.core.torch_private import has_step_hooks
 from lightning_graphs.training.live_numbers import GraphNumbers, LiveNumbers
 from lightning_graphs.training.memory import gather
@@ -65,13 +66,17 @@ def _sparse_embedding(module: nn.Module) -> str | None:
 
 
 def _fusable(optimizer: Optimizer) -> bool:
-    """Whether the fused kernel exists and the user has not asked for another implementation."""
+    """Whether the fused kernel exists and the user has not asked for another implementation.
+
+    It takes the elements of a parameter to fill their memory.
+    """
     if not isinstance(optimizer, _FUSED):
         return False
     return all(
         group.get("fused") is not False
         and not group.get("foreach")
         and all(p.is_floating_point() for p in group["params"])
+        and (group.get("fused") or all(map(is_dense, group["params"])))
         for group in optimizer.param_groups
     )
 

@@ -13,18 +13,16 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.core.autograd_graph import has_python_nodes
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.casts import cast_together
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import CallPlan, Signature
-from lightning_graphs.core.torch_private import hooks_registered
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.batch_changes import BatchChanges, OwnBatch
 from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
@@ -146,7 +144,7 @@ class StepCapture:
         self._persistent = PersistentGradients()
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
-        self._has_hooks = False
+        self._casts = StepCasts(trainer, module)
 
     def capture(
         self,
@@ -276,17 +274,11 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        hooks = hooks_registered()
-        with old_gradients_watched(self._trainer):
-            returned = StepBody.forward(self._body, arguments, recorder)
-        self._has_hooks = hooks_registered() != hooks
-        return returned
+        with old_gradients_watched(self._trainer), self._casts.watched_forward():
+            return StepBody.forward(self._body, arguments, recorder)
 
     def _backward(self, loss: Tensor) -> None:
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
-        if self._has_hooks or has_python_nodes([loss]):
-            parameters = []
-        with cast_together([loss], parameters):
+        with self._casts.together(loss):
             StepBody._backward(self._body, loss)
 
     def update_eagerly(self) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, autograd, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.core.autograd_graph import leaves_behind
@@ -249,17 +248,6 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def checkpointed(module: nn.Module, x: Tensor) -> Tensor:
-    inside = checkpoint(module, x.clone().requires_grad_(), use_reentrant=True)
-    return loss_of(module, x) + inside.float().sum()
-
-
-def hooked(module: nn.Module, x: Tensor) -> Tensor:
-    for parameter in module.parameters():
-        parameter.register_hook(lambda gradient: gradient * 3)
-    return loss_of(module, x)
-
-
 def twice(loss: Tensor, _: nn.Module) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
@@ -275,33 +263,48 @@ def asked_for(loss: Tensor, module: nn.Module) -> None:
         parameter.grad = gradient
 
 
-PASSES: dict[str, tuple[Callable[..., Tensor], Callable[..., None]]] = {
-    "once": (loss_of, lambda loss, _: loss.backward()),
-    "twice": (loss_of, twice),
-    "beside a checkpoint": (checkpointed, lambda loss, _: loss.backward()),
-    "to be differentiated": (loss_of, lambda loss, _: loss.backward(create_graph=True)),
-    "with hooks": (hooked, lambda loss, _: loss.backward()),
-    "for some parameters": (loss_of, for_some),
-    "by autograd.grad": (loss_of, asked_for),
+PASSES: dict[str, Callable[[Tensor, nn.Module], None]] = {
+    "once": lambda loss, _: loss.backward(),
+    "twice": twice,
+    "to be differentiated": lambda loss, _: loss.backward(create_graph=True),
+    "for some parameters": for_some,
+    "by autograd.grad": asked_for,
 }
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize(("forward", "backward"), PASSES.values(), ids=PASSES)
+@pytest.mark.parametrize("backward", PASSES.values(), ids=PASSES)
 @pytest.mark.parametrize("layers", [4, 30], ids=["few", "more than wait together"])
 def test_gradients_that_are_cast_together_are_those_of_autograd(
-    device: torch.device, layers: int, forward: Callable[..., Tensor], backward: Callable[..., None]
+    device: torch.device, layers: int, backward: Callable[[Tensor, nn.Module], None]
 ) -> None:
     eager = Tower(layers).to(device)
     gathered = copy.deepcopy(eager)
     x = torch.randn(5, 8, device=device)
     for _ in range(2):  # the second time there are gradients
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            losses = forward(eager, x), forward(gathered, x)
+            losses = loss_of(eager, x), loss_of(gathered, x)
         backward(losses[0], eager)
         with cast_together([losses[1]], list(gathered.parameters())):
             backward(losses[1], gathered)
         assert_same(gradients_of(gathered), gradients_of(eager))
+
+
+def test_gradients_that_are_cast_together_have_the_layout_that_autograd_gives_them(
+    device: torch.device,
+) -> None:
+    values = torch.randn(32, 32, device=device)
+    layouts = (values[::4, ::4], values.mT[::4, ::4], values[:8, :8].clone().mT, values[:8, :8])
+    strides = []
+    for gather in (False, True):
+        parameters = [nn.Parameter(layout.detach()) for layout in layouts]
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            loss = torch.stack([(values[:8, :8] @ p).float().sum() for p in parameters]).sum()
+        with cast_together([loss], parameters if gather else []):
+            loss.backward()
+        strides.append([p.grad.stride() for p in parameters if p.grad is not None])
+    assert strides[0] == strides[1]
+    assert len(strides[0]) == len(layouts)
 
 
 def test_gradients_that_are_cast_together_need_no_cast_each(device: torch.device) -> None:

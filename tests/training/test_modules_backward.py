@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.body import StepBody
-from lightning_graphs.training.modules.foresight import Foresight
+from lightning_graphs.training.foresight import Foresight
 from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice, prepare
 
 OWN = {"scope": "modules", "on_failure": "eager"}

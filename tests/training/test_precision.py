@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn, optim
+from torch import optim
 
 from tests.training.fits import (
     FullTrace,
@@ -51,56 +50,6 @@ def test_autocast_inside_of_training_step(backend: str, tmp_path: Path) -> None:
             return torch.nn.functional.cross_entropy(logits.float(), batch["y"])
 
     compare(*fit_twice(backend, tmp_path, module=Casting))
-
-
-def test_gradients_of_a_captured_step_are_cast_together(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nodes = []
-    for _ in range(2):
-        _, captured = fit_twice(backend, tmp_path, precision="bf16-mixed")
-        graphs = captured.capture.report.graphs
-        nodes.append({graph.nodes for graph in graphs if graph.replays})
-        monkeypatch.setattr("lightning_graphs.training.step.cast_together", by_autograd)
-    (together,), (alone,) = nodes
-    assert alone - together == 3 - 1  # a node for each weight and bias of the linear layers, or one
-
-
-class Shift(nn.Module):
-    """Gives one gradient to two, and a hook writes into it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.full((8, 8), 0.125))
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.linear(x)
-        if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: gradient.mul_(0.5))
-        return hidden + self.shift.to(hidden.dtype)
-
-
-class Shifted(Net):
-    """A network behind a shift."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(Shift(), self.net)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("scope", ["step", "modules"])
-def test_a_hook_that_writes_into_a_gradient(
-    backend: str, tmp_path: Path, precision: str, scope: str
-) -> None:
-    compare(
-        *fit_twice(backend, tmp_path, precision=precision, module=Shifted, capture={"scope": scope})
-    )
-
-
-def by_autograd(*_: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 class Overflowing(Net):

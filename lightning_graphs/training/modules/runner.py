@@ -10,10 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.foresight import requests_watched
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.logs import QuickLog
-from lightning_graphs.training.modules.foresight import requests_watched
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -22,7 +23,6 @@ from lightning_graphs.training.modules.dispatch import (
     Stage,
     original_forward,
 )
-from lightning_graphs.training.modules.foresight import Foresight
 from lightning_graphs.training.modules.kinds import (
     FlagsReader,
     Observed,

@@ -17,6 +17,7 @@ from lightning_graphs.core.tree import leaves_of
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_graphs", "numpy"})
 _STARTS_BACKWARD = (torch.autograd.grad, torch.autograd.backward)
 _AGAIN = frozenset({"create_graph", "retain_graph"})
+_TO_NODES = frozenset({"next_functions", "get_gradient_edge"})
 
 
 class Foresight:
@@ -32,12 +33,15 @@ class Foresight:
         asks_for_gradients: Some code may start a backward pass of its own, perhaps for some
             parameters only.
         differentiates_again: Some code may go through a graph more than once.
+        reaches_nodes: Some code may get hold of the nodes that accumulate gradients, and put hooks
+            on them, of which torch tells nobody.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._words: set[str] = set()
         self._seen: set[types.CodeType] = set()
         self.asks_for_gradients = not module.automatic_optimization
+        self.reaches_nodes = False
         self._read_all([module, *module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
         self.differentiates_again = not self._words.isdisjoint(_AGAIN)
 
@@ -61,6 +65,7 @@ class Foresight:
             or any(value is start for value in values for start in _STARTS_BACKWARD)
             or ("grad" in names and any(value is torch.autograd for value in values))
         )
+        self.reaches_nodes |= not names.isdisjoint(_TO_NODES)
         for constant in code.co_consts:
             if isinstance(constant, tuple):  # names of keyword arguments are among them
                 self._words.update(word for word in constant if isinstance(word, str))

@@ -1,0 +1,66 @@
+"""When a captured step casts gradients together: where nobody can see that they come later.
+
+Gradients that wait for their cast are not in ``.grad`` yet. In a backward pass of nothing but
+autograd's own operators nobody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_graphs.core.autograd_graph import has_python_nodes, leaves_behind
+from lightning_graphs.core.casts import cast_together
+from lightning_graphs.core.torch_private import has_gradient_hooks, hooks_registered
+from lightning_graphs.training.foresight import Foresight
+from lightning_graphs.training.observers import overrides
+
+_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+
+
+class StepCasts:
+    """Decides for each capture of a whole step whether gradients are cast together.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._parameters = list(module.parameters())
+        self._is_plain = (
+            _is_lightnings(type(trainer.strategy), "SingleDeviceStrategy")
+            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            and not overrides(module, "backward")
+            and not overrides(trainer.precision_plugin, "backward")
+            and not Foresight(module).reaches_nodes
+        )
+        self._has_hooks = False
+
+    @contextlib.contextmanager
+    def watched_forward(self) -> Iterator[None]:
+        """Around the forward pass: notice hooks that it registers."""
+        before = hooks_registered()
+        yield
+        self._has_hooks = hooks_registered() != before
+
+    @contextlib.contextmanager
+    def together(self, loss: Tensor) -> Iterator[None]:
+        """Around the backward pass of this loss."""
+        unseen = (
+            self._is_plain
+            and not self._has_hooks
+            and not has_python_nodes([loss])
+            and not any(map(has_gradient_hooks, leaves_behind([loss])))
+        )
+        trainable = [p for p in self._parameters if p.requires_grad]
+        with cast_together([loss], trainable if unseen else []):
+            yield
+
+
+def _is_lightnings(kind: type, name: str) -> bool:
+    return kind.__name__ == name and kind.__module__.startswith(_LIGHTNING)
