@@ -60,7 +60,7 @@ def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
         return False
     made = outputs_of(users[0])
     return (
-        users[0].name() == "ToCopyBackward0"
+        type(users[0]).__name__ == "ToCopyBackward0"
         and len(made) == 1
         and made[0].dtype.is_floating_point
         and made[0].device == parameter.device

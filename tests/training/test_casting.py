@@ -167,6 +167,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("backend", ["emulated"])  # CUDA refuses to capture its reductions
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_data_parallel_training_with_one_process(backend: str, tmp_path: Path) -> None:
