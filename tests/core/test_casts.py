@@ -134,6 +134,26 @@ class Halved(torch.autograd.Function):
         return gradient.mul_(0.5)
 
 
+class Misnamed(torch.autograd.Function):
+    """Calls itself what autograd calls the nodes of leaves, and keeps a tensor as they do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: list[Tensor]) -> Tensor:
+        ctx.name, (ctx.variable,) = "AccumulateGrad", kept
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * 2, None
+
+
+def test_a_function_that_poses_as_a_leaf_is_none() -> None:
+    x, kept = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    output = Misnamed.apply(x, [kept]).half()  # type: ignore[no-untyped-call]
+    assert leaves_behind([output]) == [x]
+    assert ahead_of_casts([output], [kept])[0] is kept
+
+
 class Shifted(nn.Module):
     """Adds a shift to something, so that both get one gradient, which Python writes into."""
 

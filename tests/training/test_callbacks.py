@@ -181,3 +181,19 @@ def test_a_patched_pass_through_profiler_sees_every_context(backend: str, tmp_pa
         prepare(backend, tmp_path, captured, profiler=profiler, capture=MODULES).run()
     assert seen[0].count("[Callback]Trace.on_before_zero_grad") == 20
     assert seen[1].count("[Callback]Trace.on_before_zero_grad") == 20
+
+
+@pytest.mark.parametrize("method", ["start", "profile"])
+def test_a_patched_class_of_profilers_sees_every_context(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    seen: list[str] = []
+    original = getattr(PassThroughProfiler, method)
+
+    def noting(self: PassThroughProfiler, action_name: str) -> Any:
+        seen.append(action_name)
+        return original(self, action_name)
+
+    monkeypatch.setattr(PassThroughProfiler, method, noting)
+    prepare(backend, tmp_path, True, capture=MODULES).run()
+    assert seen.count("[Callback]Trace.on_before_zero_grad") == 20

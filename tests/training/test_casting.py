@@ -102,6 +102,15 @@ class FrozenInBackward(Net):
         return optim.SGD(self.parameters(), lr=2**-5, fused=True)
 
 
+class HookInBackward(Net):
+    """The hook is registered when the forward pass is over."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        hook = self.net[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        loss.backward()
+        hook.remove()
+
+
 class NotDense(Net):
     """A parameter that leaves gaps in its memory."""
 
@@ -124,7 +133,8 @@ class NotFused(NotDense):
 
 
 @pytest.mark.parametrize(
-    "module", [HookOnOne, HookThatWrites, HookOnNode, FrozenInBackward, NotDense]
+    "module",
+    [HookOnOne, HookThatWrites, HookOnNode, HookInBackward, FrozenInBackward, NotDense],
 )
 @pytest.mark.parametrize("verify", ["first", "off"])
 def test_nobody_notices_that_gradients_are_cast_together(
