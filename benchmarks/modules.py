@@ -146,9 +146,8 @@ class Launch(torch.autograd.Function):
         if gradient.data_ptr() != target.data_ptr():
             target.copy_(gradient)
         backward.graph.replay()
-        for parameter, buffer in zip(
-            backward.direct.parameters, backward.direct.buffers, strict=True
-        ):
+        direct = backward.direct
+        for parameter, buffer in zip(direct.parameters, direct._buffers, strict=True):
             parameter.grad = buffer
         buffers = backward.handed.buffers
         return None, None, buffers[0].data if buffers else None

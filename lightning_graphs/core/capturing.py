@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.autograd_graph import (
-    gradients_behind,
-    has_python_nodes,
-    leaves_behind,
-)
+from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.casts import ahead_of_casts
 from lightning_graphs.core.generators import same_random_numbers
@@ -42,11 +38,7 @@ from lightning_graphs.core.refusals import (
     same_values,
 )
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
-from lightning_graphs.core.torch_private import (
-    clone_all,
-    hooks_registered,
-    version_of,
-)
+from lightning_graphs.core.torch_private import clone_all, hooks_registered, version_of
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 

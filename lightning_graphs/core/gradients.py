@@ -17,6 +17,7 @@ from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     clone_all,
     gradient_hooks,
+    has_gradient_hooks,
     hooks_registered,
 )
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -52,7 +53,7 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
         "never fire."
     )
     remedy = 'use param_grads="autograd"'
-    hooked = next((name for name, p in named if gradient_hooks(p) or accumulation_hooks(p)), None)
+    hooked = next((name for name, p in named if has_gradient_hooks(p)), None)
     if hooked is not None:
         raise CaptureError(rule, f"`{hooked}` has a gradient hook", remedy)
     distributed = torch.distributed
@@ -303,11 +304,6 @@ class DirectGradients:
     def parameters(self) -> Sequence[Parameter]:
         """The parameters whose gradients it writes."""
         return self._parameters
-
-    @property
-    def buffers(self) -> Sequence[Tensor]:
-        """Where it writes them."""
-        return self._buffers
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients into the buffers; to be called as the last part of a capture.

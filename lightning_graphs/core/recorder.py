@@ -54,7 +54,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
                 yield item
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return plain and strided and not tensor.is_quantized
@@ -299,7 +299,7 @@ class Recorder(TorchDispatchMode):
         result = self._run(func, args, kwargs, inputs, written)
         known_before = {id(t.untyped_storage()) for t in inputs}
         outputs = list(tensors_in(result))
-        if self._strict and not all(map(_is_dense, outputs)):
+        if self._strict and not all(map(_is_plain, outputs)):
             self.refuse(str(func), UNSUPPORTED_LAYOUT)
         outputs = [t for t in outputs if t.layout is torch.strided]
         fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
@@ -355,7 +355,7 @@ class Recorder(TorchDispatchMode):
         inputs: Sequence[Tensor],
     ) -> None:
         obstacle = operator_obstacle(func, args, kwargs, self._generators, self._is_constant)
-        if obstacle is None and not all(map(_is_dense, inputs)):
+        if obstacle is None and not all(map(_is_plain, inputs)):
             obstacle = UNSUPPORTED_LAYOUT
         if obstacle is None and inside_compiled_module():
             obstacle = COMPILED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,8 +19,7 @@ from lightning_graphs.core.casts import cast_together
 from lightning_graphs.core.torch_private import has_gradient_hooks, hooks_registered
 from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.observers import overrides
-
-_LIGHTNING = ("lightning.pytorch.", "pytorch_lightning.")
+from lightning_graphs.training.own_code import is_lightnings
 
 
 class StepCasts:
@@ -31,9 +31,9 @@ class StepCasts:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._parameters = list(module.parameters())
+        self._module = module
         self._is_plain = (
-            _is_lightnings(type(trainer.strategy), "SingleDeviceStrategy")
+            is_lightnings(type(trainer.strategy), "strategies.single_device")
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
             and not overrides(module, "backward")
             and not overrides(trainer.precision_plugin, "backward")
@@ -48,19 +48,16 @@ class StepCasts:
         yield
         self._has_hooks = hooks_registered() != before
 
-    @contextlib.contextmanager
-    def together(self, loss: Tensor) -> Iterator[None]:
+    def together(self, loss: Tensor) -> AbstractContextManager[None]:
         """Around the backward pass of this loss."""
-        unseen = (
+        if not self._is_unseen(loss):
+            return contextlib.nullcontext()
+        return cast_together([loss], [p for p in self._module.parameters() if p.requires_grad])
+
+    def _is_unseen(self, loss: Tensor) -> bool:
+        return (
             self._is_plain
             and not self._has_hooks
             and not has_python_nodes([loss])
             and not any(map(has_gradient_hooks, leaves_behind([loss])))
         )
-        trainable = [p for p in self._parameters if p.requires_grad]
-        with cast_together([loss], trainable if unseen else []):
-            yield
-
-
-def _is_lightnings(kind: type, name: str) -> bool:
-    return kind.__name__ == name and kind.__module__.startswith(_LIGHTNING)

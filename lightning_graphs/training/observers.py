@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_graphs.training.own_code import is_lightnings
+
 BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
 BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
 
-# ``pytorch_lightning`` is the same code under another name, with base classes of its own.
-_BASES = frozenset(
-    f"{library}.{base}"
-    for library in ("lightning.pytorch", "pytorch_lightning")
-    for base in ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
-)
+_BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ def overrides(instance: object, method: str) -> bool:
     if method in vars(instance):
         return True
     own = getattr(type(instance), method, None)
-    return own is not None and getattr(own, "__module__", None) not in _BASES
+    return own is not None and not is_lightnings(own, *_BASES)
 
 
 def _observers(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]) -> list[str]:

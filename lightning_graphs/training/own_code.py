@@ -11,6 +11,21 @@ from lightning.pytorch import LightningModule
 from lightning_graphs.core.callsite import CallSiteFinder
 
 _INSTALLED = {"site-packages", "dist-packages"}
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def is_lightnings(definition: object, *files: str) -> bool:
+    """Whether a class or function is defined in one of these files of Lightning.
+
+    ``pytorch_lightning`` is the same code as ``lightning.pytorch`` under another name, with classes
+    of its own.
+
+    Args:
+        definition: The class or function.
+        files: Such as ``"core.module"``.
+    """
+    module = getattr(definition, "__module__", None)
+    return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
 
 
 class OwnCode:

@@ -8,22 +8,17 @@ from collections.abc import Iterator
 from lightning.pytorch import Trainer
 
 from lightning_graphs.training.interception import replaced
-
-# ``pytorch_lightning`` is the same code under another name, with classes of its own.
-_PASS_THROUGH = frozenset(
-    f"{library}.profilers.{file}"
-    for library in ("lightning.pytorch", "pytorch_lightning")
-    for file in ("base", "profiler")
-)
+from lightning_graphs.training.own_code import is_lightnings
 
 
 def is_profiled(trainer: Trainer) -> bool:
     """Whether anything but Lightning's own profiler that records nothing looks at the fit."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     kind = type(profiler)
-    makers = {part.__module__ for part in (kind, kind.start, kind.stop, kind.profile)}
+    parts = (kind, kind.start, kind.stop, kind.profile)
+    is_original = all(is_lightnings(p, "profilers.base", "profilers.profiler") for p in parts)
     is_patched = not {"start", "stop", "profile"}.isdisjoint(vars(profiler))
-    return kind.__name__ != "PassThroughProfiler" or not makers <= _PASS_THROUGH or is_patched
+    return kind.__name__ != "PassThroughProfiler" or not is_original or is_patched
 
 
 @contextlib.contextmanager

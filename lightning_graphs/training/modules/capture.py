@@ -21,9 +21,8 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
-    accumulation_hooks,
-    gradient_hooks,
     has_compiled_anything,
+    has_gradient_hooks,
 )
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.generators import Generators
@@ -247,7 +246,7 @@ class _Capture:
         self._surroundings = surroundings
         self.pool = pool = means.pool
         self.cost = CaptureCost()
-        hooked = any(gradient_hooks(p) or accumulation_hooks(p) for p in call.module.parameters())
+        hooked = any(map(has_gradient_hooks, call.module.parameters()))
 
         def prepare() -> CallableCapture:
             with torch.autocast(
