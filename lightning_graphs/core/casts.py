@@ -8,7 +8,7 @@ casts out of the backward pass and does many at once: fewer nodes, and the same 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -70,7 +70,11 @@ def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
 
 
 @contextlib.contextmanager
-def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
+def cast_together(
+    outputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    memory: Callable[[Tensor], Tensor] = empty_gradient,
+) -> Iterator[None]:
     """While the body runs a backward pass through these outputs, cast many gradients at once.
 
     Autograd keeps the gradients of parameters that have one already, or that are used more than
@@ -81,8 +85,9 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
     Args:
         outputs: What depends on the parameters.
         parameters: The parameters.
+        memory: Called with a parameter for the tensor that becomes its gradient.
     """
-    gathered = _GatheredGradients()
+    gathered = _GatheredGradients(memory)
     handles = []
     for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
         if isinstance(edge, GradientEdge):
@@ -99,7 +104,8 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
 class _GatheredGradients:
     """Gradients of one backward pass on their way to ``.grad``, taken ahead of their casts."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Callable[[Tensor], Tensor]) -> None:
+        self._memory = memory
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._is_announced = False
 
@@ -132,7 +138,7 @@ class _GatheredGradients:
 
     def _write(self) -> None:
         waiting, self._waiting = self._waiting, []
-        targets = [empty_gradient(parameter) for parameter, _ in waiting]
+        targets = [self._memory(parameter) for parameter, _ in waiting]
         write_all(targets, [gradient for _, gradient in waiting])
         for (parameter, _), target in zip(waiting, targets, strict=True):
             parameter.grad = target
