@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.core.leaves import TensorSpec, alias_groups
 from lightning_graphs.core.torch_private import clone_all, same_pointers
-from lightning_graphs.core.tree import TensorSpec, alias_groups
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

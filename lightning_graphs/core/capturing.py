@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
+from lightning_graphs.core.arguments import contents_left
 from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.casts import ahead_of_casts
@@ -32,13 +33,19 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.refusals import (
+    is_changed,
     original_of,
+    refuse_history_of_others,
     refuse_unfit_state,
     refuse_written_arguments,
-    same_values,
 )
 from lightning_graphs.core.signature import CallPlan, Modes, Signature
-from lightning_graphs.core.torch_private import clone_all, hooks_registered, version_of
+from lightning_graphs.core.torch_private import (
+    clone_all,
+    hooks_registered,
+    nodes_recorded,
+    version_of,
+)
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 
@@ -145,25 +152,23 @@ class CallableCapture:
         """
         self._lenders = dict(gradients)
 
-    def warm_up(self, iterations: int, *, backward: bool = True) -> None:
+    def warm_up(self, iterations: int) -> None:
         """Run it on a side stream, leaving no trace in state or generators.
 
-        It must run once: what its code keeps in caches of its own (``functools.lru_cache``) holds
-        values then, and not memory of a capture, where nothing is ever computed.
+        It must have run once: what its code keeps in caches of its own (``functools.lru_cache``)
+        holds values then, and not memory of a capture, where nothing is ever computed. A call that
+        was observed has just run, on these arguments; which gradients there are is then found by
+        the capture.
 
         Args:
             iterations: How often.
-            backward: Run the backward pass as well. Where it has just run, as in the step that
-                was observed, which gradients there are is found by the capture.
         """
         backend = self._pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
         with same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
-                outputs = self._first_call()
-                if backward:
-                    self._find_gradients(outputs)
+                self._find_gradients(self._first_call())
                 for _ in range(iterations - 1):
                     self._pull_back(OutputPlan(self._call(), static=True))
             finally:
@@ -171,24 +176,36 @@ class CallableCapture:
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
 
-    def _call_leaving_arguments(self) -> Any:
-        """Call it, and refuse it if it writes its arguments."""
-        tensors = self._inputs.tensors
-        versions = list(map(version_of, tensors))
-        returned = self._call()
-        written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
+    def refuse_written(self, written: Sequence[bool]) -> None:
+        """Refuse a call that has written its arguments.
+
+        Args:
+            written: Which of the tensors among them, in their order.
+
+        Raises:
+            CaptureError: names the first one.
+        """
         refuse_written_arguments(self._plan.signature.tensor_names, written)
-        return returned
+
+    def _checked_call(self, static: bool) -> OutputPlan:
+        """Call it, and find out which leaves it depends on; refuse it if it does more than that."""
+        tensors = self._inputs.tensors
+        versions, start = list(map(version_of, tensors)), nodes_recorded()
+        with contents_left(self._args, self._kwargs):
+            returned = self._call()
+        self.refuse_written([version_of(t) != v for t, v in zip(tensors, versions, strict=True)])
+        outputs = OutputPlan(returned, static=static, state=self._held.state())
+        refuse_history_of_others(outputs.requiring_grad, start)
+        self._parameters = with_leaves_behind(outputs.requiring_grad, self._parameters, tensors)
+        return outputs
 
     def _first_call(self) -> OutputPlan:
-        """Find out which leaves it depends on; refuse it if it writes its arguments in any way."""
+        """Refuse it as well if it writes its arguments past autograd."""
         tensors = self._inputs.tensors
         values = clone_all([t.detach() for t in tensors])
-        outputs = OutputPlan(self._call_leaving_arguments(), static=True)
-        # Kernels outside of torch, and `x.data`, leave the version of a tensor as it is.
-        written = [not same_values(*pair) for pair in zip(tensors, values, strict=True)]
-        refuse_written_arguments(self._plan.signature.tensor_names, written)
-        self._parameters = with_leaves_behind(outputs.requiring_grad, self._parameters, tensors)
+        outputs = self._checked_call(static=True)
+        written = [is_changed(*pair) for pair in zip(tensors, values, strict=True)]
+        self.refuse_written(list(map(bool, written)))
         return outputs
 
     def _find_gradients(self, outputs: OutputPlan) -> None:
@@ -247,10 +264,8 @@ class CallableCapture:
         try:
             with self._pool.capture() as captured:
                 hooks = hooks_registered()
-                returned = self._call_leaving_arguments()
+                self._outputs = self._checked_call(self._static_outputs)
                 self._registers_hooks = hooks_registered() != hooks
-                static, state = self._static_outputs, self._held.state()
-                self._outputs = OutputPlan(returned, static=static, state=state)
         except CaptureError as error:
             raise self._explained(error) from error
         if rebound := before.restore():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_graphs.core.autograd_graph import nodes_behind
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.held import Held
+from lightning_graphs.core.torch_private import recorded_before
 from lightning_graphs.errors import CaptureError
 
 
@@ -81,7 +84,39 @@ def refuse_written_arguments(names: Sequence[str], written: Sequence[bool]) -> N
         )
 
 
-def same_values(tensor: Tensor, before: Tensor) -> bool:
-    """Whether all elements are equal, NaN counted as equal to NaN."""
-    now = tensor.detach()
-    return bool(((now == before) | ((now != now) & (before != before))).all())
+def refuse_history_of_others(outputs: Sequence[Tensor], start: int) -> None:
+    """Refuse outputs that depend on what autograd recorded before the call.
+
+    Args:
+        outputs: What was returned.
+        start: What :func:`~lightning_graphs.core.torch_private.nodes_recorded` said before.
+
+    Raises:
+        CaptureError: names the operator.
+    """
+    earlier = (node for node in nodes_behind(outputs) if recorded_before(node, start))
+    node = next(earlier, None)
+    if node is not None:
+        raise CaptureError(
+            "A graphed callable gets what requires a gradient as an argument, or holds it as a "
+            "parameter: a replay follows nothing else back.",
+            f"an output depends on a tensor that {type(node).__name__.partition('Backward')[0]} "
+            "computed before the call, found in an attribute, a variable or an object",
+            "pass that tensor as an argument, or detach it",
+        )
+
+
+def is_changed(tensor: Tensor, before: Tensor) -> Tensor:
+    """Whether any bit of a plain strided tensor is another one: a bool on its device.
+
+    Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
+    """
+    return (_bits(tensor) != _bits(before)).any()
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return numbers.detach().view(_WORDS[numbers.itemsize])

@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.tree import (
+from lightning_graphs.core.leaves import (
     Constant,
-    Node,
     Same,
+    SameInside,
     TensorSpec,
     alias_groups,
+    leaf_changes,
+)
+from lightning_graphs.core.tree import (
+    Node,
     first_change,
     flatten,
     is_registered,
@@ -150,7 +154,8 @@ class Signature:
             lines.append(f"structure: {first_change('', self.tree, other.tree)}")
         else:
             triples = zip(self.names, self.leaves, other.leaves, strict=True)
-            lines += [f"{n}: {_leaf_change(a, b)}" for n, a, b in triples if a != b]
+            for name, a, b in triples:
+                lines += leaf_changes(name, a, b) if a != b else ()
             if self.specs == other.specs:
                 lines += self._alias_changes(other)
         lines += self.modes.diff(other.modes)
@@ -166,15 +171,6 @@ class Signature:
 
         pairs = enumerate(zip(self.aliases, other.aliases, strict=True))
         return [f"{names[i]}: {text(i, a)} -> {text(i, b)}" for i, (a, b) in pairs if a != b]
-
-
-def _leaf_change(before: TensorSpec | Constant, after: TensorSpec | Constant) -> str:
-    if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
-        return f"{before.against(after)} -> {after.against(before)}"
-    texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
-    if texts[0] == texts[1]:
-        texts[1] += " (another object)"
-    return " -> ".join(texts)
 
 
 def _switch(on: bool) -> str:
@@ -354,7 +350,10 @@ class _Code:
             self._unpack(node.children, "".join(f"{variable}{label}, " for label in node.labels))
 
     def _constant(self, variable: str, leaf: Constant) -> None:
-        if isinstance(leaf.key, Same):
+        if isinstance(leaf.key, SameInside):
+            value, is_still = self._bind(leaf.key.value), self._bind(leaf.key.is_still)
+            self._require(f"{variable} is {value} and {is_still}()")
+        elif isinstance(leaf.key, Same):
             self._require(f"{variable} is {self._bind(leaf.key.value)}")
         elif leaf.key is None or isinstance(leaf.key, bool):
             self._require(f"{variable} is {leaf.key}")

@@ -63,6 +63,26 @@ def outputs_of(node: Node) -> Sequence[Any]:
     return found
 
 
+def nodes_recorded() -> int:
+    """How many nodes autograd has recorded in this thread; see :func:`recorded_before`."""
+    node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return _number_of(node)
+
+
+def recorded_before(node: Node, number: int) -> bool:
+    """Whether a node is older than a call of :func:`nodes_recorded`; leaves have no age.
+
+    Autograd numbers its nodes, to run late ones first, and does not say so in public. Where torch
+    lacks the numbers the answer is no.
+    """
+    return _number_of(node) < number
+
+
+def _number_of(node: Any) -> int:
+    number = getattr(node, "_sequence_nr", None)
+    return number() if number is not None else 0
+
+
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
 

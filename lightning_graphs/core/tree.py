@@ -14,110 +14,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMappi
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.nn import Parameter
 
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.core.leaves import as_hashable
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
-_SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What a captured kernel depends on in a tensor, apart from its values."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
-        """The spec of a tensor; ``name`` is what an error calls it.
-
-        Raises:
-            CaptureError: The tensor is no plain strided tensor that a static input can stand for.
-        """
-        kind = _special_kind(tensor)
-        if kind:
-            raise CaptureError(
-                "An input of a captured call must be a plain strided tensor.",
-                f"{name}: {kind}",
-                "pass plain tensors: `.to_dense()`, `.dequantize()`, `.resolve_conj()`, "
-                "`.resolve_neg()`, or the parts of a tensor subclass",
-            )
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps; always so when empty."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
-
-    def __str__(self) -> str:
-        return self._text(
-            not self.is_contiguous, self.device.type != "cpu", requires_grad=self.requires_grad
-        )
-
-    def against(self, other: TensorSpec) -> str:
-        """The text of this spec in a diff with another: what differs, and no more."""
-        strided = self.shape == other.shape and self.stride != other.stride
-        return self._text(
-            strided or not self.is_contiguous,
-            self.device != other.device,
-            requires_grad=self.requires_grad and not other.requires_grad,
-        )
-
-    def _text(self, stride: bool, device: bool, *, requires_grad: bool) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        for long, short in _SHORT_DTYPES:
-            if dtype.startswith(long):
-                dtype = short + dtype.removeprefix(long)
-                break
-        text = f"{dtype}[{_commas(self.shape)}]"
-        text += f" stride ({_commas(self.stride)})" if stride else ""
-        text += f" on {self.device}" if device else ""
-        return text + (" requires_grad" if requires_grad else "")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Same:
-    """Equal only to a holder of the same object, kept alive here so that its id stays its own."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf that is no tensor: baked into the graph, so it has to stay what it was.
-
-    Equal by type and value; what cannot be hashed is equal to itself only. Floats are compared by
-    their hexadecimal text, so that NaN equals NaN and 0.0 differs from -0.0.
-    """
-
-    kind: type
-    key: Hashable
-    text: str = field(compare=False)
-
-    @classmethod
-    def of(cls, value: Any) -> Constant:
-        """The constant that stands for a value."""
-        return cls(type(value), _hashable(value), reprlib.repr(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +54,6 @@ class Opened(NamedTuple):
     context: Any
     labels: list[str]
     values: Sequence[Any]
-
-
-def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the index of the first one that is the same tensor, its own if none is.
-
-    Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
-    gradients only one object is the same as itself: two autograd leaves over one storage receive
-    gradients of their own. An empty tensor is the same as none.
-    """
-    first: dict[Hashable, int] = {}
-    groups = []
-    for index, tensor in enumerate(tensors):
-        key: Hashable = id(tensor)
-        if tensor.numel() == 0:
-            key = (index,)
-        elif not tensor.requires_grad:
-            where = (tensor.data_ptr(), tensor.device)
-            key = (*where, tensor.shape, tensor.stride(), tensor.dtype)
-        groups.append(first.setdefault(key, index))
-    return tuple(groups)
 
 
 def is_registered(kind: type) -> bool:
@@ -290,36 +172,4 @@ def _frozen(context: Any) -> Hashable:
         return (type(context), *map(_frozen, context))
     if isinstance(context, dict):
         return (type(context), *((_frozen(k), _frozen(v)) for k, v in context.items()))
-    return _hashable(context)
-
-
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, complex):
-        return (value.real.hex(), value.imag.hex())
-    try:
-        hash(value)
-    except TypeError:
-        return Same(value)
-    key: Hashable = value
-    return key
-
-
-def _special_kind(tensor: Tensor) -> str:
-    """What is not plain about a tensor; empty for a plain strided one."""
-    if type(tensor) not in (Tensor, Parameter):
-        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
-    kinds = {
-        "a nested tensor": tensor.is_nested,
-        f"a tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
-        "a quantized tensor": tensor.is_quantized,
-        "a meta tensor": tensor.is_meta,
-        "a lazily conjugated view": tensor.is_conj(),
-        "a lazily negated view": tensor.is_neg(),
-    }
-    return next((kind for kind, holds in kinds.items() if holds), "")
-
-
-def _commas(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
+    return as_hashable(context)

@@ -6,6 +6,7 @@ hooks can see it, and the next epoch of a dataset in memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from operator import attrgetter, itemgetter
@@ -13,9 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_graphs.core.arguments import ArgumentContents
+from lightning_graphs.core.leaves import Constant
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.torch_private import version_of
-from lightning_graphs.core.tree import Constant, flatten, open_container, substitute
+from lightning_graphs.core.tree import flatten, open_container, substitute
 from lightning_graphs.errors import CaptureError
 
 _Way = tuple[Callable[[Any], Any], ...]
@@ -128,6 +131,28 @@ class OwnBatch:
         flatten(self.value, "batch", leaves)
         self._tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
         self._versions = [version_of(tensor) for _, tensor in self._tensors]
+        self._objects = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, Tensor)]
+
+    @contextlib.contextmanager
+    def objects_left(self) -> Iterator[None]:
+        """Undo what the body, a capture, changes in objects of the batch, which are no copies.
+
+        Raises:
+            CaptureError: names what it has changed.
+        """
+        contents = ArgumentContents(self._objects)
+        try:
+            yield
+        finally:
+            changed = contents.changed()
+            contents.restore()
+        if changed:
+            raise CaptureError(
+                "A captured step runs no Python code: what it stores in objects of the batch would "
+                "stand still.",
+                f"training_step changes {', '.join(changed[:3])}",
+                "return it, and store it in on_train_batch_end",
+            )
 
     def changes(self) -> BatchChanges | None:
         """What the captured step has done to its containers; None if nothing.

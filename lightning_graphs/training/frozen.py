@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.core.values import Absence, is_object, is_plain
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.held_values import Absence, is_object, is_plain
 from lightning_graphs.training.interception import properties_watched, replaced
 from lightning_graphs.training.python_state import STORED, AttributeReads
 

@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite
-from lightning_graphs.training.held_values import (
+from lightning_graphs.core.values import (
     Absence,
-    held_in_value,
     is_object,
     is_plain,
     is_small_array,
     value_of_class,
     values_of_class,
 )
+from lightning_graphs.training.held_values import held_in_value
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import Contents, is_still
 

@@ -16,20 +16,19 @@ from torch import nn
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import is_compiled
-from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import (
-    OF_ALL_MODULES,
+from lightning_graphs.core.values import (
     Absence,
     ArrayValue,
     HeldValues,
-    held_in,
     in_slot,
     is_object,
     is_plain,
     is_small_array,
     slots_of,
 )
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import OF_ALL_MODULES, held_in
 
 _CHANGEABLE = (list, dict, set, deque)
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")

@@ -190,6 +190,7 @@ class StepCapture:
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
+                own.objects_left(),
                 self._environment(recorder, targets.memory),
             ):
                 with segments.capturing("forward"):

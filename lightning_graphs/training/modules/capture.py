@@ -226,7 +226,7 @@ class _Capture:
         means: What the capture is made with.
         order: Shared with the other calls of the step.
         surroundings: Shared by the captures of a step.
-        warm: Its backward pass has just run, as it is captured.
+        warm: It has just run, as it is captured.
     """
 
     def __init__(
@@ -248,6 +248,8 @@ class _Capture:
         self.cost = CaptureCost()
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
 
+        written = call.written if warm else None
+
         def prepare() -> CallableCapture:
             with torch.autocast(
                 pool.backend.device_type,
@@ -267,11 +269,16 @@ class _Capture:
                     gradient_buffers=means.gradient_buffers,
                     original=means.original(call.module),
                 )
-            capture.warm_up(1, backward=not warm)
+            if written is None:
+                capture.warm_up(1)
+            else:
+                capture.refuse_written(written)
             return capture
 
         started = perf_counter()
-        self.passes = self._explained(prepare)
+        self.passes = self._explained(
+            partial(self._unchanged, prepare) if written is None else prepare
+        )
         self.cost.ms = (perf_counter() - started) * 1e3
 
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
@@ -319,10 +326,9 @@ class _Capture:
         """Capture one pass."""
         passes = self.passes
         started = perf_counter()
+        capture = passes.capture_forward if direction == "forward" else passes.capture_backward
         with self._outside.caches_left():
-            self._explained(
-                passes.capture_forward if direction == "forward" else passes.capture_backward
-            )
+            self._explained(partial(self._unchanged, capture))
         self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
@@ -340,7 +346,7 @@ class _Capture:
         try:
             # Leaving inference mode turns autograd on, whatever it was.
             with torch.inference_mode(False), self._state.restored():
-                return self._unchanged(run)
+                return run()
         except GraphError as error:
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
         except torch.OutOfMemoryError as error:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
     version_of,
     will_execute,
 )
-from lightning_graphs.core.tree import alias_groups, leaves_of, substitute
+from lightning_graphs.core.tree import leaves_of, substitute
+from lightning_graphs.training.modules.argument_values import ArgumentValues
 
 Direction = Literal["forward", "backward"]
 
@@ -50,6 +52,8 @@ class ObservedCall:
         ordinal: Which call of the module in the step it is, counted from 0.
         outlives: No backward pass went through it in its step, and the outputs' autograd graph was
             kept: one may come later.
+        written: Which of the tensors among its arguments hold other values than before; None where
+            there was no memory to compare.
     """
 
     name: str
@@ -70,6 +74,7 @@ class ObservedCall:
     shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
     ordinal: int = 0
     outlives: bool = False
+    written: list[bool] | None = None
 
     @classmethod
     def now(
@@ -179,6 +184,7 @@ class StepObserver:
         self._device_type = device_type
         self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
+        self._arguments: dict[ObservedCall, ArgumentValues] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -205,6 +211,7 @@ class StepObserver:
         call.ordinal = self._times[module]
         self._times[module] += 1
         self._find_sources(call)
+        self._arguments[call] = ArgumentValues(module, args, kwargs)
         self._open.append(call)
         self.observation.calls.append(call)
 
@@ -238,6 +245,7 @@ class StepObserver:
         if not self._open:
             return
         call = self._open.pop()
+        self._arguments[call].compare()
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
@@ -279,6 +287,9 @@ class StepObserver:
         # Before that, the hooks keep the graphs alive that they are hooks of.
         while self._handles:
             self._handles.pop().remove()
+        for call, values in self._arguments.items():
+            call.written = values.written()
+        self._arguments.clear()
         for call, token in self._graphs:
             call.outlives |= call.backwards == 0 and token() is not None
         self._graphs.clear()

@@ -18,6 +18,7 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import hook_tables
+from lightning_graphs.core.values import HeldValues
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.frozen import (
@@ -26,7 +27,6 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.held_values import HeldValues
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.outside import NamedByCalls
 from lightning_graphs.training.own_code import OwnCode

@@ -1,0 +1,235 @@
+"""The leaves of a call's arguments: tensors as specs, everything else as constants."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.core.values import HeldValues, is_object, is_small_array
+from lightning_graphs.errors import CaptureError
+
+_SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a captured kernel depends on in a tensor, apart from its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
+        """The spec of a tensor; ``name`` is what an error calls it.
+
+        Raises:
+            CaptureError: The tensor is no plain strided tensor that a static input can stand for.
+        """
+        kind = special_kind(tensor)
+        if kind:
+            raise CaptureError(
+                "An input of a captured call must be a plain strided tensor.",
+                f"{name}: {kind}",
+                "pass plain tensors: `.to_dense()`, `.dequantize()`, `.resolve_conj()`, "
+                "`.resolve_neg()`, or the parts of a tensor subclass",
+            )
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps; always so when empty."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+    def __str__(self) -> str:
+        return self._text(
+            not self.is_contiguous, self.device.type != "cpu", requires_grad=self.requires_grad
+        )
+
+    def against(self, other: TensorSpec) -> str:
+        """The text of this spec in a diff with another: what differs, and no more."""
+        strided = self.shape == other.shape and self.stride != other.stride
+        return self._text(
+            strided or not self.is_contiguous,
+            self.device != other.device,
+            requires_grad=self.requires_grad and not other.requires_grad,
+        )
+
+    def _text(self, stride: bool, device: bool, *, requires_grad: bool) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        for long, short in _SHORT_DTYPES:
+            if dtype.startswith(long):
+                dtype = short + dtype.removeprefix(long)
+                break
+        text = f"{dtype}[{_commas(self.shape)}]"
+        text += f" stride ({_commas(self.stride)})" if stride else ""
+        text += f" on {self.device}" if device else ""
+        return text + (" requires_grad" if requires_grad else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Same:
+    """Equal only to a holder of the same object, kept alive here so that its id stays its own."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SameInside:
+    """Equal only to a holder of the same object, made while that had the same values inside.
+
+    Attributes:
+        value: The object.
+        inside: Name and value of what was in it.
+    """
+
+    value: Any
+    inside: tuple[tuple[str, Any], ...]
+    _values: HeldValues
+
+    @classmethod
+    def of(cls, value: Any) -> SameInside:
+        """The holder of an object as it is now."""
+        values = HeldValues()
+        values.add("", lambda _: value, None, value)
+        return cls(value, values.now(), values)
+
+    def is_still(self) -> bool:
+        """Whether the values inside are those of then."""
+        now = self._values.now()
+        return now is self.inside or now == self.inside
+
+    def changes(self, other: SameInside) -> list[str]:
+        """What changed inside of the object from this to another, a line each."""
+        old, new = dict(self.inside), dict(other.inside)
+        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+        return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, SameInside)
+            and other.value is self.value
+            and other.inside == self.inside
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.value), self.inside))
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is no tensor: baked into the graph, so it has to stay what it was.
+
+    Equal by type and value; what cannot be hashed is equal to itself only, and objects as long as
+    their attributes are what they were. Floats are compared by their hexadecimal text, so that NaN
+    equals NaN and 0.0 differs from -0.0.
+    """
+
+    kind: type
+    key: Hashable
+    text: str = field(compare=False)
+
+    @classmethod
+    def of(cls, value: Any) -> Constant:
+        """The constant that stands for a value."""
+        return cls(type(value), as_hashable(value), reprlib.repr(value))
+
+
+def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the index of the first one that is the same tensor, its own if none is.
+
+    Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
+    gradients only one object is the same as itself: two autograd leaves over one storage receive
+    gradients of their own. An empty tensor is the same as none.
+    """
+    first: dict[Hashable, int] = {}
+    groups = []
+    for index, tensor in enumerate(tensors):
+        key: Hashable = id(tensor)
+        if tensor.numel() == 0:
+            key = (index,)
+        elif not tensor.requires_grad:
+            where = (tensor.data_ptr(), tensor.device)
+            key = (*where, tensor.shape, tensor.stride(), tensor.dtype)
+        groups.append(first.setdefault(key, index))
+    return tuple(groups)
+
+
+def leaf_changes(
+    name: str, before: TensorSpec | Constant, after: TensorSpec | Constant
+) -> list[str]:
+    """What changed from one leaf to another that differs, a line each; ``name`` is theirs."""
+    if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
+        return [f"{name}: {before.against(after)} -> {after.against(before)}"]
+    if isinstance(before, Constant) and isinstance(after, Constant):
+        was, now = before.key, after.key
+        if isinstance(was, SameInside) and isinstance(now, SameInside) and was.value is now.value:
+            return [name + line for line in was.changes(now)]
+    texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
+    if texts[0] == texts[1]:
+        texts[1] += " (another object)"
+    return [f"{name}: {' -> '.join(texts)}"]
+
+
+def _can_change(value: Any) -> bool:
+    """Whether something remains equal to itself alone while the values inside of it change."""
+    if isinstance(value, set) or is_small_array(value):
+        return True
+    compares: object = type(value).__eq__
+    by_value = compares is not object.__eq__ and type(value).__hash__ is not None
+    return not by_value and is_object(value)
+
+
+def as_hashable(value: Any) -> Hashable:
+    """What stands for a value where values are compared."""
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, complex):
+        return (value.real.hex(), value.imag.hex())
+    if _can_change(value):
+        return SameInside.of(value)
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    key: Hashable = value
+    return key
+
+
+def special_kind(tensor: Tensor) -> str:
+    """What is not plain about a tensor; empty for a plain strided one."""
+    if type(tensor) not in (Tensor, Parameter):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    kinds = {
+        "a nested tensor": tensor.is_nested,
+        f"a tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
+        "a quantized tensor": tensor.is_quantized,
+        "a meta tensor": tensor.is_meta,
+        "a lazily conjugated view": tensor.is_conj(),
+        "a lazily negated view": tensor.is_neg(),
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "")
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

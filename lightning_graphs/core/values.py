@@ -1,0 +1,321 @@
+"""Python values that captures bake in: what is inside of them, and whether it is as it was."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+import weakref
+import zlib
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from types import MemberDescriptorType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_SEQUENCES = (list, tuple, deque)
+_LIBRARIES = frozenset(
+    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_graphs"}
+    | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
+)
+DEPTH = 6
+_MOST = 512
+"""Entries that are looked at one by one, of a container and of all that is inside of a value."""
+
+_MOST_BYTES = 64 * 1024
+"""Size of arrays whose contents are looked at; comparing these takes microseconds."""
+
+_MOST_SHOWN = 6  # as many as reprlib shows
+
+
+class Absence(Enum):
+    """Stands for the value of what is not there."""
+
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+class ArrayValue(NamedTuple):
+    """What a NumPy array holds, as something that can be compared and hashed."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    content: bytes
+
+    @classmethod
+    def of(cls, array: Any) -> ArrayValue:
+        """The present value of an array."""
+        return cls(array.dtype, array.shape, array.tobytes())
+
+    def __repr__(self) -> str:
+        kind = f"{self.dtype}{list(self.shape)}"
+        numpy = sys.modules["numpy"]
+        entries = numpy.frombuffer(self.content, self.dtype).tolist() if self.content else []
+        if len(entries) > _MOST_SHOWN:
+            return f"{kind} with checksum {zlib.crc32(self.content):08x}"
+        return f"{kind} of {reprlib.repr(entries)}"
+
+
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayValue})
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether a value is a NumPy array of numbers or texts that is compared by what it holds.
+
+    Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
+    """
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and type(value) is numpy.ndarray
+        and value.nbytes <= _MOST_BYTES
+        and not value.dtype.hasobject
+    )
+
+
+def is_object(value: Any) -> bool:
+    """Whether everything in an object is in its attributes, and is its author's own.
+
+    Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
+    """
+    kind: Any = type(value)
+    if isinstance(value, SimpleNamespace):
+        return True
+    if isinstance(value, (type, nn.Module, Enum)) or _is_of_library(kind):
+        return False
+    return all(map(_is_python, kind.__mro__[:-1]))
+
+
+def _is_python(kind: type) -> bool:
+    """Whether a class is written in Python, which shows in how its instances are made."""
+    new = vars(kind).get("__new__")
+    return bool(kind.__flags__ & _HEAP_TYPE) and (new is None or isinstance(new, staticmethod))
+
+
+_HEAP_TYPE = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE`` of CPython's stable interface: classes of its own are none."""
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names under which instances of a class keep values outside of their ``__dict__``."""
+    tables = [vars(base).items() for base in kind.__mro__]
+    return [k for table in tables for k, v in table if isinstance(v, MemberDescriptorType)]
+
+
+def in_slot(value: Any, key: str) -> Any:
+    """What an object keeps in a slot."""
+    return getattr(value, key, Absence.ABSENT)
+
+
+def _is_of_library(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and kind is not Namespace)
+
+
+def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
+    """Label, key and value of what is inside of a container or an object; None if nothing can be.
+
+    Sets have nothing inside: what is hashed is compared by value.
+    """
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", key, held) for key, held in value.items()]
+    if isinstance(value, _SEQUENCES):
+        return [(f"[{index}]", index, held) for index, held in enumerate(value)]
+    if is_object(value):
+        own = [(key, held) for key, held in getattr(value, "__dict__", {}).items()]
+        slots = [(key, in_slot(value, key)) for key in slots_of(type(value))]
+        return [(f".{key}", key, held) for key, held in own + slots]
+    return None
+
+
+def values_of_class(kind: type) -> dict[str, Any]:
+    """Name and value of what instances of a class find in it, that of libraries left out.
+
+    Of what classes have, these are the values that captures bake in: no functions, no properties.
+    """
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base is not object and not _is_of_library(base):
+            found = {**vars(base), **found}
+    return {k: v for k, v in found.items() if not k.startswith("__") and _is_value(v)}
+
+
+def value_of_class(kind: type, key: str) -> Any:
+    """What instances of a class find in it under a name, wherever it stands."""
+    return next((vars(b)[key] for b in kind.__mro__ if key in vars(b)), Absence.ABSENT)
+
+
+def _is_value(value: Any) -> bool:
+    known = is_plain(value) or is_small_array(value) or is_object(value)
+    return known or isinstance(value, (dict, set, frozenset, torch.Tensor, *_SEQUENCES))
+
+
+class HeldValues:
+    """Values that captures have baked in, by name, as something that can be compared and hashed.
+
+    Plain values and NumPy arrays of up to 64 KiB are compared by value, also inside of containers
+    and objects; everything else, larger arrays too, by identity. As long as nothing has changed,
+    asking costs one comparison an entry.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[tuple[int, Any], tuple[str, Callable[[Any], Any], Any]] = {}
+        self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        self._values: list[tuple[str, Any]] = []
+        self._described: tuple[tuple[str, Any], ...] | None = None
+        self._words: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self._roots)
+
+    def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
+        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is.
+
+        Args:
+            name: What messages call it.
+            get: Called with the key.
+            key: The key.
+            owner: What the value is bound in, such as a module.
+        """
+        place = id(owner), key
+        if place not in self._roots:
+            self._roots[place] = (name, get, key)
+            self._described = None
+
+    def read(self, words: Iterable[str]) -> None:
+        """Look at what objects find in their classes, too, under the names that code reads."""
+        if not self._words.issuperset(words):
+            self._words |= frozenset(words)
+            self._described = None
+
+    def without(self, owners: Container[int]) -> HeldValues:
+        """These values but for those that are bound in such owners, given by their ``id``."""
+        rest = HeldValues()
+        rest._words = self._words
+        rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
+        return rest
+
+    def now(self) -> tuple[tuple[str, Any], ...]:
+        """Name and present value of everything, in the order of their addition."""
+        if self._described is not None and self._is_unchanged():
+            return self._described
+        self._checks, self._values = [], []
+        for name, get, key in self._roots.values():
+            value = get(key)
+            self._checks.append((get, key, value))
+            self._describe(name, value, DEPTH, len(self._values) + _MOST)
+        self._described = tuple(self._values)
+        return self._described
+
+    def _is_unchanged(self) -> bool:
+        for get, key, known in self._checks:
+            now = get(key)
+            if now is known:
+                continue
+            if type(now) is not type(known) or type(now) not in _COMPARED or now != known:
+                return False
+        return True
+
+    def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
+        if is_plain(value):
+            self._values.append((name, value))
+            return
+        if is_small_array(value):
+            array = ArrayValue.of(value)
+            self._checks.append((ArrayValue.of, value, array))
+            self._values.append((name, array))
+            return
+        if isinstance(value, (set, frozenset)) and len(value) <= _MOST:
+            frozen = frozenset(value)
+            self._checks.append((frozenset, value, frozen))
+            self._values.append((name, frozen))
+            return
+        if isinstance(value, (MethodType, partial)):
+            self._describe_call(name, value, depth, most)
+            return
+        table = getattr(value, "__dict__", {}) if is_object(value) else value
+        count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
+        if count is not None:  # ahead of its entries: an index may be gone
+            self._checks.append((len, table, count))
+        if count is None or not depth or len(self._values) + count > most:
+            self._values.append((name, _Identity(value, count)))
+            return
+        self._values.append((name, _Kind(type(value), count)))
+        get = table.get if isinstance(table, dict) else table.__getitem__
+        for label, key, held in entries(value) or []:
+            is_slot = table is not value and key not in table
+            self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
+            self._describe(name + label, held, depth - 1, most)
+        if table is not value:  # what an object does not have itself it finds in its class
+            kind = type(value)
+            for key, held in values_of_class(kind).items():
+                if key in self._words and key not in table:
+                    self._checks.append((partial(value_of_class, kind), key, held))
+                    self._describe(f"{name}.{key}", held, depth - 1, most)
+
+    def _describe_call(self, name: str, value: Any, depth: int, most: int) -> None:
+        """What a bound method or a partial is called with."""
+        self._values.append((name, _Identity(value, None)))
+        held = {".__self__": value.__self__} if isinstance(value, MethodType) else {}
+        if isinstance(value, partial):
+            held = {f".args[{i}]": given for i, given in enumerate(value.args)}
+            held.update((f".keywords[{key!r}]", given) for key, given in value.keywords.items())
+        for label, given in held.items():
+            if depth > 0 and not isinstance(given, nn.Module):
+                self._describe(name + label, given, depth - 1, most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A container or object whose entries are values of their own."""
+
+    kind: type
+    count: int
+
+    def __repr__(self) -> str:
+        return f"{self.kind.__name__} of {self.count}"
+
+
+class _Identity:
+    """An object that is only equal to itself, and that is not kept alive for being known."""
+
+    __slots__ = ("_count", "_hash", "_name", "_object")
+
+    def __init__(self, value: Any, count: int | None) -> None:
+        self._object: Callable[[], Any]
+        try:
+            self._object = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
+        self._count = count
+        self._hash = hash((id(value), count))
+        name = getattr(value, "__name__", None)
+        self._name = name or f"{type(value).__qualname__} at {id(value):#x}"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, _Identity) or self._count != other._count:
+            return False
+        mine = self._object()
+        return mine is not None and mine is other._object()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return self._name if self._count is None else f"{self._name} of {self._count}"

@@ -1,0 +1,212 @@
+"""Containers and objects that a call is given: what is inside, and what the call changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.core import make_graphed_callables
+from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.leaves import Constant
+from lightning_graphs.errors import CaptureError, SignatureError
+
+
+class Settings:
+    """An object of its author's own class."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = 2.0
+        self.mask = torch.ones(2, device=device)
+        self.inner = SimpleNamespace(shift=[1.0, 0.0])
+
+
+def scaled(x: Tensor, settings: Settings) -> Tensor:
+    return (x * settings.scale + settings.inner.shift[0]) * settings.mask
+
+
+def _other_scale(settings: Settings) -> None:
+    settings.scale = 3.0
+
+
+def _other_mask(settings: Settings) -> None:
+    settings.mask = settings.mask * 5
+
+
+def _other_shift(settings: Settings) -> None:
+    settings.inner.shift[0] = 4.0
+
+
+def _one_more(settings: Settings) -> None:
+    vars(settings)["more"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_other_scale, r"args\[1\]\.scale: 2\.0 -> 3\.0"),
+        (_other_mask, r"args\[1\]\.mask: Tensor at 0x\w+ -> Tensor at"),
+        (_other_shift, r"args\[1\]\.inner\.shift\[0\]: 1\.0 -> 4\.0"),
+        (_one_more, r"args\[1\]\.more: None -> 1"),
+    ],
+)
+def test_what_is_inside_of_an_object_is_a_constant(
+    backend: BackendName, device: torch.device, change: Callable[[Settings], None], message: str
+) -> None:
+    x, settings = torch.ones(4, 2, device=device), Settings(device)
+    graphed = make_graphed_callables(scaled, (x, settings), backend=backend)
+    assert torch.equal(graphed(x * 2, settings), scaled(x * 2, settings))
+    settings.mask.mul_(2)  # the same tensor: what is in it is read by every replay
+    assert torch.equal(graphed(x, settings), scaled(x, settings))
+    change(settings)
+    with pytest.raises(SignatureError, match=message):
+        graphed(x, settings)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, np.array([1.0, 2.0]), SimpleNamespace(n=1)])
+def test_constants_that_change_are_equal_as_long_as_they_have_not(value: Any) -> None:
+    before, again = Constant.of(value), Constant.of(value)
+    assert before == again
+    assert hash(before) == hash(again)
+    if isinstance(value, set):
+        value.add(3)
+    elif isinstance(value, np.ndarray):
+        value[0] = 5.0
+    else:
+        value.n = 2
+    assert before != Constant.of(value)
+
+
+class Valued:
+    """Equal by what it holds, as it says itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Valued) and other.value == self.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+
+def test_objects_that_compare_themselves_are_asked() -> None:
+    assert Constant.of(Valued(1)) == Constant.of(Valued(1))
+    assert Constant.of(Valued(1)) != Constant.of(Valued(2))
+
+
+class Memory:
+    """Remembers what it is given, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.last: Tensor | None = None
+
+
+def _append(x: Tensor, memory: Any) -> Tensor:
+    memory.append(x * 2)
+    return x + 1
+
+
+def _put(x: Tensor, memory: Any) -> Tensor:
+    memory["x"] = x * 2
+    return x + 1
+
+
+def _pop(x: Tensor, memory: Any) -> Tensor:
+    return x + memory.pop()
+
+
+def _store(x: Tensor, memory: Memory) -> Tensor:
+    memory.last = x * 2
+    return x + 1
+
+
+def _store_inside(x: Tensor, memory: Memory) -> Tensor:
+    memory.seen.append(x * 2)
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "make", "name"),
+    [
+        (_append, list, r"args\[1\] is changed"),
+        (_append, deque, r"args\[1\] is changed"),
+        (_put, dict, r"args\[1\] is changed"),
+        (_pop, lambda: [1, 2], r"args\[1\] is changed"),
+        (_store, Memory, r"args\[1\] is changed"),
+        (_store_inside, Memory, r"args\[1\]\.seen is changed"),
+    ],
+)
+def test_a_call_that_changes_what_it_is_given_is_refused(
+    backend: BackendName,
+    device: torch.device,
+    function: Callable[..., Tensor],
+    make: Callable[[], Any],
+    name: str,
+) -> None:
+    x, memory = torch.ones(2, device=device), make()
+    before = list(memory) if not isinstance(memory, Memory) else (memory.last, list(memory.seen))
+    with pytest.raises(CaptureError, match=name) as refused:
+        make_graphed_callables(function, (x, memory), backend=backend)
+    assert "use_cache = False" in refused.value.remedy
+    after = list(memory) if not isinstance(memory, Memory) else (memory.last, list(memory.seen))
+    assert after == before
+
+
+def test_keyword_arguments_that_are_changed_are_named(
+    backend: BackendName, device: torch.device
+) -> None:
+    x, memory = torch.ones(2, device=device), {"inner": [1]}
+
+    def function(x: Tensor, *, memory: dict[str, list[int]]) -> Tensor:
+        memory["inner"].append(1)
+        return x + 1
+
+    with pytest.raises(CaptureError, match=r"kwargs\[\"memory\"\]\['inner'\] is changed"):
+        make_graphed_callables(function, (x,), sample_kwargs={"memory": memory}, backend=backend)
+    assert memory == {"inner": [1]}
+
+
+class FindsItsInput(nn.Module):
+    """Adds what somebody has left in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.left: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out + self.left[0]
+
+
+def test_a_gradient_that_would_leave_the_call_another_way_is_refused(
+    backend: BackendName, device: torch.device
+) -> None:
+    module, x = FindsItsInput().to(device), torch.ones(3, 2, device=device)
+    before = nn.Parameter(torch.ones(2, device=device))
+    module.left.append(before.exp())
+    with pytest.raises(CaptureError, match="a tensor that Exp computed before the call"):
+        make_graphed_callables(module, (x,), backend=backend)
+    module.left[0] = module.left[0].detach()
+    graphed = make_graphed_callables(module, (x,), backend=backend)
+    assert torch.equal(graphed(x), module.linear(x) + module.left[0])
+
+
+def test_a_leaf_that_is_found_in_an_attribute_gets_its_gradient(
+    backend: BackendName, device: torch.device
+) -> None:
+    module, x = FindsItsInput().to(device), torch.ones(3, 2, device=device)
+    leaf = nn.Parameter(torch.ones(2, device=device))
+    module.left.append(leaf)
+    graphed = make_graphed_callables(module, (x,), backend=backend)
+    graphed(x).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3.0, 3.0]
