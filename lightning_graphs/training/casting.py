@@ -7,7 +7,7 @@ autograd's own operators nobody looks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -48,19 +48,11 @@ class StepCasts:
         yield
         self._has_hooks = hooks_registered() != before
 
-    def together(
-        self, loss: Tensor, memory: Callable[[Tensor], Tensor]
-    ) -> AbstractContextManager[None]:
-        """Around the backward pass of this loss.
-
-        Args:
-            loss: The loss.
-            memory: Called with a parameter for the tensor that becomes its gradient.
-        """
+    def together(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Around the backward pass of this loss."""
         if not self._is_unseen(loss):
             return contextlib.nullcontext()
-        parameters = [p for p in self._module.parameters() if p.requires_grad]
-        return cast_together([loss], parameters, memory)
+        return cast_together([loss], [p for p in self._module.parameters() if p.requires_grad])
 
     def _is_unseen(self, loss: Tensor) -> bool:
         return (

@@ -134,28 +134,6 @@ class PersistentGradients:
         return [self._buffers[parameter] for parameter in parameters]
 
 
-class PooledGradients:
-    """Memory in the graphs' pool for gradients that nobody needs after their step.
-
-    Between two steps the gradients of one signature are as good as those of another, so the graphs
-    of all write the same: a further signature takes no memory for them.
-
-    Args:
-        others: Those of captures before.
-    """
-
-    def __init__(self, others: PooledGradients | None = None) -> None:
-        self._tensors: dict[tuple[object, ...], Tensor] = {**others._tensors} if others else {}
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """The gradient of this parameter; made, as part of a capture, where there is none."""
-        kind = parameter.device, parameter.dtype, parameter.shape, parameter.stride()
-        place = parameter, *kind
-        if place not in self._tensors:
-            self._tensors[place] = empty_gradient(parameter)
-        return self._tensors[place]
-
-
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
@@ -165,7 +143,6 @@ class GradientTargets:
         optimizer: Zeroes and reads gradients.
         trainable: Parameters that may get one.
         persistent: The buffers.
-        pooled: Memory of fresh ones.
         keeps: Gradients outlive the step.
         adds: Gradients are added to those of earlier steps.
         holds: The optimizer step is captured, and reads gradients of earlier steps too.
@@ -176,7 +153,6 @@ class GradientTargets:
         optimizer: Optimizer,
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
-        pooled: PooledGradients,
         *,
         keeps: bool,
         adds: bool,
@@ -184,32 +160,24 @@ class GradientTargets:
     ) -> None:
         optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**optimized, **dict.fromkeys(trainable)})
-        self._pooled = pooled
         self._inside = [p in optimized for p in self.parameters]
         self._adds = [adds or not inside for inside in self._inside]
         self._held = [
             holds and inside and p.grad is not None
             for p, inside in zip(self.parameters, self._inside, strict=True)
         ]
-        self._buffers = {
-            p: persistent.of([p])[0]
+        self._buffers = [
+            persistent.of([p])[0] if p.requires_grad and (keeps or not inside) else None
             for p, inside in zip(self.parameters, self._inside, strict=True)
-            if p.requires_grad and (keeps or not inside)
-        }
-
-    def memory(self, parameter: Tensor) -> Tensor:
-        """Where the backward pass may write a fresh gradient; a part of the captured step."""
-        outlives = parameter in self._buffers
-        return empty_gradient(parameter) if outlives else self._pooled.of(parameter)
+        ]
 
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for i, parameter in enumerate(self.parameters):
-            if parameter not in self._buffers:
+        for i, (parameter, buffer) in enumerate(zip(self.parameters, self._buffers, strict=True)):
+            if buffer is None:
                 continue
-            buffer = self._buffers[parameter]
             if parameter.grad is not None:
                 targets, fresh = added if self._adds[i] else written
                 targets.append(buffer)

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from lightning_graphs.training.gradients import (
     AttachedGradients,
     GradientTargets,
     PersistentGradients,
-    PooledGradients,
     gradients_set_aside,
 )
 from lightning_graphs.training.interception import replaced
@@ -144,7 +142,6 @@ class StepCapture:
         self._capturable = capturable
         self._observers = observers
         self._persistent = PersistentGradients()
-        self._pooled = PooledGradients()
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._casts = StepCasts(trainer, module)
@@ -173,12 +170,10 @@ class StepCapture:
         own = OwnBatch(batch, inputs.tensors)
         arguments = (own.value, *map(_frozen, rest))
         adds = not phase.zeroing or self._observers.own_zero_grad
-        pooled = PooledGradients(self._pooled)  # of a failed capture, none is kept
         targets = GradientTargets(
             self._optimizer,
             [p for p in self._module.parameters() if p.requires_grad],
             self._persistent,
-            pooled,
             keeps=self._keeps_gradients(phase),
             adds=adds,
             holds=phase.stepping and not phase.zeroing,
@@ -191,7 +186,7 @@ class StepCapture:
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 own.objects_left(),
-                self._environment(recorder, targets.memory),
+                self._environment(recorder),
             ):
                 with segments.capturing("forward"):
                     output = self._body.run(
@@ -234,7 +229,6 @@ class StepCapture:
         self._reads.read(named.words)
         self._reads.keep(named.cached())
         output.finish_capture()
-        self._pooled = pooled
         return StepPlan(
             CallPlan(signature, check_modes=True),
             inputs,
@@ -259,9 +253,7 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(
-        self, recorder: LogRecorder, memory: Callable[[Tensor], Tensor]
-    ) -> Iterator[None]:
+    def _environment(self, recorder: LogRecorder) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(nothing_left_behind(self._module))
             stack.enter_context(self._reads.watching(self._module))
@@ -270,7 +262,7 @@ class StepCapture:
             stack.enter_context(without_autocast_cache(self._plugin))
             stack.enter_context(counters_watched(self._trainer, reads=self._reads))
             stack.enter_context(replaced(self._body, "forward", self._forward))
-            stack.enter_context(replaced(self._body, "_backward", partial(self._backward, memory)))
+            stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates: list[Any] = [FrozenNumber("the learning rate")] * len(
                 self._optimizer.param_groups
             )
@@ -286,8 +278,8 @@ class StepCapture:
         with old_gradients_watched(self._trainer), self._casts.watched_forward():
             return StepBody.forward(self._body, arguments, recorder)
 
-    def _backward(self, memory: Callable[[Tensor], Tensor], loss: Tensor) -> None:
-        with self._casts.together(loss, memory):
+    def _backward(self, loss: Tensor) -> None:
+        with self._casts.together(loss):
             StepBody._backward(self._body, loss)
 
     def update_eagerly(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor, nn, optim
 
 from tests.training.fits import GradientTrace, Net, Trace, batches, compare, fit_twice
@@ -169,49 +168,16 @@ def test_hooks_of_lightning_see_the_gradients(
     )
 
 
-class Addresses(Callback):
-    """Notes where the gradients of weights are at the end of each step."""
-
-    def __init__(self) -> None:
-        self.found: list[list[int]] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        weights = [p for p in pl_module.parameters() if p.dim() == 2]
-        self.found.append([p.grad.data_ptr() for p in weights])
-
-
 def three_shapes() -> list[dict[str, Tensor]]:
     """Batches of three sizes in turn."""
-    return [
-        batch for trio in zip(*(batches(4, n) for n in (8, 6, 4)), strict=True) for batch in trio
-    ]
+    sizes = (batches(4, n) for n in (8, 6, 4))
+    return [batch for trio in zip(*sizes, strict=True) for batch in trio]
 
 
+@pytest.mark.parametrize(("accumulate", "max_graphs"), [(1, 1), (1, 2), (1, 3), (2, 12), (4, 12)])
 @pytest.mark.parametrize("trace", [Trace, GradientTrace])
-@pytest.mark.parametrize("max_graphs", [1, 2, 3])
-def test_signatures_share_the_memory_of_their_gradients(
-    backend: str, tmp_path: Path, trace: type[Trace], max_graphs: int
-) -> None:
-    addresses = Addresses()
-    eager, captured = fit_twice(
-        backend,
-        tmp_path,
-        precision="bf16-mixed",
-        data=three_shapes,
-        trace=trace,
-        callbacks=lambda: [addresses],
-        capture={"max_graphs": max_graphs, "capture_after": 0, "warmup_steps": 3},
-    )
-    compare(eager, captured)
-    steps = captured.trainer.global_step
-    replayed = addresses.found[steps + 3 :]  # behind those of the eager fit, and the warm-up
-    assert len(replayed) == captured.statistics.replayed == steps - 3
-    assert all(found == replayed[0] for found in replayed)
-
-
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_signatures_of_an_accumulation_window(
-    backend: str, tmp_path: Path, accumulate: int
+def test_shapes_that_take_turns(
+    backend: str, tmp_path: Path, trace: type[Trace], accumulate: int, max_graphs: int
 ) -> None:
     compare(
         *fit_twice(
@@ -219,9 +185,9 @@ def test_signatures_of_an_accumulation_window(
             tmp_path,
             precision="bf16-mixed",
             data=three_shapes,
-            trace=GradientTrace,
+            trace=trace,
             accumulate_grad_batches=accumulate,
-            capture={"max_graphs": 12, "capture_after": 0, "warmup_steps": 5},
+            capture={"max_graphs": max_graphs, "capture_after": 0, "warmup_steps": 5},
         )
     )
 
