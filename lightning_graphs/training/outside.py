@@ -224,13 +224,7 @@ class _Search:
         self._module_kinds: list[type] = []
         self._followed: dict[type, None] = {}
         self._of_calls = of_calls
-        self._attributes = [
-            (key, part)
-            for child in module.modules()
-            for key, value in vars(child).items()
-            for part in _parts(value)
-            if isinstance(part, (FunctionType, MethodType, functools.partial)) or is_object(part)
-        ]
+        self._module = module
         self._follow(getattr(module, "training_step", None))
         kinds = {base for child in module.modules() for base in type(child).__mro__}
         if of_calls:
@@ -239,6 +233,17 @@ class _Search:
             self._follow(vars(kind).get("forward") if of_calls else kind)
         while self._pending:
             self._read(self._pending.popleft())
+
+    @functools.cached_property
+    def _attributes(self) -> list[tuple[str, Any]]:
+        """Functions and objects in attributes of the modules: own code may call them."""
+        return [
+            (key, part)
+            for child in self._module.modules()
+            for key, value in vars(child).items()
+            for part in _parts(value)
+            if isinstance(part, (FunctionType, MethodType, functools.partial)) or is_object(part)
+        ]
 
     def held(self) -> Iterator[tuple[str, Any]]:
         """Name and value of the containers and objects in what was found, levels deep."""
