@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments import contents_left
+from lightning_graphs.core.arguments import contents_left, contents_of
 from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.casts import ahead_of_casts
@@ -36,6 +36,7 @@ from lightning_graphs.core.refusals import (
     is_changed,
     original_of,
     refuse_history_of_others,
+    refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
 )
@@ -96,6 +97,7 @@ class CallableCapture:
         self._plan = CallPlan(signature, check_modes=False)
         self._inputs = StaticInputs(tensors)
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
+        self._given = contents_of(args, kwargs)
         self._function = function
         self._held = Held(function)
         self._bindings = Bindings(self._held)
@@ -110,6 +112,11 @@ class CallableCapture:
         self._registers_hooks = False
         self._backward: BackwardPass | None = None
         refuse_unfit_state(self._held)
+
+    @property
+    def argument_names(self) -> Sequence[str]:
+        """What messages call the tensors among the arguments, in their order."""
+        return self._plan.signature.tensor_names
 
     @property
     def outputs(self) -> OutputPlan:
@@ -176,36 +183,35 @@ class CallableCapture:
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
 
-    def refuse_written(self, written: Sequence[bool]) -> None:
-        """Refuse a call that has written its arguments.
+    def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
+        """Call it, and refuse it if it writes its arguments."""
+        tensors = self._inputs.tensors
+        versions = list(map(version_of, tensors))
+        returned = self._call()
+        written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
+        refuse_written_arguments(self.argument_names, written)
+        return OutputPlan(returned, static=static, state=self._held.state())
+
+    def _look_behind(self, outputs: OutputPlan, start: int) -> None:
+        """Find out which leaves the outputs depend on.
 
         Args:
-            written: Which of the tensors among them, in their order.
-
-        Raises:
-            CaptureError: names the first one.
+            outputs: What the call returned.
+            start: How many nodes autograd had recorded before it.
         """
-        refuse_written_arguments(self._plan.signature.tensor_names, written)
-
-    def _checked_call(self, static: bool) -> OutputPlan:
-        """Call it, and find out which leaves it depends on; refuse it if it does more than that."""
-        tensors = self._inputs.tensors
-        versions, start = list(map(version_of, tensors)), nodes_recorded()
-        with contents_left(self._args, self._kwargs):
-            returned = self._call()
-        self.refuse_written([version_of(t) != v for t, v in zip(tensors, versions, strict=True)])
-        outputs = OutputPlan(returned, static=static, state=self._held.state())
         refuse_history_of_others(outputs.requiring_grad, start)
-        self._parameters = with_leaves_behind(outputs.requiring_grad, self._parameters, tensors)
-        return outputs
+        known, given = self._parameters, self._inputs.tensors
+        self._parameters = with_leaves_behind(outputs.requiring_grad, known, given)
 
     def _first_call(self) -> OutputPlan:
-        """Refuse it as well if it writes its arguments past autograd."""
+        """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
         tensors = self._inputs.tensors
         values = clone_all([t.detach() for t in tensors])
-        outputs = self._checked_call(static=True)
-        written = [is_changed(*pair) for pair in zip(tensors, values, strict=True)]
-        self.refuse_written(list(map(bool, written)))
+        start = nodes_recorded()
+        outputs = self._call_leaving_arguments(static=True)
+        written = [bool(is_changed(*pair)) for pair in zip(tensors, values, strict=True)]
+        refuse_written_arguments(self.argument_names, written)
+        self._look_behind(outputs, start)
         return outputs
 
     def _find_gradients(self, outputs: OutputPlan) -> None:
@@ -223,12 +229,7 @@ class CallableCapture:
         return gradients_behind(outputs.requiring_grad, targets, zeros, hooked=self._parameters)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        if any(g is not None and g.layout is not torch.strided for g in gradients):
-            raise CaptureError(
-                "The gradients of a graphed callable are dense: they need fixed addresses.",
-                "a sparse gradient",
-                "nn.Embedding(..., sparse=False)",
-            )
+        refuse_sparse_gradients(gradients)
         unused = {id(t) for t, g in zip(self._targets(), gradients, strict=False) if g is None}
         if not unused or self._allow_unused:
             return
@@ -260,13 +261,15 @@ class CallableCapture:
         Raises:
             CaptureError: names the operator and the user's line.
         """
-        before = Bindings(self._held)
+        before, start = Bindings(self._held), nodes_recorded()
         try:
-            with self._pool.capture() as captured:
+            with self._pool.capture() as captured, contents_left(self._args, self._kwargs):
                 hooks = hooks_registered()
-                self._outputs = self._checked_call(self._static_outputs)
+                self._outputs = self._call_leaving_arguments(static=self._static_outputs)
                 self._registers_hooks = hooks_registered() != hooks
+            self._look_behind(self._outputs, start)
         except CaptureError as error:
+            self._given.restore()  # what the warm-up has left
             raise self._explained(error) from error
         if rebound := before.restore():
             raise CaptureError(
@@ -280,12 +283,12 @@ class CallableCapture:
 
     def _explained(self, error: CaptureError) -> CaptureError:
         """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
-        if self._pool.backend.name == "emulated":
+        if error.__cause__ is None:  # nothing of CUDA's, which would be it
             return error
         with same_random_numbers(self._inputs.tensors):
             state = StateSnapshot(self._held.state())
             try:
-                with Recorder():
+                with Recorder(), contents_left(self._args, self._kwargs):
                     self._call()
             except CaptureError as explained:
                 return explained

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.values import HeldValues, is_object, is_small_array
+from lightning_graphs.core.values import Absence, HeldValues, exact, is_object, is_small_array
 from lightning_graphs.errors import CaptureError
 
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
@@ -94,55 +97,72 @@ class Same:
         return id(self.value)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SameInside:
-    """Equal only to a holder of the same object, made while that had the same values inside.
+    """Equal to a holder of an equal object, made while that had the same values inside.
+
+    Objects that do not compare themselves are equal to themselves only.
 
     Attributes:
         value: The object.
-        inside: Name and value of what was in it.
+        inside: Name and value of what was in it; of what it holds nothing is kept alive.
     """
 
-    value: Any
-    inside: tuple[tuple[str, Any], ...]
-    _values: HeldValues
+    __slots__ = ("_values", "inside", "value")
 
-    @classmethod
-    def of(cls, value: Any) -> SameInside:
-        """The holder of an object as it is now."""
-        values = HeldValues()
-        values.add("", lambda _: value, None, value)
-        return cls(value, values.now(), values)
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.inside = _inside_of(value).now()
+        self._values: HeldValues | None = None
 
-    def is_still(self) -> bool:
-        """Whether the values inside are those of then."""
-        now = self._values.now()
+    def matches(self, value: Any) -> bool:
+        """Whether a value equals the object, as it was."""
+        try:
+            if value is not self.value:
+                return type(value) is type(self.value) and SameInside(value) == self
+            if self._values is None:
+                self._values = _inside_of(value)
+            now = self._values.now()
+        except Exception:  # of code of its own
+            return False
         return now is self.inside or now == self.inside
 
     def changes(self, other: SameInside) -> list[str]:
         """What changed inside of the object from this to another, a line each."""
         old, new = dict(self.inside), dict(other.inside)
-        changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        return [f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in changed]
+        absent = Absence.ABSENT
+        pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
+        return [f"{key}: {a!r} -> {b!r}" for key, (a, b) in pairs.items() if a != b]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, SameInside)
-            and other.value is self.value
-            and other.inside == self.inside
-        )
+        if not isinstance(other, SameInside) or other.inside != self.inside:
+            return False
+        mine, theirs = self.value, other.value
+        if mine is theirs or is_small_array(mine):
+            return mine is theirs or type(mine) is type(theirs)
+        return type(mine) is type(theirs) and bool(mine == theirs)
 
     def __hash__(self) -> int:
-        return hash((id(self.value), self.inside))
+        # A hash of its own may change with its values.
+        return hash(type(self.value)) if _compares_itself(self.value) else id(self.value)
+
+
+def _inside_of(value: Any) -> HeldValues:
+    values = HeldValues()
+    values.add("", lambda _: value, None, value)
+    return values
+
+
+def _compares_itself(value: Any) -> bool:
+    compares: object = type(value).__eq__
+    return compares is not object.__eq__
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A leaf that is no tensor: baked into the graph, so it has to stay what it was.
 
-    Equal by type and value; what cannot be hashed is equal to itself only, and objects as long as
-    their attributes are what they were. Floats are compared by their hexadecimal text, so that NaN
-    equals NaN and 0.0 differs from -0.0.
+    Equal by type and value, objects as long as what is inside of them is what it was; other things
+    that cannot be hashed are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
     """
 
     kind: type
@@ -150,9 +170,12 @@ class Constant:
     text: str = field(compare=False)
 
     @classmethod
-    def of(cls, value: Any) -> Constant:
-        """The constant that stands for a value."""
-        return cls(type(value), as_hashable(value), reprlib.repr(value))
+    def of(cls, value: Any, inside: bool = True) -> Constant:
+        """The constant that stands for a value, and for what is inside of an object."""
+        key = as_hashable(value)
+        if isinstance(key, SameInside) and not inside:
+            key = Same(value)
+        return cls(type(value), key, reprlib.repr(value))
 
 
 def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -181,39 +204,27 @@ def leaf_changes(
     """What changed from one leaf to another that differs, a line each; ``name`` is theirs."""
     if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
         return [f"{name}: {before.against(after)} -> {after.against(before)}"]
-    if isinstance(before, Constant) and isinstance(after, Constant):
-        was, now = before.key, after.key
-        if isinstance(was, SameInside) and isinstance(now, SameInside) and was.value is now.value:
-            return [name + line for line in was.changes(now)]
+    keys = [leaf.key for leaf in (before, after) if isinstance(leaf, Constant)]
+    objects = [key for key in keys if isinstance(key, SameInside)]
+    if len(objects) == 2 and objects[0].value is objects[1].value:
+        changes = [name + line for line in objects[0].changes(objects[1])]
+        if changes:
+            return changes
     texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
     if texts[0] == texts[1]:
         texts[1] += " (another object)"
     return [f"{name}: {' -> '.join(texts)}"]
 
 
-def _can_change(value: Any) -> bool:
-    """Whether something remains equal to itself alone while the values inside of it change."""
-    if isinstance(value, set) or is_small_array(value):
-        return True
-    compares: object = type(value).__eq__
-    by_value = compares is not object.__eq__ and type(value).__hash__ is not None
-    return not by_value and is_object(value)
-
-
 def as_hashable(value: Any) -> Hashable:
     """What stands for a value where values are compared."""
-    if isinstance(value, float):
-        return value.hex()
-    if isinstance(value, complex):
-        return (value.real.hex(), value.imag.hex())
-    if _can_change(value):
-        return SameInside.of(value)
+    if isinstance(value, (set, MethodType, partial)) or is_small_array(value) or is_object(value):
+        with contextlib.suppress(Exception):  # of code of its own
+            return SameInside(value)
     try:
-        hash(value)
-    except TypeError:
+        return exact(value)
+    except Exception:
         return Same(value)
-    key: Hashable = value
-    return key
 
 
 def special_kind(tensor: Tensor) -> str:

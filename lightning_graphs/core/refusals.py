@@ -106,6 +106,20 @@ def refuse_history_of_others(outputs: Sequence[Tensor], start: int) -> None:
         )
 
 
+def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that have no fixed addresses.
+
+    Raises:
+        CaptureError: one is sparse.
+    """
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "The gradients of a graphed callable are dense: they need fixed addresses.",
+            "a sparse gradient",
+            "nn.Embedding(..., sparse=False)",
+        )
+
+
 def is_changed(tensor: Tensor, before: Tensor) -> Tensor:
     """Whether any bit of a plain strided tensor is another one: a bool on its device.
 
@@ -118,5 +132,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.bool:  # a byte of it may be any number but zero
+        return tensor.detach()
     numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return numbers.detach().view(_WORDS[numbers.itemsize])

@@ -105,6 +105,7 @@ class Signature:
         names: Sequence[str] | None = None,
         modes: Modes | None = None,
         extra: tuple[Hashable, ...] = (),
+        insides: bool = True,
     ) -> tuple[Signature, list[Tensor]]:
         """The signature of a call and its tensor leaves, in order.
 
@@ -114,6 +115,7 @@ class Signature:
             names: What messages call the leading positional arguments, instead of ``args[i]``.
             modes: Switches of torch; those in force now, on the first tensor's device, by default.
             extra: Further hashable things the signature is to depend on.
+            insides: Whether objects must hold what they hold now; else they must be the same.
 
         Raises:
             CaptureError: A leaf is a tensor that cannot be a static input.
@@ -126,7 +128,7 @@ class Signature:
         keyword = flatten(dict(kwargs), "kwargs", found)
         tree = Node(tuple, 2, (positional, keyword), ("", "kwargs"))
         leaves = tuple(
-            TensorSpec.of(leaf, name) if isinstance(leaf, Tensor) else Constant.of(leaf)
+            TensorSpec.of(leaf, name) if isinstance(leaf, Tensor) else Constant.of(leaf, insides)
             for name, leaf in found
         )
         tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
@@ -224,8 +226,8 @@ class CallPlan:
             )
         except CaptureError as error:
             raise SignatureError(rule, error.observed, error.remedy) from error
-        lines = expected.diff(signature)
-        if lines:
+        if signature != expected:
+            lines = expected.diff(signature)
             raise SignatureError(
                 rule,
                 "\n    ".join(lines),
@@ -351,8 +353,7 @@ class _Code:
 
     def _constant(self, variable: str, leaf: Constant) -> None:
         if isinstance(leaf.key, SameInside):
-            value, is_still = self._bind(leaf.key.value), self._bind(leaf.key.is_still)
-            self._require(f"{variable} is {value} and {is_still}()")
+            self._require(f"{self._bind(leaf.key.matches)}({variable})")
         elif isinstance(leaf.key, Same):
             self._require(f"{variable} is {self._bind(leaf.key.value)}")
         elif leaf.key is None or isinstance(leaf.key, bool):

@@ -65,22 +65,17 @@ def outputs_of(node: Node) -> Sequence[Any]:
 
 def nodes_recorded() -> int:
     """How many nodes autograd has recorded in this thread; see :func:`recorded_before`."""
-    node = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return _number_of(node)
+    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
 
 
-def recorded_before(node: Node, number: int) -> bool:
-    """Whether a node is older than a call of :func:`nodes_recorded`; leaves have no age.
+def recorded_before(node: Any, number: int) -> bool:
+    """Whether a node is older than a call of :func:`nodes_recorded` in the same thread.
 
-    Autograd numbers its nodes, to run late ones first, and does not say so in public. Where torch
-    lacks the numbers the answer is no.
+    Autograd numbers its nodes, to run late ones first, and does not say so in public. Those of
+    leaves have the highest number of all. Where torch lacks numbers the answer is no.
     """
-    return _number_of(node) < number
-
-
-def _number_of(node: Any) -> int:
-    number = getattr(node, "_sequence_nr", None)
-    return number() if number is not None else 0
+    return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

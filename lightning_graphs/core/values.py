@@ -8,11 +8,18 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Hashable, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from types import MemberDescriptorType, MethodType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +54,33 @@ def is_plain(value: Any) -> bool:
     """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+def exact(value: Any) -> Hashable:
+    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0.
+
+    Raises:
+        TypeError: it cannot be hashed.
+    """
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, complex):
+        return value.real.hex(), value.imag.hex()
+    hash(value)
+    key: Hashable = value
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class PlainValue:
+    """A plain value as something that is equal by type, too, and that is written as the value."""
+
+    kind: type
+    key: Hashable
+    value: Any = field(compare=False)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 class ArrayValue(NamedTuple):
@@ -92,10 +126,10 @@ def is_object(value: Any) -> bool:
 
     Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
     """
-    kind: Any = type(value)
-    if isinstance(value, SimpleNamespace):
+    kind: Any = type(value)  # what an object says to be its class may be another one
+    if issubclass(kind, SimpleNamespace):
         return True
-    if isinstance(value, (type, nn.Module, Enum)) or _is_of_library(kind):
+    if issubclass(kind, (type, nn.Module, Enum)) or _is_of_library(kind):
         return False
     return all(map(_is_python, kind.__mro__[:-1]))
 
@@ -118,7 +152,19 @@ def slots_of(kind: type) -> list[str]:
 
 def in_slot(value: Any, key: str) -> Any:
     """What an object keeps in a slot."""
-    return getattr(value, key, Absence.ABSENT)
+    try:
+        return object.__getattribute__(value, key)
+    except AttributeError:  # its own `__getattr__` is not asked: it may do anything
+        return Absence.ABSENT
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object itself has, outside of its slots."""
+    try:
+        table: Any = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def _is_of_library(kind: type) -> bool:
@@ -136,7 +182,7 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
     if isinstance(value, _SEQUENCES):
         return [(f"[{index}]", index, held) for index, held in enumerate(value)]
     if is_object(value):
-        own = [(key, held) for key, held in getattr(value, "__dict__", {}).items()]
+        own = [(key, held) for key, held in attributes_of(value).items()]
         slots = [(key, in_slot(value, key)) for key in slots_of(type(value))]
         return [(f".{key}", key, held) for key, held in own + slots]
     return None
@@ -176,6 +222,7 @@ class HeldValues:
         self._roots: dict[tuple[int, Any], tuple[str, Callable[[Any], Any], Any]] = {}
         self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self._values: list[tuple[str, Any]] = []
+        self._seen: dict[int, Any] = {}
         self._described: tuple[tuple[str, Any], ...] | None = None
         self._words: frozenset[str] = frozenset()
 
@@ -213,12 +260,13 @@ class HeldValues:
         """Name and present value of everything, in the order of their addition."""
         if self._described is not None and self._is_unchanged():
             return self._described
-        self._checks, self._values = [], []
+        self._checks, self._values, self._seen = [], [], {}
         for name, get, key in self._roots.values():
             value = get(key)
             self._checks.append((get, key, value))
             self._describe(name, value, DEPTH, len(self._values) + _MOST)
         self._described = tuple(self._values)
+        self._seen = {}
         return self._described
 
     def _is_unchanged(self) -> bool:
@@ -226,14 +274,20 @@ class HeldValues:
             now = get(key)
             if now is known:
                 continue
-            if type(now) is not type(known) or type(now) not in _COMPARED or now != known:
+            if type(now) is not type(known) or type(now) not in _COMPARED:
+                return False
+            if exact(now) != exact(known):
                 return False
         return True
 
     def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
         if is_plain(value):
-            self._values.append((name, value))
+            self._values.append((name, _plain(value)))
             return
+        if id(value) in self._seen:
+            self._values.append((name, _Identity(value, None)))
+            return
+        self._seen[id(value)] = value
         if is_small_array(value):
             array = ArrayValue.of(value)
             self._checks.append((ArrayValue.of, value, array))
@@ -247,7 +301,7 @@ class HeldValues:
         if isinstance(value, (MethodType, partial)):
             self._describe_call(name, value, depth, most)
             return
-        table = getattr(value, "__dict__", {}) if is_object(value) else value
+        table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
         if count is not None:  # ahead of its entries: an index may be gone
             self._checks.append((len, table, count))
@@ -269,14 +323,25 @@ class HeldValues:
 
     def _describe_call(self, name: str, value: Any, depth: int, most: int) -> None:
         """What a bound method or a partial is called with."""
-        self._values.append((name, _Identity(value, None)))
-        held = {".__self__": value.__self__} if isinstance(value, MethodType) else {}
-        if isinstance(value, partial):
+        if isinstance(value, MethodType):  # each look at it in its object makes another one
+            self._values.append((name, _Identity(value.__func__, None)))
+            held = {".__self__": value.__self__}
+        else:
+            self._values.append((name, _Identity(value, None)))
             held = {f".args[{i}]": given for i, given in enumerate(value.args)}
             held.update((f".keywords[{key!r}]", given) for key, given in value.keywords.items())
         for label, given in held.items():
-            if depth > 0 and not isinstance(given, nn.Module):
+            if isinstance(given, nn.Module) or depth == 0:
+                self._values.append((name + label, _Identity(given, None)))
+            else:
                 self._describe(name + label, given, depth - 1, most)
+
+
+def _plain(value: Any) -> PlainValue | _Identity:
+    try:
+        return PlainValue(type(value), exact(value), value)
+    except TypeError:
+        return _Identity(value, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +368,8 @@ class _Identity:
             self._object = lambda: value
         self._count = count
         self._hash = hash((id(value), count))
-        name = getattr(value, "__name__", None)
-        self._name = name or f"{type(value).__qualname__} at {id(value):#x}"
+        named = isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
+        self._name = value.__name__ if named else f"{type(value).__qualname__} at {id(value):#x}"
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_graphs.core.arguments import ArgumentContents
+from lightning_graphs.core.arguments import held_in_all
+from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.leaves import Constant
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.torch_private import version_of
@@ -140,7 +141,7 @@ class OwnBatch:
         Raises:
             CaptureError: names what it has changed.
         """
-        contents = ArgumentContents(self._objects)
+        contents = Contents(held_in_all(self._objects))
         try:
             yield
         finally:

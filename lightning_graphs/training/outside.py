@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite
+from lightning_graphs.core.contents import Contents, is_still
 from lightning_graphs.core.values import (
     Absence,
     is_object,
@@ -27,7 +28,6 @@ from lightning_graphs.core.values import (
 )
 from lightning_graphs.training.held_values import held_in_value
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import Contents, is_still
 
 _KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
 _CONTAINERS = (dict, list, tuple, set)

@@ -159,7 +159,12 @@ _MISMATCHES = {
     "bool for int": (1, True, 'batch["x"]: 1 -> True'),
     "float for int": (1, 1.0, 'batch["x"]: 1 -> 1.0'),
     "signed zero": (0.0, -0.0, 'batch["x"]: 0.0 -> -0.0'),
-    "unhashable": ({1}, {1}, 'batch["x"]: {1} -> {1} (another object)'),
+    "unhashable": (
+        bytearray(b"a"),
+        bytearray(b"a"),
+        "batch[\"x\"]: bytearray(b'a') -> bytearray(b'a') (another object)",
+    ),
+    "set": ({1}, {2}, 'batch["x"]: {1} -> {2}'),
     "length": ([1], [1, 2], 'structure: batch["x"]: list of 1 ([0]) -> list of 2 ([0], [1])'),
     "kind": ([1], (1,), 'structure: batch["x"]: list of 1 ([0]) -> tuple of 1 ([0])'),
     "keys": ({"a": 1}, {"b": 1}, 'structure: batch["x"]: dict of 1 (["a"]) -> dict of 1 (["b"])'),

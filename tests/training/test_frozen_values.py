@@ -198,7 +198,7 @@ def test_values_are_described_again_only_after_a_change() -> None:
     before = reads.values()
     assert reads.values() is before
     module.settings["seen"].append(1)
-    assert dict(reads.values())["self.settings['seen'][1]"] == 1
+    assert dict(reads.values())["self.settings['seen'][1]"].value == 1
 
 
 class Weighted(nn.Module):

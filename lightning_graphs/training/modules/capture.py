@@ -19,6 +19,7 @@ from lightning_graphs.core.gradients import GradientBuffers, LentGradients
 from lightning_graphs.core.lending import Source
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.refusals import refuse_written_arguments
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     has_compiled_anything,
@@ -248,9 +249,9 @@ class _Capture:
         self.cost = CaptureCost()
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
 
-        written = call.written if warm else None
-
         def prepare() -> CallableCapture:
+            if call.arguments is not None:
+                call.arguments.refuse_later_changes()
             with torch.autocast(
                 pool.backend.device_type,
                 dtype=call.autocast,
@@ -269,16 +270,14 @@ class _Capture:
                     gradient_buffers=means.gradient_buffers,
                     original=means.original(call.module),
                 )
-            if written is None:
-                capture.warm_up(1)
+            if not warm or call.written is None:
+                self._unchanged(partial(capture.warm_up, 1))
             else:
-                capture.refuse_written(written)
+                refuse_written_arguments(capture.argument_names, call.written)
             return capture
 
         started = perf_counter()
-        self.passes = self._explained(
-            partial(self._unchanged, prepare) if written is None else prepare
-        )
+        self.passes = self._explained(prepare)
         self.cost.ms = (perf_counter() - started) * 1e3
 
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:

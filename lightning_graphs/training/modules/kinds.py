@@ -174,7 +174,8 @@ def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | Non
     """The signature of a batch; None where it has none, and the modules' own arguments decide."""
     try:
         modes = Modes.current(device_type)
-        return Signature.of(batch, {}, names=("batch",), modes=modes)[0]
+        # What objects hold is a matter of the calls that are given them.
+        return Signature.of(batch, {}, names=("batch",), modes=modes, insides=False)[0]
     except CaptureError:
         return None
 

@@ -21,7 +21,7 @@ from lightning_graphs.core.torch_private import (
     will_execute,
 )
 from lightning_graphs.core.tree import leaves_of, substitute
-from lightning_graphs.training.modules.argument_values import ArgumentValues
+from lightning_graphs.training.modules.arguments import WatchedArguments
 
 Direction = Literal["forward", "backward"]
 
@@ -52,8 +52,9 @@ class ObservedCall:
         ordinal: Which call of the module in the step it is, counted from 0.
         outlives: No backward pass went through it in its step, and the outputs' autograd graph was
             kept: one may come later.
-        written: Which of the tensors among its arguments hold other values than before; None where
-            there was no memory to compare.
+        arguments: What became of its arguments; None where nobody has looked.
+        written: Which of the tensors among them the call has written, by whatever way; None where
+            nobody could tell.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ObservedCall:
     shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
     ordinal: int = 0
     outlives: bool = False
+    arguments: WatchedArguments | None = None
     written: list[bool] | None = None
 
     @classmethod
@@ -184,7 +186,6 @@ class StepObserver:
         self._device_type = device_type
         self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
-        self._arguments: dict[ObservedCall, ArgumentValues] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -211,7 +212,7 @@ class StepObserver:
         call.ordinal = self._times[module]
         self._times[module] += 1
         self._find_sources(call)
-        self._arguments[call] = ArgumentValues(module, args, kwargs)
+        call.arguments = WatchedArguments(module, args, kwargs)
         self._open.append(call)
         self.observation.calls.append(call)
 
@@ -241,11 +242,12 @@ class StepObserver:
         if not self._counts():
             return
         while self._open and self._open[-1].module is not module:
-            self._open.pop()  # an exception of the user's left it
+            self._open.pop().arguments = None  # an exception of the user's left it
         if not self._open:
             return
         call = self._open.pop()
-        self._arguments[call].compare()
+        if call.arguments is not None:
+            call.arguments.look_again()
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
@@ -287,14 +289,14 @@ class StepObserver:
         # Before that, the hooks keep the graphs alive that they are hooks of.
         while self._handles:
             self._handles.pop().remove()
-        for call, values in self._arguments.items():
-            call.written = values.written()
-        self._arguments.clear()
         for call, token in self._graphs:
             call.outlives |= call.backwards == 0 and token() is not None
         self._graphs.clear()
         self._open.clear()
         self._made.clear()
+        for call in self.observation.calls:
+            if call.arguments is not None:
+                call.written = call.arguments.written()
 
 
 def _has_address(tensor: Tensor) -> bool:

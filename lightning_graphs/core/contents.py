@@ -1,0 +1,125 @@
+"""What containers and objects hold, to notice and undo that code changes it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from lightning_graphs.core.values import (
+    Absence,
+    ArrayValue,
+    attributes_of,
+    in_slot,
+    is_object,
+    is_plain,
+    is_small_array,
+    slots_of,
+)
+
+_CHANGEABLE = (list, OrderedDict, dict, set, deque)
+
+
+class Contents:
+    """What containers and objects hold.
+
+    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB.
+
+    Args:
+        held: Name and value of each; of modules, the attributes count. Other values are left out.
+    """
+
+    def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
+        self._containers: list[tuple[str, Any, Any]] = []
+        self._arrays: list[tuple[str, Any, Any]] = []
+        self._slots: list[tuple[str, Any, str, Any]] = []
+        for name, value in held:
+            if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
+                table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
+                self._containers.append((name, table, _copy(table)))
+                if is_object(value):
+                    for key in slots_of(type(value)):
+                        before = in_slot(value, key)
+                        self._slots.append((f"{name}.{key}", value, key, before))
+            elif is_small_array(value):
+                self._arrays.append((name, value, value.copy()))
+
+    def changed(self) -> list[str]:
+        """The names of what is no longer as it was."""
+        names: set[str] = set()
+        for name, container, before in self._containers:
+            if isinstance(container, dict):
+                if _holds_the_same(container, before):
+                    continue
+                keys = {**before, **container}
+                names.update(f"{name}.{key}" for key in keys if _differs(container, before, key))
+            elif not _same(container, before):
+                names.add(name)
+        names.update(name for name, array, before in self._arrays if _is_written(array, before))
+        slots = ((name, in_slot(value, key), before) for name, value, key, before in self._slots)
+        names.update(name for name, now, before in slots if not is_still(now, before))
+        return sorted(names)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for _, container, before in self._containers:
+            if isinstance(container, dict):
+                if any(_differs(container, before, key) for key in {**before, **container}):
+                    _refill(container, before)
+            elif not _same(container, before):
+                _refill(container, before)
+        for _, array, before in self._arrays:
+            if _is_written(array, before):
+                array[...] = before
+        for _, value, key, before in self._slots:
+            if not is_still(in_slot(value, key), before):
+                if before is Absence.ABSENT:
+                    object.__delattr__(value, key)
+                else:  # past the __setattr__ of a frozen class
+                    object.__setattr__(value, key, before)
+
+
+def _copy(container: Any) -> Any:
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Put everything back, past methods of its own: some containers forbid their own change."""
+    kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, before)
+
+
+def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether a dict holds the very objects of before; a quick look that may say no of equals."""
+    return (
+        len(now) == len(before)
+        and all(map(is_, now.values(), before.values()))
+        and all(map(is_, now, before))
+    )
+
+
+def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
+    if key not in now or key not in before:
+        return True
+    return not is_still(now[key], before[key])
+
+
+def is_still(now: Any, before: Any) -> bool:
+    """Whether a value is the one from before: the very object, or a plain one that equals it."""
+    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, set):
+        return bool(now == before)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _is_written(now: Any, before: Any) -> bool:
+    return ArrayValue.of(now) != ArrayValue.of(before)
