@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,14 @@ from lightning_graphs.training.held_values import held_in
 class Generators:
     """The states of the random generators that Python code on the host draws from.
 
-    Those of Python, numpy and torch, and those that the module holds.
+    Those of Python, numpy and torch, those that the module holds, and those that its code names.
+
+    Args:
+        module: The module.
+        outside: Name and value of what is outside of it.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, outside: Iterable[tuple[str, Any]] = ()) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
         self._with_torch = module.device.type != "cpu"
@@ -33,7 +38,7 @@ class Generators:
         if self._with_torch:
             name = "torch's generator of the CPU"
             found.append((name, torch.get_rng_state, torch.set_rng_state))
-        for name, held in held_in(module):
+        for name, held in chain(held_in(module), outside):
             found += [(name, get, put) for get, put in self._access(held)]
         self._states = [_State(name, get, put, get()) for name, get, put in found]
         self._before = [_comparable(state.value) for state in self._states]

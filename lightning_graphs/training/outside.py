@@ -43,6 +43,9 @@ class OutsideValues:
     Args:
         module: The module, with a training_step or without.
         own: Tells the author's code from others'.
+
+    Attributes:
+        held: Name and value of what was found, and of what is inside of it.
     """
 
     def __init__(self, module: nn.Module, own: OwnCode) -> None:
@@ -51,7 +54,8 @@ class OutsideValues:
         self._classes = [(kind, dict(vars(kind))) for kind in search.classes]
         self._caches = list(search.caches)
         self._sites = {**search.reading, **search.binding}
-        self._contents = Contents(search.held())
+        self.held = list(search.held())
+        self._contents = Contents(self.held)
 
     def changed(self) -> dict[str, CallSite]:
         """The names of what is no longer as it was, each with the author's line that has it.
@@ -186,6 +190,10 @@ def _says_what_it_is(value: Any) -> bool:
     return known or isinstance(value, _CONTAINERS) or is_object(value)
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _content(cell: Any, _key: str) -> Any:
     try:
         return cell.cell_contents
@@ -246,7 +254,8 @@ class _Search:
         ]
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Name and value of the containers and objects in what was found, levels deep."""
+        """Name and value of what was found but for plain values, and of what is inside of it."""
+        yield from ((p.name, p.before) for p in self.places.values() if _is_tensor(p.before))
         seen = set(self._modules)
         values = [(place.name, place.before) for place in self.places.values()]
         values += [(function.__name__, vars(function)) for function in self.functions()]

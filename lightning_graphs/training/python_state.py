@@ -202,14 +202,20 @@ def _is_of_class(kind: type, key: str) -> bool:
 
 
 @contextlib.contextmanager
-def nothing_left_behind(module: LightningModule) -> Iterator[None]:
+def nothing_left_behind(
+    module: LightningModule, outside: Iterable[tuple[str, Any]] = ()
+) -> Iterator[None]:
     """Undo what the body leaves in attributes of modules and in Python's random generators.
+
+    Args:
+        module: The module.
+        outside: Name and value of what its code names outside of it.
 
     Raises:
         CaptureError: the body has left something: a replay would not leave it again.
     """
     attributes = Attributes(module)
-    generators = Generators(module)
+    generators = Generators(module, outside)
     try:
         yield
     finally:

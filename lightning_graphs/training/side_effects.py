@@ -111,13 +111,18 @@ class SideEffects:
 
 
 @contextlib.contextmanager
-def nothing_done_outside(trainer: Trainer, module: LightningModule, own: OwnCode) -> Iterator[None]:
+def nothing_done_outside(trainer: Trainer, own: OwnCode, values: OutsideValues) -> Iterator[None]:
     """Refuse what the body, a whole step, does outside of its module.
+
+    Args:
+        trainer: The trainer.
+        own: Tells the author's code from others'.
+        values: What its code reads outside of the module.
 
     Raises:
         CaptureError: it prints, opens a file, logs past ``self.log``, or stores something.
     """
-    effects, values = SideEffects(trainer, own), OutsideValues(module, own)
+    effects = SideEffects(trainer, own)
     with effects.watched(), effects.refused(values, "training_step"), values.caches_left():
         yield
 

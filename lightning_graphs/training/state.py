@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class StepState:
         trainer: The trainer.
         module: Its module.
         optimizer: Its optimizer.
+        loose: Other tensors that the step writes, by name.
         forward_only: Leave out what only backward pass and optimizer step change: parameters,
             gradients, the optimizer's state and the loss scale.
     """
@@ -33,12 +34,14 @@ class StepState:
         trainer: Trainer,
         module: LightningModule,
         optimizer: Optimizer,
+        loose: Mapping[str, Tensor],
         *,
         forward_only: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._device = module.device
         self._buffers = dict(module.named_buffers())
+        self._loose = dict(loose)
         self._scaler = None if forward_only else scaler_of(trainer.precision_plugin)
         self._parameters = {} if forward_only else _named_parameters(module, optimizer)
         self._gradients = [p.grad for p in self._parameters.values()]
@@ -46,6 +49,7 @@ class StepState:
         self._forward_only = forward_only
         self._tensors = [
             *self._buffers.values(),
+            *self._loose.values(),
             *self._parameters.values(),
             # No graph adds to a sparse gradient: it is never written in place.
             *(g for g in self._gradients if g is not None and g.layout is torch.strided),
@@ -110,6 +114,7 @@ class StepState:
         """
         found = outputs(returned)
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
+        found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
         found += [
             Result(gradients[name], p.grad, is_gradient=True)

@@ -36,12 +36,14 @@ from lightning_graphs.training.gradients import (
     PersistentGradients,
     gradients_set_aside,
 )
+from lightning_graphs.training.held_values import held_in
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.outside import NamedByCalls
+from lightning_graphs.training.outside import NamedByCalls, OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
@@ -69,6 +71,7 @@ class StepPlan:
         graphs: All of its graphs, in the order of their capture.
         adds: Whether its gradients are added to those of earlier steps.
         changes: What it does to the containers of the batch; None if nothing.
+        written: What it writes beside parameters and buffers, by name.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -87,6 +90,7 @@ class StepPlan:
     graphs: list[CUDAGraph] = field(default_factory=list)
     adds: bool = False
     changes: BatchChanges | None = None
+    written: dict[str, Tensor] = field(default_factory=dict)
     proof: Callable[[Any], None] | None = None
 
     def adopt(self) -> None:
@@ -181,12 +185,14 @@ class StepCapture:
         recorder = LogRecorder(self._module, self._progress)
         live = self._capturable.numbers if phase.stepping and self._capturable else None
         segments = _Segments(self._pool)
+        outside = OutsideValues(self._module, self._own)
+        loose = LooseTensors(self._module, [*held_in(self._module), *outside.held])
         try:
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 own.objects_left(),
-                self._environment(recorder),
+                self._environment(recorder, outside),
             ):
                 with segments.capturing("forward"):
                     output = self._body.run(
@@ -197,7 +203,7 @@ class StepCapture:
                         keep=targets.keep,
                         updating=nullcontext if live is None else live.marked,
                     )
-                gradients, outside = targets.attached()
+                gradients, others = targets.attached()
             changes = own.changes()
             _reset_autograd(inputs.tensors, tensors)
             numbers = live.find(segments.graphs[-1]) if live is not None else None
@@ -235,7 +241,7 @@ class StepCapture:
             output,
             recorder,
             gradients,
-            outside,
+            others,
             phase,
             segments.graphs[0],
             segments.named.get("backward"),
@@ -245,6 +251,7 @@ class StepCapture:
             segments.graphs,
             adds,
             changes,
+            loose.written(),
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -253,9 +260,9 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(self, recorder: LogRecorder) -> Iterator[None]:
+    def _environment(self, recorder: LogRecorder, outside: OutsideValues) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module))
+            stack.enter_context(nothing_left_behind(self._module, outside.held))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
@@ -269,7 +276,7 @@ class StepCapture:
             if self._capturable is not None:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            stack.enter_context(nothing_done_outside(self._trainer, self._module, self._own))
+            stack.enter_context(nothing_done_outside(self._trainer, self._own, outside))
             yield
 
     def _forward(

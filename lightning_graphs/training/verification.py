@@ -79,7 +79,7 @@ class Verification:
             GraphError: the eager step does by now what a captured one cannot do.
         """
         batch = self._tensors(plan, args)
-        state = StepState(self._trainer, self._module, self._optimizer)
+        state = StepState(self._trainer, self._module, self._optimizer, plan.written)
         missing = missing_memory(self._device, state.nbytes)
         if not missing:
             try:
@@ -164,7 +164,9 @@ class Verification:
 
     def _leave_proof(self, plan: StepPlan, args: tuple[Any, ...], missing: str) -> None:
         """Compute what ``training_step`` returns; the coming replay is compared with it."""
-        state = StepState(self._trainer, self._module, self._optimizer, forward_only=True)
+        state = StepState(
+            self._trainer, self._module, self._optimizer, plan.written, forward_only=True
+        )
         runs = []
         try:
             with state.kept():

@@ -27,6 +27,8 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import held_in
+from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
@@ -212,11 +214,14 @@ class _Surroundings(NamedTuple):
     generators: Generators
     own: OwnCode
     effects: SideEffects
+    loose: LooseTensors
 
     @classmethod
     def of(cls, means: Means) -> _Surroundings:
-        effects = SideEffects(means.root.trainer, means.own)
-        return cls(Generators(means.root), means.own, effects)
+        root, own = means.root, means.own
+        outside = OutsideValues(root, own).held
+        loose = LooseTensors(root, [*held_in(root), *outside])
+        return cls(Generators(root, outside), own, SideEffects(root.trainer, own), loose)
 
 
 class _Capture:
@@ -247,6 +252,7 @@ class _Capture:
         self._surroundings = surroundings
         self.pool = pool = means.pool
         self.cost = CaptureCost()
+        self._written: dict[str, Tensor] = {}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
 
         def prepare() -> CallableCapture:
@@ -325,9 +331,11 @@ class _Capture:
         """Capture one pass."""
         passes = self.passes
         started = perf_counter()
+        self._surroundings.loose.written()  # by others, since
         capture = passes.capture_forward if direction == "forward" else passes.capture_backward
         with self._outside.caches_left():
             self._explained(partial(self._unchanged, capture))
+        self._written |= self._surroundings.loose.written()
         self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
@@ -337,7 +345,7 @@ class _Capture:
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(self._call, graphed, self.cost, parameters, required)
+        return Site(self._call, graphed, self.cost, parameters, required, written=self._written)
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""

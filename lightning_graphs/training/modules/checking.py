@@ -131,6 +131,7 @@ class _CallRun:
         self._state = [
             *(call.module.parameters() if whole else ()),
             *(buffer for _, buffer in self._buffers),
+            *site.written.values(),
             *(g for g in self._gradients if g is not None and g.layout is torch.strided),
         ]
         self._snapshot: StateSnapshot | None = None
@@ -244,6 +245,7 @@ class _CallRun:
             for name, leaf in leaves
         ]
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
+        found += [Result(f"tensor `{name}`", t) for name, t in self._site.written.items()]
         # Kernels outside of torch, and `x.data`, write an argument unseen.
         pairs = zip(self._names, tensors, strict=True)
         found += [Result(f"{name} {module} after the call", t.detach()) for name, t in pairs]

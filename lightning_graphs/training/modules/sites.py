@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.graph import CUDAGraph
@@ -112,6 +112,7 @@ class Site:
         cost: What their capture took.
         parameters: The module's parameters.
         requires_grad: Which of them required a gradient.
+        written: What the call writes beside parameters and buffers, by name.
         record: Where replays are counted.
         read: The values of Python's that are in the graphs.
         values: Their names and values at capture.
@@ -122,6 +123,7 @@ class Site:
     cost: CaptureCost
     parameters: list[Parameter]
     requires_grad: list[bool]
+    written: dict[str, Tensor] = field(default_factory=dict)
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
     read: HeldValues = field(default_factory=HeldValues)
     values: tuple[tuple[str, Any], ...] = ()

@@ -66,7 +66,7 @@ class UpdateChecks:
         if not self._schedule.is_on:
             return
         root, say = self._schedule.root, self._schedule.say
-        state = StepState(self._trainer, root, self._optimizer)
+        state = StepState(self._trainer, root, self._optimizer, {})
         if missing := missing_memory(root.device, state.nbytes):
             say(_UNVERIFIED, missing)
             return
