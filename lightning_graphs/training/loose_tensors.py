@@ -15,8 +15,8 @@ from lightning_graphs.core.values import entries
 class LooseTensors:
     """Tensors that are neither parameters nor buffers of a module, and how often they were written.
 
-    Code changes them as it changes buffers, and a verification has to put them back. The buffers of
-    modules that are not registered count as written: BatchNorm's kernels do not say that they write.
+    Code changes them as it changes buffers, and a verification has to put them back. The buffers
+    of modules that are not registered count as written: BatchNorm's kernels do not say so.
 
     Args:
         module: The module.

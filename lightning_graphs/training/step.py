@@ -185,14 +185,12 @@ class StepCapture:
         recorder = LogRecorder(self._module, self._progress)
         live = self._capturable.numbers if phase.stepping and self._capturable else None
         segments = _Segments(self._pool)
-        outside = OutsideValues(self._module, self._own)
-        loose = LooseTensors(self._module, [*held_in(self._module), *outside.held])
         try:
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 own.objects_left(),
-                self._environment(recorder, outside),
+                self._environment(recorder) as loose,
             ):
                 with segments.capturing("forward"):
                     output = self._body.run(
@@ -260,9 +258,8 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(self, recorder: LogRecorder, outside: OutsideValues) -> Iterator[None]:
+    def _environment(self, recorder: LogRecorder) -> Iterator[LooseTensors]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module, outside.held))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
@@ -276,8 +273,10 @@ class StepCapture:
             if self._capturable is not None:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
+            outside = OutsideValues(self._module, self._own)
+            stack.enter_context(nothing_left_behind(self._module, outside.held))
             stack.enter_context(nothing_done_outside(self._trainer, self._own, outside))
-            yield
+            yield LooseTensors(self._module, [*held_in(self._module), *outside.held])
 
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
