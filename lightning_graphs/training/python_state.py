@@ -202,30 +202,36 @@ def _is_of_class(kind: type, key: str) -> bool:
 
 
 @contextlib.contextmanager
-def nothing_left_behind(
-    module: LightningModule, outside: Iterable[tuple[str, Any]] = ()
-) -> Iterator[None]:
+def nothing_left_behind(module: LightningModule) -> Iterator[None]:
     """Undo what the body leaves in attributes of modules and in Python's random generators.
-
-    Args:
-        module: The module.
-        outside: Name and value of what its code names outside of it.
 
     Raises:
         CaptureError: the body has left something: a replay would not leave it again.
     """
     attributes = Attributes(module)
-    generators = Generators(module, outside)
     try:
-        yield
+        with nothing_drawn(Generators(module)):
+            yield
     finally:
         changed = attributes.changed()
-        drawn = generators.drawn()
         attributes.restore()
-        generators.restore()
     if changed:
         names = ", ".join(changed[:3])
         raise CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
+
+
+@contextlib.contextmanager
+def nothing_drawn(generators: Generators) -> Iterator[None]:
+    """Put these generators back after the body.
+
+    Raises:
+        CaptureError: the body has drawn from one: a replay would not draw again.
+    """
+    try:
+        yield
+    finally:
+        drawn = generators.drawn()
+        generators.restore()
     if drawn:
         names = ", ".join(drawn)
         raise CaptureError(DRAWN.rule, f"training_step draws from {names}", DRAWN.remedy)

@@ -30,6 +30,7 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.gradients import (
     AttachedGradients,
     GradientTargets,
@@ -47,7 +48,11 @@ from lightning_graphs.training.outside import NamedByCalls, OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
+from lightning_graphs.training.python_state import (
+    AttributeReads,
+    nothing_drawn,
+    nothing_left_behind,
+)
 from lightning_graphs.training.side_effects import nothing_done_outside
 
 
@@ -260,6 +265,7 @@ class StepCapture:
     @contextlib.contextmanager
     def _environment(self, recorder: LogRecorder) -> Iterator[LooseTensors]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(nothing_left_behind(self._module))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
@@ -274,7 +280,7 @@ class StepCapture:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             outside = OutsideValues(self._module, self._own)
-            stack.enter_context(nothing_left_behind(self._module, outside.held))
+            stack.enter_context(nothing_drawn(Generators(self._module, outside.held)))
             stack.enter_context(nothing_done_outside(self._trainer, self._own, outside))
             yield LooseTensors(self._module, [*held_in(self._module), *outside.held])
 

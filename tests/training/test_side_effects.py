@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.side_effects import nothing_done_outside
 from tests.training import side_effects
@@ -224,9 +225,11 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     )  # fmt: skip
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
     fit.module.training_step = Keeping.training_step.__get__(fit.module)
+    own = OwnCode(fit.module)
+    values = OutsideValues(fit.module, own)
     with (
         contextlib.suppress(ZeroDivisionError),
-        nothing_done_outside(fit.trainer, fit.module, OwnCode(fit.module)),
+        nothing_done_outside(fit.trainer, own, values),
     ):
         side_effects.counter, side_effects.LAST = 8, None
         assert builtins.print is not originals[0]
