@@ -88,7 +88,7 @@ class StaticInputs:
         """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
 
         The leaves must have the specs and aliases of those at construction, which
-        :class:`~lightning_graphs.core.signature.CallPlan` verifies: nothing is checked here. A
+        :class:`~lightning_graphs.core.call_plan.CallPlan` verifies: nothing is checked here. A
         leaf that already is its buffer costs no copy; one that lies in another buffer is read
         before that buffer is overwritten.
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments import contents_left, contents_of
 from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.casts import ahead_of_casts
 from lightning_graphs.core.generators import same_random_numbers
 from lightning_graphs.core.gradients import (
@@ -40,7 +41,7 @@ from lightning_graphs.core.refusals import (
     refuse_unfit_state,
     refuse_written_arguments,
 )
-from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     clone_all,
     hooks_registered,

@@ -12,12 +12,14 @@ import reprlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_graphs.core.leaves import as_hashable
+from lightning_graphs.core.values import attributes_of, is_of_library
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -105,7 +107,9 @@ def _substitute(value: Any, supply: Iterator[Tensor]) -> Any:
         return kind(*values)
     clone = copy.copy(value)
     for key, child in zip(opened.context, values, strict=True):
-        if isinstance(clone, MutableMapping):
+        if key is Beside.ATTRIBUTES:
+            attributes_of(clone).update(child)
+        elif isinstance(clone, MutableMapping):
             clone[key] = child
         else:
             # A frozen dataclass refuses plain assignment.
@@ -143,11 +147,40 @@ def open_container(value: Any) -> Opened | None:
         return Opened(kind._fields, [f".{name}" for name in kind._fields], value)
     if isinstance(value, MutableMapping):
         keys = tuple(value)
-        return Opened(keys, [_item(key) for key in keys], [value[key] for key in keys])
-    if is_dataclass(value) and not isinstance(value, type):
-        names = tuple(f.name for f in fields(value))
-        return Opened(names, [f".{name}" for name in names], [getattr(value, n) for n in names])
-    return None
+        labels, values = [_item(key) for key in keys], [value[key] for key in keys]
+    elif is_dataclass(value) and not isinstance(value, type):
+        keys = tuple(f.name for f in fields(value))
+        labels, values = [f".{name}" for name in keys], [getattr(value, name) for name in keys]
+    else:
+        return None
+    if has_more(kind) and (more := attributes_beside(value)):
+        return Opened(
+            (*keys, Beside.ATTRIBUTES), [*labels, f".{Beside.ATTRIBUTES.value}"], [*values, more]
+        )
+    return Opened(keys, labels, values)
+
+
+class Beside(Enum):
+    """Stands, among the keys of a container, for the attributes that are none of its entries."""
+
+    ATTRIBUTES = "__dict__"
+
+
+def has_more(kind: type) -> bool:
+    """Whether containers of this kind may have attributes beside their fields or items."""
+    opened_here = is_dataclass(kind) or issubclass(kind, MutableMapping)
+    if not opened_here or kind in _MAPPINGS or is_registered(kind) or is_of_library(kind):
+        return False
+    return bool(kind.__dictoffset__)
+
+
+def attributes_beside(value: Any) -> dict[str, Any]:
+    """The attributes of a dataclass or mapping that are none of its fields or items."""
+    table = attributes_of(value)
+    if table is value:  # a dict whose items are its attributes, too
+        return {}
+    known = {f.name for f in fields(value)} if is_dataclass(value) else {"data"}
+    return {key: held for key, held in table.items() if key not in known}
 
 
 def _open_registered(value: Any) -> Opened:

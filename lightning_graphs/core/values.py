@@ -129,7 +129,7 @@ def is_object(value: Any) -> bool:
     kind: Any = type(value)  # what an object says to be its class may be another one
     if issubclass(kind, SimpleNamespace):
         return True
-    if issubclass(kind, (type, nn.Module, Enum)) or _is_of_library(kind):
+    if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):
         return False
     return all(map(_is_python, kind.__mro__[:-1]))
 
@@ -167,7 +167,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def _is_of_library(kind: type) -> bool:
+def is_of_library(kind: type) -> bool:
+    """Whether a class is one of Python's, of torch's or of another library that is known."""
     package = kind.__module__.partition(".")[0]
     return package in _LIBRARIES or (package in sys.stdlib_module_names and kind is not Namespace)
 
@@ -195,7 +196,7 @@ def values_of_class(kind: type) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for base in kind.__mro__:
-        if base is not object and not _is_of_library(base):
+        if base is not object and not is_of_library(base):
             found = {**vars(base), **found}
     return {k: v for k, v in found.items() if not k.startswith("__") and _is_value(v)}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -19,7 +20,14 @@ from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.leaves import Constant
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.torch_private import version_of
-from lightning_graphs.core.tree import flatten, open_container, substitute
+from lightning_graphs.core.tree import (
+    Beside,
+    attributes_beside,
+    flatten,
+    has_more,
+    open_container,
+    substitute,
+)
 from lightning_graphs.errors import CaptureError
 
 _Way = tuple[Callable[[Any], Any], ...]
@@ -35,12 +43,14 @@ class _Container:
         way: From the batch to it, level by level; None where only the pytree registry knows it.
         held: The container, in the capture's own copy of the batch.
         content: What was in it: key or index, and value.
+        beside: Its attributes beside that, by name.
     """
 
     name: str
     way: _Way | None
     held: Any
     content: list[tuple[Any, Any]]
+    beside: list[tuple[Any, Any]]
 
     @property
     def is_rewritable(self) -> bool:
@@ -166,7 +176,13 @@ class OwnBatch:
             if version_of(tensor) != before:
                 observed = f"training_step changes {name} in place"
                 raise CaptureError(_RULE, observed, "make a new tensor: x = x + 1, not x += 1")
-        changed = [i for i, c in enumerate(self._containers) if _has_changed(c)]
+        for container in self._containers:
+            if _differ(container.beside, _attributes(container.held)):
+                observed = f"training_step changes attributes of {container.name}"
+                raise CaptureError(_RULE, observed, "return what is new from training_step")
+        changed = [
+            i for i, c in enumerate(self._containers) if _differ(c.content, _content(c.held))
+        ]
         for container in (self._containers[i] for i in changed):
             if not container.is_rewritable:
                 kind = type(container.held).__qualname__
@@ -195,8 +211,11 @@ def _containers(name: str, value: Any, way: _Way | None) -> Iterator[_Container]
     opened = None if isinstance(value, Tensor) else open_container(value)
     if opened is None:
         return
-    yield _Container(name, way, value, _content(value))
+    yield _Container(name, way, value, _content(value), _attributes(value))
     for i, (label, child) in enumerate(zip(opened.labels, opened.values, strict=True)):
+        if isinstance(opened.context, tuple) and opened.context[i] is Beside.ATTRIBUTES:
+            yield from _containers(name + label, child, None)
+            continue
         step: Callable[[Any], Any] | None = None
         if isinstance(value, MutableMapping):
             step = itemgetter(opened.context[i])
@@ -213,15 +232,24 @@ def _content(container: Any) -> list[tuple[Any, Any]]:
         return list(container.items())
     opened = open_container(container)
     assert opened is not None
-    return list(enumerate(opened.values))
+    more = has_more(type(container)) and bool(attributes_beside(container))
+    return list(enumerate(opened.values[: len(opened.values) - more]))
 
 
-def _has_changed(container: _Container) -> bool:
-    now = _content(container.held)
-    if [key for key, _ in now] != [key for key, _ in container.content]:
+def _attributes(container: Any) -> list[tuple[Any, Any]]:
+    """The attributes beside its content, but for those that a property keeps when it is asked."""
+    kind = type(container)
+    if not has_more(kind):
+        return []
+    pairs = attributes_beside(container).items()
+    return [(k, v) for k, v in pairs if not isinstance(getattr(kind, k, None), cached_property)]
+
+
+def _differ(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
+    if [key for key, _ in now] != [key for key, _ in before]:
         return True
-    pairs = zip(container.content, now, strict=True)
-    return any(not _is_same(before, value) for (_, before), (_, value) in pairs)
+    pairs = zip(before, now, strict=True)
+    return any(not _is_same(value, other) for (_, value), (_, other) in pairs)
 
 
 def _is_same(before: Any, now: Any) -> bool:

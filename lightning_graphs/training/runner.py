@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
+from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.batch_changes import BatchChanges, OwnBatch
 from lightning_graphs.training.body import StepBody

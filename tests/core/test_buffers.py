@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_graphs.core.buffers import AddressGuard, StateSnapshot, StaticInputs
-from lightning_graphs.core.signature import CallPlan, Signature
+from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import clone_all
 from lightning_graphs.errors import ReplayError
 

@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_graphs.core.signature import (
-    CallPlan,
-    Constant,
-    Modes,
-    Signature,
-    TensorSpec,
-    substitute,
-)
+from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.signature import Constant, Modes, Signature, TensorSpec, substitute
 from lightning_graphs.errors import CaptureError, SignatureError
 
 Pair = namedtuple("Pair", ["left", "right"])

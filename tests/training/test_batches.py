@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -271,3 +272,101 @@ def test_dropout_differs_at_every_replay_and_a_seed_reproduces_it(
     column = eager.csv.splitlines()[0].split(",").index("noise")
     noise = [line.split(",")[column] for line in eager.csv.splitlines()[1:]]
     assert len(set(noise)) > 4
+
+
+@dataclass
+class Stamped:
+    """A dataclass that has more than its fields."""
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        self.scale = float(self.x[0, 0] > 0) + 1.0
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Computed when it is first asked for."""
+        return self.x.mean()
+
+
+class StampedDict(dict[str, Any]):
+    """A dict with attributes."""
+
+    def __init__(self, *given: Any, **items: Any) -> None:
+        super().__init__(*given, **items)
+        self.scale = float(self["x"][0, 0] > 0) + 1.0
+
+
+class StampedUserDict(UserDict[str, Any]):
+    """Another one."""
+
+    def __init__(self, *given: Any, **items: Any) -> None:
+        super().__init__(*given, **items)
+        self.scale = float(self["x"][0, 0] > 0) + 1.0
+
+
+class ItemsAreAttributes(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, *given: Any, **items: Any) -> None:
+        super().__init__(*given, **items)
+        self.__dict__ = self
+        self["scale"] = float(self["x"][0, 0] > 0) + 1.0
+
+
+class Scaled(Net):
+    """Reads an attribute that is neither a field nor an item."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, Stamped):
+            loss = super().loss({"x": batch.x - batch.mean, "y": batch.y})
+        else:
+            loss = super().loss({"x": batch["x"], "y": batch["y"]})
+        return loss * batch.scale
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("kind", [Stamped, StampedDict, StampedUserDict, ItemsAreAttributes])
+def test_attributes_of_containers(
+    backend: str, tmp_path: Path, kind: Callable[..., Any], verify: str
+) -> None:
+    def data() -> list[Any]:
+        return [kind(**batch) for batch in batches(16)]
+
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Scaled, data=data, capture={"verify": verify}, validation=0
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+
+
+class LeavesAPrediction(Scaled):
+    """Leaves an attribute in its batch, which a hook reads."""
+
+    seen: list[float]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        batch.prediction = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        vars(self).setdefault("seen", []).append(float(batch.prediction))
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("kind", [Stamped, StampedDict])
+def test_a_step_that_leaves_attributes_in_its_batch_runs_eagerly(
+    backend: str, tmp_path: Path, kind: Callable[..., Any]
+) -> None:
+    def data() -> list[Any]:
+        return [kind(**batch) for batch in batches(12)]
+
+    capture = {"on_failure": "eager"}
+    eager, captured = fit_twice(
+        backend, tmp_path, module=LeavesAPrediction, data=data, capture=capture, validation=0
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.module.seen == eager.module.seen
+    assert "training_step changes attributes of batch" in captured.statistics.fallbacks[0]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_graphs.core.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     gradient_hooks,
