@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,11 +71,25 @@ def _held_in(name: str, value: Any, seen: dict[int, Any], depth: int) -> Iterato
         value = attributes_of(value)
         inside = [(f".{key}", key, held) for key, held in value.items()]
     else:
-        inside = entries(value) or []
+        inside = entries(value) or [(label, label, held) for label, held in _called_with(value)]
     yield name, value
     if depth > 0 and len(inside) <= _MOST_INSIDE:
         for label, _, held in inside:
             yield from _held_in(name + label, held, seen, depth - 1)
+
+
+def _called_with(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a function changes that is handed on for others to call."""
+    if isinstance(value, (MethodType, BuiltinMethodType)):
+        if not isinstance(value.__self__, ModuleType):
+            yield ".__self__", value.__self__
+    elif isinstance(value, partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif isinstance(value, FunctionType):
+        names = value.__code__.co_freevars
+        for name, cell in zip(names, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                yield f".{name}", cell.cell_contents
 
 
 def _is_of_transformers(value: Any) -> bool:

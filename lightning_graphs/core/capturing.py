@@ -37,6 +37,7 @@ from lightning_graphs.core.refusals import (
     is_changed,
     original_of,
     refuse_history_of_others,
+    refuse_rebound_tensors,
     refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
@@ -163,10 +164,8 @@ class CallableCapture:
     def warm_up(self, iterations: int) -> None:
         """Run it on a side stream, leaving no trace in state or generators.
 
-        It must have run once: what its code keeps in caches of its own (``functools.lru_cache``)
-        holds values then, and not memory of a capture, where nothing is ever computed. A call that
-        was observed has just run, on these arguments; which gradients there are is then found by
-        the capture.
+        It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
+        then, and not memory of a capture, where nothing is computed. A call that was observed has.
 
         Args:
             iterations: How often.
@@ -183,6 +182,8 @@ class CallableCapture:
                 state.restore()
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
+        renewed = self._plan.signature.renewed(self._args, self._kwargs)
+        self._plan = CallPlan(renewed, check_modes=False)
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
         """Call it, and refuse it if it writes its arguments."""
@@ -272,13 +273,7 @@ class CallableCapture:
         except CaptureError as error:
             self._given.restore()  # what the warm-up has left
             raise self._explained(error) from error
-        if rebound := before.restore():
-            raise CaptureError(
-                "A graphed callable changes the tensors of its modules in place only: a replay "
-                "writes the memory it was captured with and binds no names.",
-                f"`{rebound[0]}` is bound to another tensor in every call",
-                "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
-            )
+        refuse_rebound_tensors(before.restore())
         self._forward = captured
         self._place = self._order.place()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,10 +12,17 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.values import Absence, HeldValues, exact, is_object, is_small_array
+from lightning_graphs.core.values import (
+    Absence,
+    HeldValues,
+    exact,
+    is_object,
+    is_small_array,
+    values_of_class,
+)
 from lightning_graphs.errors import CaptureError
 
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
@@ -149,6 +157,8 @@ class SameInside:
 def _inside_of(value: Any) -> HeldValues:
     values = HeldValues()
     values.add("", lambda _: value, None, value)
+    if is_object(value):
+        values.read(values_of_class(type(value)))
     return values
 
 
@@ -175,7 +185,9 @@ class Constant:
         key = as_hashable(value)
         if isinstance(key, SameInside) and not inside:
             key = Same(value)
-        return cls(type(value), key, reprlib.repr(value))
+        # While modules are watched, their classes are exchanged.
+        kind = nn.Module if isinstance(value, nn.Module) else type(value)
+        return cls(kind, key, reprlib.repr(value))
 
 
 def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -216,9 +228,14 @@ def leaf_changes(
     return [f"{name}: {' -> '.join(texts)}"]
 
 
+_CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
+
+
 def as_hashable(value: Any) -> Hashable:
     """What stands for a value where values are compared."""
-    if isinstance(value, (set, MethodType, partial)) or is_small_array(value) or is_object(value):
+    if isinstance(value, nn.Module):
+        return Same(value)
+    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
         with contextlib.suppress(Exception):  # of code of its own
             return SameInside(value)
     try:

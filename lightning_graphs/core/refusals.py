@@ -106,6 +106,21 @@ def refuse_history_of_others(outputs: Sequence[Tensor], start: int) -> None:
         )
 
 
+def refuse_rebound_tensors(names: Sequence[str]) -> None:
+    """Refuse a call that binds names of its modules to other tensors.
+
+    Raises:
+        CaptureError: names the first one.
+    """
+    if names:
+        raise CaptureError(
+            "A graphed callable changes the tensors of its modules in place only: a replay "
+            "writes the memory it was captured with and binds no names.",
+            f"`{names[0]}` is bound to another tensor in every call",
+            "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+        )
+
+
 def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
     """Refuse gradients that have no fixed addresses.
 

@@ -6,7 +6,7 @@ A graph is right only for calls like the one it was captured from: here is said 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -128,6 +128,18 @@ class Signature:
         leaf_names = tuple(name for name, _ in found)
         aliases = alias_groups(tensors)
         return cls(tree, leaves, aliases, modes, extra, leaf_names, arg_names), tensors
+
+    def renewed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+        """The signature of the same call after it has run: objects may hold something by now."""
+        found: list[tuple[str, Any]] = []
+        flatten((tuple(args), dict(kwargs)), "", found)
+        if len(found) != len(self.leaves):  # it has changed its arguments
+            return self
+        pairs = zip(self.leaves, found, strict=True)
+        leaves = (
+            Constant.of(value) if isinstance(leaf, Constant) else leaf for leaf, (_, value) in pairs
+        )
+        return replace(self, leaves=tuple(leaves))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

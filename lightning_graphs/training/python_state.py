@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.core.values import Absence, HeldValues, is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import OF_ALL_MODULES, held_in
+from lightning_graphs.training.held_values import OF_ALL_MODULES, held_in, held_in_value
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
 _FRAMEWORKS = frozenset(
@@ -163,9 +164,8 @@ class AttributeReads:
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
         if self._on_use is not None:
             self._on_use(name, False)
-        elif isinstance(value, Iterator):
-            observed = f"{name}, an iterator, is read at {CallSiteFinder().here().describe()}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+        else:
+            _refuse_iterators(name, value)
         if key not in table:
             self._held.add(name, partial(getattr, owner), key, owner)
         elif value is None:  # which a table without it gives as well
@@ -184,6 +184,19 @@ class AttributeReads:
         if not any(key in vars(base) for base in kind.__mro__):
             get = partial(_looked_up, vars(owner), vars(kind))
             self._held.add(f"{path}.{key}", get, key, owner)
+
+
+def _refuse_iterators(name: str, value: Any) -> None:
+    """Refuse to read an iterator, or something with one inside, before anything is taken from it.
+
+    Raises:
+        CaptureError: names it and the line.
+    """
+    inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, set())
+    for label, held in [(name, value), *inside]:
+        if isinstance(held, Iterator) and not isinstance(held, io.IOBase):
+            observed = f"{label}, an iterator, is read at {CallSiteFinder().here().describe()}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:

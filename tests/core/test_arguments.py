@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,6 +160,152 @@ def test_a_call_that_changes_what_it_is_given_is_refused(
     assert "let the caller store it" in refused.value.remedy
     after = list(memory) if not isinstance(memory, Memory) else (memory.last, list(memory.seen))
     assert after == before
+
+
+def _call(x: Tensor, tell: Callable[[Tensor], object]) -> Tensor:
+    tell(x * 2)
+    return x + 1
+
+
+def _telling(kind: str, seen: list[Tensor]) -> Callable[[Tensor], object]:
+    """Ways to hand a list on that somebody appends to."""
+
+    class Listener:
+        def __init__(self) -> None:
+            self.seen = seen
+
+        def tell(self, value: Tensor) -> None:
+            self.seen.append(value)
+
+    def closure(value: Tensor) -> None:
+        seen.append(value)
+
+    return {
+        "method": Listener().tell,
+        "append": seen.append,
+        "closure": closure,
+        "partial": partial(closure),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["method", "append", "closure", "partial"])
+def test_a_callback_that_changes_what_it_is_bound_to_is_refused(
+    backend: BackendName, device: torch.device, kind: str
+) -> None:
+    x, seen = torch.ones(2, device=device), []
+    with pytest.raises(CaptureError, match=r"changes args\[1\]\."):
+        make_graphed_callables(_call, (x, _telling(kind, seen)), backend=backend)
+    assert seen == []
+
+
+class SlottedMemory:
+    """Remembers in a slot."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+
+def test_a_slot_that_is_changed_is_seen(backend: BackendName, device: torch.device) -> None:
+    x, memory = torch.ones(2, device=device), SlottedMemory()
+    with pytest.raises(CaptureError, match=r"changes args\[1\]\.last"):
+        make_graphed_callables(_store, (x, memory), backend=backend)
+    assert memory.last is None
+
+
+class Lazy:
+    """Computes something when it is first asked for."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+
+    @cached_property
+    def factor(self) -> float:
+        """A factor."""
+        return 3.0
+
+    def count(self, x: Tensor) -> int:
+        """A number for each length."""
+        return self.known.setdefault(len(x), len(x) + 1)
+
+
+def test_what_the_first_call_keeps_is_no_change(backend: BackendName, device: torch.device) -> None:
+    x, lazy = torch.ones(2, device=device), Lazy()
+    graphed = make_graphed_callables(
+        lambda x, lazy: x * lazy.factor * lazy.count(x), (x, lazy), backend=backend
+    )
+    assert graphed(x, lazy).tolist() == [9.0, 9.0]
+
+
+class Odd:
+    """Has an attribute for every name, and none where Python looks for it."""
+
+    def __init__(self) -> None:
+        self.values = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def test_code_of_an_objects_own_is_not_asked(backend: BackendName, device: torch.device) -> None:
+    x, odd = torch.ones(2, device=device), Odd()
+    nested = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(c=SimpleNamespace(d=odd))))
+    graphed = make_graphed_callables(
+        lambda x, odd, nested: x * odd.scale * nested.a.b.c.d.scale,
+        (x, odd, nested),
+        backend=backend,
+    )
+    assert graphed(x, odd, nested).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 1.0), (1, True), (0.0, -0.0), ({"a": None}, {"b": None}), ([1], [1, 2])],
+)
+def test_values_inside_are_compared_exactly(before: Any, after: Any) -> None:
+    value = SimpleNamespace(held=before)
+    then = Constant.of(value)
+    value.held = after
+    assert Constant.of(value) != then
+    assert then.key.changes(Constant.of(value).key)  # type: ignore[attr-defined]
+    value.held = before
+    assert Constant.of(value) == then
+
+
+def test_a_number_that_is_none_stays_the_same() -> None:
+    value = SimpleNamespace(held=float("nan"))
+    then = Constant.of(value)
+    value.held = float("nan") * 1.0
+    assert Constant.of(value) == then
+
+
+def test_objects_that_compare_themselves_are_looked_into_as_well() -> None:
+    value = Valued(1)
+    then = Constant.of(value)
+    value.value = 2
+    assert Constant.of(value) != then
+
+
+def test_a_class_whose_attribute_changes(backend: BackendName, device: torch.device) -> None:
+    class Shared:
+        scale = 2.0
+
+    x, shared = torch.ones(2, device=device), Shared()
+    graphed = make_graphed_callables(lambda x, s: x * s.scale, (x, shared), backend=backend)
+    assert graphed(x, shared).tolist() == [2.0, 2.0]
+    Shared.scale = 3.0
+    with pytest.raises(SignatureError, match=r"args\[1\]\.scale: 2\.0 -> 3\.0"):
+        graphed(x, shared)
+
+
+def test_what_an_object_held_is_not_kept_alive() -> None:
+    value = SimpleNamespace(mask=torch.ones(2))
+    mask = weakref.ref(value.mask)
+    known = Constant.of(value)
+    value.mask = torch.zeros(2)
+    assert mask() is None
+    assert known != Constant.of(value)
 
 
 def test_keyword_arguments_that_are_changed_are_named(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,114 @@ def test_a_cache_inside_of_a_whole_step_is_captured(
         validation=0,
     )
     compare(eager, captured)
+
+
+class Stream:
+    """An endless stream of factors, in an object of its author's."""
+
+    def __init__(self) -> None:
+        self.factors = itertools.cycle([1.0, 2.0, 3.0])
+
+    def next(self) -> float:
+        """The next factor."""
+        return next(self.factors)
+
+
+class Streaming(Net):
+    """Takes a factor from a stream in every step."""
+
+    def __init__(self, held: Callable[[], Any], take: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.stream, self.take = held(), take
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.take(self.stream)
+
+
+STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "in an object": (Stream, Stream.next),
+    "in a list": (lambda: [itertools.cycle([1.0, 2.0, 3.0])], lambda held: next(held[0])),
+    "in a dict": (lambda: {"a": iter([1.0, 2.0] * 20)}, lambda held: next(held["a"])),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("place", STREAMS)
+def test_an_iterator_inside_of_something_is_refused(
+    backend: str, tmp_path: Path, place: str, verify: str
+) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=lambda: Streaming(*STREAMS[place]),
+        capture={"on_failure": "eager", "verify": verify},
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    assert re.search("self.stream.*, an iterator, is read", captured.statistics.fallbacks[0])
+
+
+class GivenAModule(nn.Module):
+    """A block that is given another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        hidden: Tensor = other(self.linear(x))
+        return hidden
+
+
+class OwnLayer(nn.Linear):
+    """A layer of a class of one's own."""
+
+
+class HandsAModule(Net):
+    """Hands a registered module to a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.other = GivenAModule(), OwnLayer(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.block(batch["x"], self.other)}, batch_idx)
+
+
+def test_a_module_as_an_argument(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=HandsAModule, capture=named("block"), validation=0
+    )
+    compare(eager, captured)
+    assert captured.statistics.graphs[0].replays > 0
+
+
+class Numbered(Net):
+    """Two blocks are told their number by one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(16, 3)
+        self.down = nn.Linear(16, 8)
+        self.context: list[Context] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.context:
+            self.context.append(Context(self.device))
+        context = self.context[0]
+        context.scale = 1.0
+        hidden = self.down(self.blocks[0](batch["x"], context))
+        context.scale = 2.0
+        hidden = self.blocks[1](hidden, context)
+        return nn.functional.cross_entropy(self.head(hidden).float(), batch["y"])
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_an_object_that_changes_within_the_step(backend: str, tmp_path: Path) -> None:
+    capture = {**named("blocks.*"), "on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, module=Numbered, capture=capture, validation=0)
+    compare(eager, captured, replayed=False)
+    assert "since the call, args[1].scale: 1.0 -> 2.0" in captured.statistics.fallbacks[0]
+    assert captured.statistics.modules == ["blocks.1"]
