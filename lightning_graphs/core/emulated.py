@@ -94,6 +94,9 @@ class EmulatedBackend(Backend):
                 memory.poison()
 
 
+_captures = itertools.count()
+
+
 class EmulatedGraph(CapturedGraph):
     """A recording and, once instantiated, the list of operators that a replay runs."""
 
@@ -138,6 +141,8 @@ class EmulatedGraph(CapturedGraph):
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
         self._rng = [(generator, generator.get_state()) for generator in generators]
+        for generator in generators:  # who rewinds one to where another capture was is seen
+            generator.manual_seed(next(_captures))
         self._revealed = contextlib.ExitStack()
         self._revealed.enter_context(self._backend.revealed())
         self._revealed.enter_context(announced_as_cuda_capture())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, is_
+from sys import getrefcount
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class AttachedGradients:
         parameters: Parameters that have a gradient after the captured step.
         buffers: Their gradients.
         others: Parameters that have none.
+        shared: Other graphs write the same buffers.
     """
 
     def __init__(
@@ -66,10 +68,14 @@ class AttachedGradients:
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
         others: Sequence[Parameter] = (),
+        *,
+        shared: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.buffers = list(buffers)
         self.others = list(others)
+        self._shared = shared
+        self._references: list[int] | None = None
 
     def attach(self, *, zeroed: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation.
@@ -83,6 +89,26 @@ class AttachedGradients:
         if zeroed:
             for parameter in self.others:
                 parameter.grad = None
+
+    def leave_kept(self) -> None:
+        """Ahead of a replay, give gradients that somebody has kept memory of their own.
+
+        In eager training each step makes new ones. Only the tensors themselves are known to be
+        kept, not others over the same memory (``p.grad.detach()``), and not where steps add up.
+        """
+        if self._shared:
+            return
+        references = list(map(getrefcount, self.buffers))
+        if references == self._references:
+            return
+        if self._references is None:  # nobody has seen them yet
+            self._references = references
+            return
+        for i, (now, before) in enumerate(zip(references, self._references, strict=True)):
+            if now > before:
+                kept = self.buffers[i]
+                self.buffers[i] = kept.detach()
+                kept.data = kept.clone()
 
     def adopt(self) -> None:
         """Bring the gradients that there are into the buffers, None as zero, and attach them."""
@@ -198,4 +224,5 @@ class GradientTargets:
         mine = [p for p, i in zip(self.parameters, self._inside, strict=True) if i is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         others = [p for p in mine if p.grad is None]
-        return AttachedGradients([p for p, _ in used], [g for _, g in used], others)
+        shared = any(p in self._buffers for p, _ in used)
+        return AttachedGradients([p for p, _ in used], [g for _, g in used], others, shared=shared)

@@ -342,6 +342,7 @@ class StepRunner:
             self.capturable.refresh(plan.numbers if plan.step is None else None)
         if plan.backward is None:
             plan.adopt()
+        plan.gradients.leave_kept()
         plan.forward.replay()
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.

@@ -130,6 +130,7 @@ class Verification:
         plan.inputs.copy_in(self._tensors(plan, args))
         if self._capturable is not None:
             self._capturable.refresh(plan.numbers)
+        plan.gradients.leave_kept()
         for graph in plan.graphs:
             if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
                 plan.adopt()

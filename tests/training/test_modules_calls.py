@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.training.fits import Fit, adamw, batches, compare, fit_twice
+from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks, named
 from tests.training.test_modules_manual import replays
@@ -362,3 +362,40 @@ class Adapted(Blocks):
 def test_low_rank_adapters(backend: str, tmp_path: Path, names: list[str]) -> None:
     _, captured = trained(backend, tmp_path, Adapted, capture=named(*names))
     assert captured.statistics.fallbacks == []
+
+
+class RecomputedInside(nn.Module):
+    """A layer with dropout whose activations its own backward pass computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return x + hidden
+
+
+class Recomputing(Net):
+    """Two such layers ahead of the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recomputed = nn.Sequential(RecomputedInside(), RecomputedInside())
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss({**batch, "x": self.recomputed(batch["x"])})
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+def test_dropout_that_is_recomputed_inside_is_right_or_refused(
+    backend: str, tmp_path: Path, scope: str, verify: str
+) -> None:
+    capture: dict[str, Any] = {"scope": scope, "verify": verify, "on_failure": "eager"}
+    if scope == "modules":
+        capture["modules"] = ["recomputed.*"]
+    fits = fit_twice(backend, tmp_path, module=Recomputing, capture=capture, validation=0)
+    compare(*fits, replayed=False)
+    assert fits[1].statistics.fallbacks
