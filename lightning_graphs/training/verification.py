@@ -79,6 +79,7 @@ class Verification:
             GraphError: the eager step does by now what a captured one cannot do.
         """
         batch = self._tensors(plan, args)
+        plan.gradients.leave_kept()
         state = StepState(self._trainer, self._module, self._optimizer, plan.written)
         missing = missing_memory(self._device, state.nbytes)
         if not missing:
@@ -130,7 +131,6 @@ class Verification:
         plan.inputs.copy_in(self._tensors(plan, args))
         if self._capturable is not None:
             self._capturable.refresh(plan.numbers)
-        plan.gradients.leave_kept()
         for graph in plan.graphs:
             if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
                 plan.adopt()
