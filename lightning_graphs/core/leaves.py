@@ -222,6 +222,9 @@ def leaf_changes(
         changes = [name + line for line in objects[0].changes(objects[1])]
         if changes:
             return changes
+    if len(objects) == 2 and all(is_object(key.value) for key in objects):
+        kind = type(objects[1].value).__name__
+        return [f"{name}: another {kind} (a dataclass, dict or tuple would be looked into)"]
     texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
     if texts[0] == texts[1]:
         texts[1] += " (another object)"

@@ -224,5 +224,5 @@ class GradientTargets:
         mine = [p for p, i in zip(self.parameters, self._inside, strict=True) if i is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         others = [p for p in mine if p.grad is None]
-        shared = any(p in self._buffers for p, _ in used)
+        shared = any(buffer is not None for buffer in self._buffers)
         return AttachedGradients([p for p, _ in used], [g for _, g in used], others, shared=shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,11 @@ _MISMATCHES = {
         bytearray(b"a"),
         bytearray(b"a"),
         "batch[\"x\"]: bytearray(b'a') -> bytearray(b'a') (another object)",
+    ),
+    "object": (
+        SimpleNamespace(a=1),
+        SimpleNamespace(a=2),
+        'batch["x"]: another SimpleNamespace (a dataclass, dict or tuple would be looked into)',
     ),
     "set": ({1}, {2}, 'batch["x"]: {1} -> {2}'),
     "length": ([1], [1, 2], 'structure: batch["x"]: list of 1 ([0]) -> list of 2 ([0], [1])'),
