@@ -15,7 +15,11 @@ from lightning_graphs.core.autograd_graph import gradients_behind, has_python_no
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.casts import ahead_of_casts
-from lightning_graphs.core.generators import same_random_numbers
+from lightning_graphs.core.generators import (
+    random_place,
+    rewinding_refused,
+    same_random_numbers,
+)
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
@@ -99,6 +103,7 @@ class CallableCapture:
         self._plan = CallPlan(signature, check_modes=False)
         self._inputs = StaticInputs(tensors)
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
+        self.draws = False  # random numbers, on a GPU
         self._given = contents_of(args, kwargs)
         self._function = function
         self._held = Held(function)
@@ -175,7 +180,9 @@ class CallableCapture:
         state = StateSnapshot(self._held.state())
         with same_random_numbers(self._inputs.tensors), backend.side_stream():
             try:
+                place = random_place(backend.device_type)
                 self._find_gradients(self._first_call())
+                self.draws = random_place(backend.device_type) != place
                 for _ in range(iterations - 1):
                     self._pull_back(OutputPlan(self._call(), static=True))
             finally:
@@ -318,7 +325,7 @@ class CallableCapture:
             apart = targets
         elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
             asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])
-        with self._pool.capture() as captured:
+        with self._pool.capture() as captured, rewinding_refused(self.draws):
             gradients = gradients_behind(
                 outputs, asked, static, hooked=self._parameters, apart=apart
             )

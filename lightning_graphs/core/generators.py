@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.errors import CaptureError
 
 
 class GeneratorWatch:
@@ -45,6 +49,40 @@ class GeneratorWatch:
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
+
+
+def random_place(device_type: str) -> tuple[int, ...]:
+    """How many random numbers the generators of the GPUs have given; nothing on a CPU."""
+    if device_type != "cuda":
+        return ()
+    return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
+
+
+@contextlib.contextmanager
+def rewinding_refused(draws: bool) -> Iterator[None]:
+    """Refuse to set CUDA's generators in the body, the capture of a backward pass by itself.
+
+    Activation checkpointing sets them to where the forward pass began, so that dropout gives the
+    same numbers. A graph of its own begins where the forward graph has ended.
+
+    Args:
+        draws: The forward pass draws random numbers; where it does not, nothing is refused.
+
+    Raises:
+        CaptureError: the body does so.
+    """
+    original = torch.cuda.set_rng_state
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        observed = "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
+        raise CaptureError(SET_GENERATOR.rule, observed, SET_GENERATOR.remedy)
+
+    if draws:
+        torch.cuda.set_rng_state = refuse
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state = original
 
 
 @contextlib.contextmanager

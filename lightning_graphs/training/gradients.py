@@ -141,6 +141,28 @@ class AttachedGradients:
         )
 
 
+class KeptGradients:
+    """Gradients that outlive their step because somebody has kept them, as eager training allows.
+
+    The graphs of a pool write each other's memory.
+    """
+
+    def __init__(self) -> None:
+        self._written: AttachedGradients | None = None
+
+    def leave(self, coming: AttachedGradients | None = None) -> None:
+        """Leave those that were kept to their keepers, with memory of their own.
+
+        Args:
+            coming: What a replay is about to write; None where no replay follows.
+        """
+        if self._written is not None and self._written is not coming:
+            self._written.leave_kept()
+        if coming is not None:
+            coming.leave_kept()
+        self._written = coming
+
+
 class PersistentGradients:
     """Gradient buffers outside of every pool, for gradients that outlive a replay.
 

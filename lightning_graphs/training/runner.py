@@ -19,6 +19,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.frozen import LoggedNumbers
+from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
@@ -84,6 +85,7 @@ class StepRunner:
         self._reads = AttributeReads()
         self._active: StepPlan | None = None
         self._last: StepPlan | None = None
+        self._kept = KeptGradients()
         self._stepping = False
         self.has_failed = False
         self._observers = Observers.of(trainer, module)
@@ -144,6 +146,7 @@ class StepRunner:
     def _release(self, plan: StepPlan) -> None:
         if self._last is plan:
             self._last = None
+        self._kept.leave()
         self._statistics.released(plan.forward)
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
@@ -309,6 +312,7 @@ class StepRunner:
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._verification is not None:
+            self._kept.leave(plan.gradients)
             try:
                 self._verification.check(plan, args)
             except GraphError as error:
@@ -342,7 +346,7 @@ class StepRunner:
             self.capturable.refresh(plan.numbers if plan.step is None else None)
         if plan.backward is None:
             plan.adopt()
-        plan.gradients.leave_kept()
+        self._kept.leave(plan.gradients)
         plan.forward.replay()
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.

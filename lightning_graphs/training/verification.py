@@ -79,7 +79,6 @@ class Verification:
             GraphError: the eager step does by now what a captured one cannot do.
         """
         batch = self._tensors(plan, args)
-        plan.gradients.leave_kept()
         state = StepState(self._trainer, self._module, self._optimizer, plan.written)
         missing = missing_memory(self._device, state.nbytes)
         if not missing:

@@ -43,11 +43,12 @@ class KeepsThemAtTheEnd(KeepsGradients):
         KeepsGradients.on_after_backward(self)
 
 
+@pytest.mark.parametrize("data", [batches, two_shapes])
 @pytest.mark.parametrize("verify", ["first", "off", 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [KeepsGradients, KeepsThemAtTheEnd])
 def test_gradients_that_are_kept_keep_their_values(
-    backend: str, tmp_path: Path, kind: type[KeepsGradients], precision: str, verify: Any
+    backend: str, tmp_path: Path, kind: type[KeepsGradients], precision: str, verify: Any, data: Any
 ) -> None:
     eager, captured = fit_twice(
         backend,
@@ -55,11 +56,9 @@ def test_gradients_that_are_kept_keep_their_values(
         module=kind,
         precision=precision,
         capture={"verify": verify},
-        data=lambda: [
-            batch for pair in zip(batches(8), batches(8, 6), strict=True) for batch in pair
-        ],
+        data=data,
         validation=0,
     )
     compare(eager, captured)
     assert captured.module.products == eager.module.products
-    assert len(eager.module.products) == 31
+    assert len(eager.module.products) == 2 * len(data()) - 1

@@ -398,4 +398,5 @@ def test_dropout_that_is_recomputed_inside_is_right_or_refused(
         capture["modules"] = ["recomputed.*"]
     fits = fit_twice(backend, tmp_path, module=Recomputing, capture=capture, validation=0)
     compare(*fits, replayed=False)
-    assert fits[1].statistics.fallbacks
+    if scope == "modules" or backend == "emulated":  # CUDA draws again in one graph
+        assert "rewind a random generator" in fits[1].statistics.fallbacks[0]

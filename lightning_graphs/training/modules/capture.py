@@ -276,6 +276,7 @@ class _Capture:
                     gradient_buffers=means.gradient_buffers,
                     original=means.original(call.module),
                 )
+            capture.draws = call.draws
             if not warm or call.written is None:
                 self._unchanged(partial(capture.warm_up, 1))
             else:

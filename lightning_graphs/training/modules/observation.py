@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
@@ -53,6 +54,7 @@ class ObservedCall:
         outlives: No backward pass went through it in its step, and the outputs' autograd graph was
             kept: one may come later.
         arguments: What became of its arguments; None where nobody has looked.
+        draws: It has drawn random numbers on a GPU.
         written: Which of the tensors among them the call has written, by whatever way; None where
             nobody could tell.
     """
@@ -76,6 +78,7 @@ class ObservedCall:
     ordinal: int = 0
     outlives: bool = False
     arguments: WatchedArguments | None = None
+    draws: bool = False
     written: list[bool] | None = None
 
     @classmethod
@@ -186,6 +189,7 @@ class StepObserver:
         self._device_type = device_type
         self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
+        self._places: dict[ObservedCall, tuple[int, ...]] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -213,6 +217,7 @@ class StepObserver:
         self._times[module] += 1
         self._find_sources(call)
         call.arguments = WatchedArguments(module, args, kwargs)
+        self._places[call] = random_place(self._device_type)
         self._open.append(call)
         self.observation.calls.append(call)
 
@@ -248,6 +253,7 @@ class StepObserver:
         call = self._open.pop()
         if call.arguments is not None:
             call.arguments.look_again()
+        call.draws = random_place(self._device_type) != self._places.pop(call)
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
