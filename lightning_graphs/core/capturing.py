@@ -202,12 +202,7 @@ class CallableCapture:
         return OutputPlan(returned, static=static, state=self._held.state())
 
     def _look_behind(self, outputs: OutputPlan, start: int) -> None:
-        """Find out which leaves the outputs depend on.
-
-        Args:
-            outputs: What the call returned.
-            start: How many nodes autograd had recorded before it.
-        """
+        """Find out which leaves the outputs depend on; before them so many nodes were recorded."""
         refuse_history_of_others(outputs.requiring_grad, start)
         known, given = self._parameters, self._inputs.tensors
         self._parameters = with_leaves_behind(outputs.requiring_grad, known, given)

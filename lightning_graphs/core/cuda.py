@@ -231,6 +231,9 @@ class CudaGraph(CapturedGraph):
                 if self._pool is not None and not self._released_by_torch():
                     self._backend.bury(self._native, self._device, self._pool)
             else:
+                assert self._pool is not None
+                self._backend.taken(self._pool)  # whose last graph this may have been
+                self._lives_in = self._pool
                 self._native.reset()
         self._release_generators()
         torch.cuda.synchronize()

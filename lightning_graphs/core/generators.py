@@ -52,8 +52,11 @@ def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def random_place(device_type: str) -> tuple[int, ...]:
-    """How many random numbers the generators of the GPUs have given; nothing on a CPU."""
-    if device_type != "cuda":
+    """How many random numbers the generators of the GPUs have given.
+
+    Nothing is known on a CPU, nor inside of a capture.
+    """
+    if device_type != "cuda" or torch.cuda.is_current_stream_capturing():
         return ()
     return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
 

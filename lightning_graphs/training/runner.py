@@ -298,7 +298,6 @@ class StepRunner:
             self._refused(signature, error)
             return None
         if len(self._reads) != known:
-            # What the step has read is a condition from now on.
             conditions = replace(conditions, attributes=self._watch.attributes())
             signature = replace(signature, extra=(conditions,))
             plan.call = CallPlan(signature, check_modes=True)
@@ -356,8 +355,6 @@ class StepRunner:
         if plan.proof is not None:
             self._prove(plan, plan.proof, returned)
         return returned
-
-    # ------------------------------------------------------------------ conditions
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""

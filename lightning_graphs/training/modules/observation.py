@@ -15,6 +15,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.generators import random_place
+from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
@@ -241,6 +242,8 @@ class StepObserver:
         known.append(_Seen(call, index, argument, version_of(argument)))
 
     def _counts(self) -> bool:
+        if is_current_stream_capturing():  # a call without autograd
+            return False
         return self._is_stepping() or current_autograd_node() is not None
 
     def _end(self, module: nn.Module, output: Any) -> None:
