@@ -141,13 +141,19 @@ class EmulatedGraph(CapturedGraph):
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
         self._rng = [(generator, generator.get_state()) for generator in generators]
-        for generator in generators:  # who rewinds one to where another capture was is seen
-            generator.manual_seed(next(_captures))
         self._revealed = contextlib.ExitStack()
-        self._revealed.enter_context(self._backend.revealed())
-        self._revealed.enter_context(announced_as_cuda_capture())
-        self._capture = RecordingCapture(generators)
-        self._capture.__enter__()
+        try:
+            for generator in generators:  # who rewinds one to where another capture was is seen
+                generator.manual_seed(next(_captures))
+            self._revealed.enter_context(self._backend.revealed())
+            self._revealed.enter_context(announced_as_cuda_capture())
+            self._capture = RecordingCapture(generators)
+            self._capture.__enter__()
+        except BaseException:
+            if not self._backend.is_capturing():  # interrupted before it began
+                self._revealed.close()
+                self._restore_generators()
+            raise
 
     def _leave_capture(self) -> Recording:
         capture, revealed = self._capture, self._revealed
@@ -159,9 +165,12 @@ class EmulatedGraph(CapturedGraph):
         with revealed:
             capture.__exit__(None, None, None)
             capture.restore_world()
-            for generator, state in self._rng:
-                generator.set_state(state)
+            self._restore_generators()
         return capture.finish()
+
+    def _restore_generators(self) -> None:
+        for generator, state in self._rng:
+            generator.set_state(state)
 
     def capture_end(self) -> None:
         recording = self._leave_capture()

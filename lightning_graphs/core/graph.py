@@ -306,7 +306,8 @@ class graph:
         backend = self._cuda_graph.backend
         _refuse_nested(backend)
         backend.prepare_capture()
-        with ExitStack() as stack:
+        stack = ExitStack()
+        try:
             stack.enter_context(_without_garbage_collection())
             stack.enter_context(backend.capture_stream(self._stream))
             self._cuda_graph.capture_begin(
@@ -315,7 +316,12 @@ class graph:
                 self._check_input_liveness,
                 enable_annotations=self._enable_annotations,
             )
-            self._exit = stack.pop_all()
+            self._exit = stack
+        except BaseException:
+            with stack:
+                if backend.is_capturing():  # interrupted as it had just begun
+                    self._cuda_graph.abandon_capture()
+            raise
 
     def __exit__(
         self,
@@ -324,11 +330,13 @@ class graph:
         traceback: TracebackType | None,
     ) -> None:
         with self._exit:
-            if error is None:
-                self._cuda_graph.capture_end()
-                return
-            self._cuda_graph.abandon_capture()
-        if _refused_by_device(self._cuda_graph.backend, error):
+            try:
+                if error is None:
+                    self._cuda_graph.capture_end()
+            finally:
+                if self._cuda_graph._capturing:  # the body failed, or an interrupt came in here
+                    self._cuda_graph.abandon_capture()
+        if error is not None and _refused_by_device(self._cuda_graph.backend, error):
             raise _explained(error) from error
 
 

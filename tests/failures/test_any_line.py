@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,11 @@ _FILES = ("core/graph.py", "core/pool.py", "core/capturing.py", "core/emulated.p
 
 
 class Interruption(Callback):
-    """Raises KeyboardInterrupt before the n-th line that runs of those files, from step 5 on."""
+    """Raises KeyboardInterrupt before the n-th line that runs of those files, from step 5 on.
+
+    Not before a ``with``, which runs once more as it is left, and not as an ``__exit__`` begins:
+    the rest of it would not run, and nothing that is written in Python could mend that.
+    """
 
     def __init__(self, line: int) -> None:
         self._left = line
@@ -38,8 +43,11 @@ class Interruption(Callback):
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         self._left -= self._armed and event == "line"
         if self._left < 0 and not self.happened:
-            self.happened = True
-            raise KeyboardInterrupt
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            in_exit = frame.f_code.co_name == "__exit__"
+            if not (in_exit or line.lstrip().startswith("with ")):
+                self.happened = True
+                raise KeyboardInterrupt
         return self._line
 
 
