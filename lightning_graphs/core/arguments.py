@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -11,35 +12,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_graphs.core.contents import Contents
-from lightning_graphs.core.values import DEPTH, attributes_of, entries, is_plain
+from lightning_graphs.core.values import DEPTH, MOST_INSIDE, attributes_of, entries, is_plain
 from lightning_graphs.errors import CaptureError
 
-_MOST_INSIDE = 10_000  # what has more is data
 
-
-@contextlib.contextmanager
-def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Undo what the body, the capture of a call, changes in its containers and objects.
 
     Raises:
         CaptureError: names what it has changed, which a replay would leave as it is.
     """
-    contents = contents_of(args, kwargs)
-    try:
-        yield
-    finally:
-        changed = contents.changed()
-        contents.restore()
-    if changed:
-        remedy = "return the new value, and let the caller store it"
-        if any(map(_is_of_transformers, [*args, *kwargs.values()])):
-            remedy = "set config.use_cache = False: training needs no cache of keys and values"
-        raise CaptureError(
+    remedy = "return the new value, and let the caller store it"
+    if any(map(_is_of_transformers, [*args, *kwargs.values()])):
+        remedy = "set config.use_cache = False: training needs no cache of keys and values"
+    return contents_of(args, kwargs).left(
+        lambda names: CaptureError(
             "A graphed callable must not change its arguments: a replay would leave the caller's "
             "containers and objects as they are.",
-            f"the call changes {', '.join(changed[:3])}",
+            f"the call changes {names}",
             remedy,
         )
+    )
 
 
 def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contents:
@@ -73,7 +66,7 @@ def _held_in(name: str, value: Any, seen: dict[int, Any], depth: int) -> Iterato
     else:
         inside = entries(value) or [(label, label, held) for label, held in _called_with(value)]
     yield name, value
-    if depth > 0 and len(inside) <= _MOST_INSIDE:
+    if depth > 0 and len(inside) <= MOST_INSIDE:
         for label, _, held in inside:
             yield from _held_in(name + label, held, seen, depth - 1)
 

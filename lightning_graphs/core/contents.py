@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
@@ -62,6 +63,21 @@ class Contents:
         slots = ((name, in_slot(value, key), before) for name, value, key, before in self._slots)
         names.update(name for name, now, before in slots if not is_still(now, before))
         return sorted(names)
+
+    @contextlib.contextmanager
+    def left(self, refusal: Callable[[str], Exception]) -> Iterator[None]:
+        """Undo what the body changes, and refuse it.
+
+        Args:
+            refusal: Makes the exception, from the names of what was changed.
+        """
+        try:
+            yield
+        finally:
+            changed = self.changed()
+            self.restore()
+        if changed:
+            raise refusal(", ".join(changed[:3]))
 
     def restore(self) -> None:
         """Put everything back."""

@@ -145,9 +145,11 @@ class SameInside:
         if not isinstance(other, SameInside) or other.inside != self.inside:
             return False
         mine, theirs = self.value, other.value
-        if mine is theirs or is_small_array(mine):
-            return mine is theirs or type(mine) is type(theirs)
-        return type(mine) is type(theirs) and bool(mine == theirs)
+        if mine is theirs:
+            return True
+        # Of an array all that counts is inside, and `==` compares its elements.
+        same = type(mine) is type(theirs)
+        return same and (is_small_array(mine) or bool(mine == theirs))
 
     def __hash__(self) -> int:
         # A hash of its own may change with its values.
@@ -181,13 +183,10 @@ class Constant:
 
     @classmethod
     def of(cls, value: Any, inside: bool = True) -> Constant:
-        """The constant that stands for a value, and for what is inside of an object."""
-        key = as_hashable(value)
-        if isinstance(key, SameInside) and not inside:
-            key = Same(value)
+        """The constant that stands for a value, and unless told otherwise for what is inside."""
         # While modules are watched, their classes are exchanged.
         kind = nn.Module if isinstance(value, nn.Module) else type(value)
-        return cls(kind, key, reprlib.repr(value))
+        return cls(kind, as_hashable(value, inside), reprlib.repr(value))
 
 
 def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -234,16 +233,21 @@ def leaf_changes(
 _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
 
 
-def as_hashable(value: Any) -> Hashable:
-    """What stands for a value where values are compared."""
+def as_hashable(value: Any, inside: bool = True) -> Hashable:
+    """What stands for a value where values are compared.
+
+    Args:
+        value: The value.
+        inside: What an object or an own container holds counts as well.
+    """
     if isinstance(value, nn.Module):
         return Same(value)
-    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
+    if inside and (isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value)):
         with contextlib.suppress(Exception):  # of code of its own
             return SameInside(value)
     try:
         return exact(value)
-    except Exception:
+    except Exception:  # it has no hash, or one of its own that fails
         return Same(value)
 
 

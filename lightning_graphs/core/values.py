@@ -32,6 +32,7 @@ _LIBRARIES = frozenset(
     | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
 )
 DEPTH = 6
+MOST_INSIDE = 10_000  # longer ones are data, into which nobody looks
 _MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
 

@@ -6,8 +6,8 @@ hooks can see it, and the next epoch of a dataset in memory.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from operator import attrgetter, itemgetter
@@ -144,26 +144,20 @@ class OwnBatch:
         self._versions = [version_of(tensor) for _, tensor in self._tensors]
         self._objects = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, Tensor)]
 
-    @contextlib.contextmanager
-    def objects_left(self) -> Iterator[None]:
+    def objects_left(self) -> AbstractContextManager[None]:
         """Undo what the body, a capture, changes in objects of the batch, which are no copies.
 
         Raises:
             CaptureError: names what it has changed.
         """
-        contents = Contents(held_in_all(self._objects))
-        try:
-            yield
-        finally:
-            changed = contents.changed()
-            contents.restore()
-        if changed:
-            raise CaptureError(
+        return Contents(held_in_all(self._objects)).left(
+            lambda names: CaptureError(
                 "A captured step runs no Python code: what it stores in objects of the batch would "
                 "stand still.",
-                f"training_step changes {', '.join(changed[:3])}",
+                f"training_step changes {names}",
                 "return it, and store it in on_train_batch_end",
             )
+        )
 
     def changes(self) -> BatchChanges | None:
         """What the captured step has done to its containers; None if nothing.

@@ -9,10 +9,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.values import DEPTH, entries, is_plain
+from lightning_graphs.core.values import DEPTH, MOST_INSIDE, entries, is_plain
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_MOST_INSIDE = 10_000  # longer ones are data
 
 # `log` and `forward` are exchanged in instances while a step or a module is captured; the state
 # is that of toggle_optimizer().
@@ -68,6 +67,6 @@ def held_in_value(
         return
     seen.add(id(value))
     yield name, value
-    if depth > 0 and (not isinstance(value, Sized) or len(value) <= _MOST_INSIDE):
+    if depth > 0 and (not isinstance(value, Sized) or len(value) <= MOST_INSIDE):
         for label, _, held in entries(value) or []:
             yield from held_in_value(name + label, held, seen, depth - 1)

@@ -222,15 +222,12 @@ def nothing_left_behind(module: LightningModule) -> Iterator[None]:
         CaptureError: the body has left something: a replay would not leave it again.
     """
     attributes = Attributes(module)
-    try:
-        with nothing_drawn(Generators(module)):
-            yield
-    finally:
-        changed = attributes.changed()
-        attributes.restore()
-    if changed:
-        names = ", ".join(changed[:3])
-        raise CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
+    with attributes.left(_stored), nothing_drawn(Generators(module)):
+        yield
+
+
+def _stored(names: str) -> CaptureError:
+    return CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
 
 
 @contextlib.contextmanager

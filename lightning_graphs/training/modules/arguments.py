@@ -1,6 +1,6 @@
 """The arguments of a call that is observed: what becomes of them while it runs, and afterwards.
 
-Nothing here raises: it runs in the middle of an eager step.
+What runs in the middle of the eager step never raises.
 """
 
 from __future__ import annotations
