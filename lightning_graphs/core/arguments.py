@@ -25,14 +25,16 @@ def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractCon
     remedy = "return the new value, and let the caller store it"
     if any(map(_is_of_transformers, [*args, *kwargs.values()])):
         remedy = "set config.use_cache = False: training needs no cache of keys and values"
-    return contents_of(args, kwargs).left(
-        lambda names: CaptureError(
+
+    def refuse(names: str) -> None:
+        raise CaptureError(
             "A graphed callable must not change its arguments: a replay would leave the caller's "
             "containers and objects as they are.",
             f"the call changes {names}",
             remedy,
         )
-    )
+
+    return contents_of(args, kwargs).left(refuse)
 
 
 def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contents:

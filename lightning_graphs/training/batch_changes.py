@@ -150,14 +150,16 @@ class OwnBatch:
         Raises:
             CaptureError: names what it has changed.
         """
-        return Contents(held_in_all(self._objects)).left(
-            lambda names: CaptureError(
+
+        def refuse(names: str) -> None:
+            raise CaptureError(
                 "A captured step runs no Python code: what it stores in objects of the batch would "
                 "stand still.",
                 f"training_step changes {names}",
                 "return it, and store it in on_train_batch_end",
             )
-        )
+
+        return Contents(held_in_all(self._objects)).left(refuse)
 
     def changes(self) -> BatchChanges | None:
         """What the captured step has done to its containers; None if nothing.

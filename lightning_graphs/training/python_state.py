@@ -222,12 +222,12 @@ def nothing_left_behind(module: LightningModule) -> Iterator[None]:
         CaptureError: the body has left something: a replay would not leave it again.
     """
     attributes = Attributes(module)
-    with attributes.left(_stored), nothing_drawn(Generators(module)):
+    with attributes.left(_refuse_stored), nothing_drawn(Generators(module)):
         yield
 
 
-def _stored(names: str) -> CaptureError:
-    return CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
+def _refuse_stored(names: str) -> None:
+    raise CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
 
 
 @contextlib.contextmanager
