@@ -62,8 +62,8 @@ from lightning_graphs.training.python_state import (
     AttributeReads,
     Attributes,
 )
-from lightning_graphs.training.runner import refuse_iterator
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
+from lightning_graphs.training.step import refuse_iterator
 from lightning_graphs.training.watched import Nesting, WatchedInt, draws_watched, watched_in
 
 _BETWEEN: Effect = "stays eager between them"

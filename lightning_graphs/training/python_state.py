@@ -42,6 +42,9 @@ STORED = Obstacle(
     kind="python-state",
     code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
 )
+Stores = tuple[tuple[dict[str, Any], str, Any], ...]
+"""Attributes that code has set: the module's table of attributes, name and value of each."""
+
 DRAWN = Obstacle(
     "A captured step runs no Python code: a number that it draws would stand still.",
     "draw on the device (torch.rand(..., device=...)), or in the data loader",
@@ -51,11 +54,12 @@ DRAWN = Obstacle(
 
 
 class AttributeReads:
-    """Attributes of modules that captured steps have read.
+    """Attributes of modules that captured steps have read, and those that they have set.
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
     hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
-    absence of an attribute that was looked for in vain.
+    absence of an attribute that was looked for in vain. What a step has set itself before it reads
+    it is no such value: every replay sets it again (:meth:`stored`).
 
     Args:
         on_use: Called with the name of every attribute that is read or set, and whether it is set.
@@ -64,6 +68,7 @@ class AttributeReads:
     def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
         self._held = HeldValues()
         self._kept: dict[int, Any] = {}
+        self._stored: dict[tuple[int, str], nn.Module] = {}
         self._on_use = on_use
 
     def __len__(self) -> int:
@@ -88,6 +93,12 @@ class AttributeReads:
     def values(self) -> tuple[tuple[str, Any], ...]:
         """Name and present value of everything that was read, and of what is inside of it."""
         return self._held.now()
+
+    def stored(self) -> Stores:
+        """The attributes that were set since this was asked, as they are now."""
+        tables = [(vars(owner), key) for (_, key), owner in self._stored.items()]
+        self._stored.clear()
+        return tuple((table, key, table[key]) for table, key in tables if key in table)
 
     @contextlib.contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
@@ -129,8 +140,9 @@ class AttributeReads:
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
             place = id(owner), key
+            known = key in OF_ALL_MODULES or place in noted or place in self._stored
             # A copy that the body makes has the watched class, too, and no path.
-            if key not in OF_ALL_MODULES and place not in noted and place[0] in paths:
+            if not known and place[0] in paths:
                 self._note(owner, kind, key, value, paths[place[0]])
                 if self._on_use is None:  # which is told of every use
                     noted.add(place)
@@ -146,15 +158,16 @@ class AttributeReads:
                 raise
 
         def write(owner: Any, key: str, value: Any) -> None:
-            assert self._on_use is not None
-            if id(owner) in paths:
-                self._on_use(f"{paths[id(owner)]}.{key}", True)
             inherited_set(owner, key, value)
+            if id(owner) not in paths:
+                return
+            if self._on_use is not None:
+                self._on_use(f"{paths[id(owner)]}.{key}", True)
+            elif key not in OF_ALL_MODULES:
+                self._stored[id(owner), key] = owner
 
         watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
-        watched["__module__"] = kind.__module__
-        if self._on_use is not None:
-            watched["__setattr__"] = write
+        watched |= {"__setattr__": write, "__module__": kind.__module__}
         return type(kind)(kind.__name__, (kind,), watched)
 
     def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,11 +32,12 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
-from lightning_graphs.training.step import StepCapture, StepPlan
+from lightning_graphs.training.step import StepCapture, refuse_iterator
 from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
 
@@ -350,6 +351,7 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
+        plan.store()
         plan.logs.reissue()
         returned = plan.outputs.hand_out()
         if plan.proof is not None:
@@ -385,15 +387,6 @@ class StepRunner:
         self._notices.refused(error, has_graphs=not self.has_failed)
         if signature is not None:
             self._cache.refuse(signature)
-
-
-def refuse_iterator(batch: Any) -> None:
-    if isinstance(batch, Iterator):
-        raise CaptureError(
-            "A captured step gets its batch: a replay takes none from an iterator.",
-            f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
-            "write training_step(self, batch, batch_idx)",
-        )
 
 
 def _nothing(*_: Any, **__: Any) -> None:

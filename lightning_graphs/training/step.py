@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.training.batch_changes import BatchChanges, OwnBatch
+from lightning_graphs.training.batch_changes import OwnBatch
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
@@ -33,20 +32,19 @@ from lightning_graphs.training.frozen import (
 )
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.gradients import (
-    AttachedGradients,
     GradientTargets,
     PersistentGradients,
     gradients_set_aside,
 )
 from lightning_graphs.training.held_values import held_in
 from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import NamedByCalls, OutsideValues
 from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import (
@@ -55,60 +53,6 @@ from lightning_graphs.training.python_state import (
     nothing_left_behind,
 )
 from lightning_graphs.training.side_effects import nothing_done_outside
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """A captured step.
-
-    Attributes:
-        call: Checks a batch against the signature and takes its tensors out.
-        inputs: The static batch.
-        outputs: What ``training_step`` returned.
-        logs: Its calls of ``self.log`` and of metrics.
-        gradients: What ``.grad`` is after the backward pass, of the optimizer's parameters.
-        outside: The same, of parameters that the optimizer does not have.
-        phase: Which part of an accumulation window it is.
-        forward: Replayed in place of ``training_step``.
-        backward: Replayed in place of the backward pass; None if it is part of ``forward``.
-        step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
-        steps: Whether the optimizer step is captured at all.
-        numbers: The optimizer's live numbers inside of it; None if all are frozen.
-        graphs: All of its graphs, in the order of their capture.
-        adds: Whether its gradients are added to those of earlier steps.
-        changes: What it does to the containers of the batch; None if nothing.
-        written: What it writes beside parameters and buffers, by name.
-        proof: Looks at what its next replay hands out, where verification found no memory for more.
-    """
-
-    call: CallPlan
-    inputs: StaticInputs
-    outputs: OutputPlan
-    logs: LogRecorder
-    gradients: AttachedGradients
-    outside: AttachedGradients
-    phase: Phase
-    forward: CUDAGraph
-    backward: CUDAGraph | None = None
-    step: CUDAGraph | None = None
-    steps: bool = False
-    numbers: GraphNumbers | None = None
-    graphs: list[CUDAGraph] = field(default_factory=list)
-    adds: bool = False
-    changes: BatchChanges | None = None
-    written: dict[str, Tensor] = field(default_factory=dict)
-    proof: Callable[[Any], None] | None = None
-
-    def adopt(self) -> None:
-        """Bring in the gradients of earlier steps to which this one adds its own."""
-        if self.adds:
-            self.gradients.adopt()
-        self.outside.adopt()
-
-    def attach(self) -> None:
-        """Make ``.grad`` of every parameter what it is after the backward pass."""
-        self.gradients.attach(zeroed=not self.adds)
-        self.outside.attach()
 
 
 class RaisedInCapture(CaptureError):
@@ -208,6 +152,7 @@ class StepCapture:
                         updating=nullcontext if live is None else live.marked,
                     )
                 gradients, others = targets.attached()
+                stores = self._reads.stored()
             changes = own.changes()
             _reset_autograd(inputs.tensors, tensors)
             numbers = live.find(segments.graphs[-1]) if live is not None else None
@@ -256,6 +201,7 @@ class StepCapture:
             adds,
             changes,
             loose.written(),
+            stores,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -354,6 +300,20 @@ class _Segments:
         """Release the graphs that were finished before the failure."""
         while self.graphs:
             self._pool.release(self.graphs.pop())
+
+
+def refuse_iterator(batch: Any) -> None:
+    """Refuse a step that takes its batches by itself.
+
+    Raises:
+        CaptureError: names the iterator.
+    """
+    if isinstance(batch, Iterator):
+        raise CaptureError(
+            "A captured step gets its batch: a replay takes none from an iterator.",
+            f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
+            "write training_step(self, batch, batch_idx)",
+        )
 
 
 def _frozen(value: Any) -> Any:

@@ -21,10 +21,10 @@ from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import nothing_left_behind
 from lightning_graphs.training.state import StepState, outputs
-from lightning_graphs.training.step import StepPlan
 from lightning_graphs.training.warned import stacklevel_of_user
 
 
@@ -79,6 +79,7 @@ class Verification:
             GraphError: the eager step does by now what a captured one cannot do.
         """
         batch = self._tensors(plan, args)
+        plan.store()  # another step may have set them otherwise
         state = StepState(self._trainer, self._module, self._optimizer, plan.written)
         missing = missing_memory(self._device, state.nbytes)
         if not missing:

@@ -35,14 +35,10 @@ from lightning_graphs.training.modules.observation import (
     ObservedCall,
     ObservedState,
 )
-from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
+from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import (
-    DRAWN,
-    STORED,
-    Attributes,
-)
+from lightning_graphs.training.python_state import DRAWN, STORED, Attributes, Stores
 from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
@@ -97,7 +93,7 @@ class Means:
 
 
 def capture_calls(
-    calls: Sequence[ObservedCall], observation: Observation, means: Means
+    calls: Sequence[ObservedCall], observation: Observation, means: Means, baked: Baked
 ) -> CapturedCalls:
     """Capture forward and backward of these calls in the order in which the step ran them.
 
@@ -106,6 +102,7 @@ def capture_calls(
             they share graphs that are made when they are called.
         observation: The step that they are of.
         means: What the captures are made with.
+        baked: Watches them.
 
     Raises:
         CallRefused: a call cannot be captured; no graph is left and everything is as before.
@@ -124,7 +121,7 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
-    surroundings = _Surroundings.of(means)
+    surroundings = _Surroundings.of(means, baked)
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
     warm = not has_compiled_anything()
@@ -166,19 +163,20 @@ def _refuse_other_submodules(call: ObservedCall) -> None:
         )
 
 
-def capture_alone(call: ObservedCall, means: Means) -> Site:
+def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
     """Capture a call without autograd, which any other may follow.
 
     Args:
         call: The call.
         means: What the capture is made with.
+        baked: Watches it.
 
     Raises:
         CallRefused: it cannot be captured; no graph is left and everything is as before.
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    surroundings = _Surroundings.of(means)
+    surroundings = _Surroundings.of(means, baked)
     with surroundings.effects.watched():
         here = replace(means, pool=own)
         capture = _Capture(call, here, ReplayOrder(), surroundings, warm=False)
@@ -215,13 +213,15 @@ class _Surroundings(NamedTuple):
     own: OwnCode
     effects: SideEffects
     loose: LooseTensors
+    baked: Baked
 
     @classmethod
-    def of(cls, means: Means) -> _Surroundings:
+    def of(cls, means: Means, baked: Baked) -> _Surroundings:
         root, own = means.root, means.own
         outside = OutsideValues(root, own).held
         loose = LooseTensors(root, [*held_in(root), *outside])
-        return cls(Generators(root, outside), own, SideEffects(root.trainer, own), loose)
+        effects = SideEffects(root.trainer, own)
+        return cls(Generators(root, outside), own, effects, loose, baked)
 
 
 class _Capture:
@@ -253,6 +253,7 @@ class _Capture:
         self.pool = pool = means.pool
         self.cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
+        self._stores: Stores = ()
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
 
         def prepare() -> CallableCapture:
@@ -332,11 +333,14 @@ class _Capture:
         """Capture one pass."""
         passes = self.passes
         started = perf_counter()
-        self._surroundings.loose.written()  # by others, since
+        watched = self._surroundings
+        watched.loose.written()  # by others, since
+        watched.baked.stored()
         capture = passes.capture_forward if direction == "forward" else passes.capture_backward
         with self._outside.caches_left():
             self._explained(partial(self._unchanged, capture))
-        self._written |= self._surroundings.loose.written()
+        self._written |= watched.loose.written()
+        self._stores += watched.baked.stored()
         self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
@@ -346,7 +350,9 @@ class _Capture:
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(self._call, graphed, self.cost, parameters, required, written=self._written)
+        return Site(
+            self._call, graphed, self.cost, parameters, required, self._written, self._stores
+        )
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""

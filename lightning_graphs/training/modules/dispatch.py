@@ -142,6 +142,8 @@ class GraphedForward:
             self._missing = str(error)
             self._stage.stale |= site.is_as_captured
             return _NONE
+        for table, key, value in site.stores:
+            table[key] = value
         site.record.replays += 1
         return answer
 
@@ -170,7 +172,7 @@ class GraphedForward:
             baked = Baked(stage.means.root, stage.means.own)
             try:
                 with baked.watched([self._module]):
-                    site = capture_alone(call, stage.means)
+                    site = capture_alone(call, stage.means, baked)
                 self._verify(site)
             except (CallRefused, CallDiffers):
                 self._without_autograd.refuse(signature)

@@ -30,7 +30,7 @@ from lightning_graphs.training.frozen import (
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.outside import NamedByCalls
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.python_state import AttributeReads, Stores
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -49,7 +49,7 @@ class CallRefused(CaptureError):
 
 
 class Baked:
-    """What of Python's values a capture has read, and its graphs therefore contain.
+    """What of Python's values a capture has read, and its graphs therefore contain; what it sets.
 
     Those are attributes of modules and of the trainer, and global and enclosing variables.
 
@@ -90,6 +90,10 @@ class Baked:
         """Their names and present values."""
         return self._reads.values()
 
+    def stored(self) -> Stores:
+        """The attributes that the body has set since this was asked, as they are now."""
+        return self._reads.stored()
+
     def share(self, sites: Sequence[Site]) -> None:
         """Let each of these calls look at its part: the code between them may change any value.
 
@@ -113,6 +117,7 @@ class Site:
         parameters: The module's parameters.
         requires_grad: Which of them required a gradient.
         written: What the call writes beside parameters and buffers, by name.
+        stores: Attributes that it sets, to the values that they had already at capture.
         record: Where replays are counted.
         read: The values of Python's that are in the graphs.
         values: Their names and values at capture.
@@ -124,6 +129,7 @@ class Site:
     parameters: list[Parameter]
     requires_grad: list[bool]
     written: dict[str, Tensor] = field(default_factory=dict)
+    stores: Stores = ()
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
     read: HeldValues = field(default_factory=HeldValues)
     values: tuple[tuple[str, Any], ...] = ()

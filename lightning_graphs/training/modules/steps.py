@@ -305,7 +305,7 @@ class ModuleGraphs:
         while calls and captured is None:
             try:
                 with baked.watched(dict.fromkeys(call.module for call in calls)):
-                    found = capture_calls(calls, observation, self._means)
+                    found = capture_calls(calls, observation, self._means, baked)
                 captured = self._verified(found)
             except (CallRefused, CallDiffers) as error:
                 is_named = bool(self._options.modules) or isinstance(error, CallDiffers)

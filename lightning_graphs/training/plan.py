@@ -1,0 +1,81 @@
+"""A captured step: its graphs, and what a replay does beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_graphs.core.buffers import StaticInputs
+from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.training.batch_changes import BatchChanges
+from lightning_graphs.training.conditions import Phase
+from lightning_graphs.training.gradients import AttachedGradients
+from lightning_graphs.training.live_numbers import GraphNumbers
+from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.python_state import Stores
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A captured step.
+
+    Attributes:
+        call: Checks a batch against the signature and takes its tensors out.
+        inputs: The static batch.
+        outputs: What ``training_step`` returned.
+        logs: Its calls of ``self.log`` and of metrics.
+        gradients: What ``.grad`` is after the backward pass, of the optimizer's parameters.
+        outside: The same, of parameters that the optimizer does not have.
+        phase: Which part of an accumulation window it is.
+        forward: Replayed in place of ``training_step``.
+        backward: Replayed in place of the backward pass; None if it is part of ``forward``.
+        step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
+        steps: Whether the optimizer step is captured at all.
+        numbers: The optimizer's live numbers inside of it; None if all are frozen.
+        graphs: All of its graphs, in the order of their capture.
+        adds: Whether its gradients are added to those of earlier steps.
+        changes: What it does to the containers of the batch; None if nothing.
+        written: What it writes beside parameters and buffers, by name.
+        stores: Attributes that it sets, to the values that they had already at capture.
+        proof: Looks at what its next replay hands out, where verification found no memory for more.
+    """
+
+    call: CallPlan
+    inputs: StaticInputs
+    outputs: OutputPlan
+    logs: LogRecorder
+    gradients: AttachedGradients
+    outside: AttachedGradients
+    phase: Phase
+    forward: CUDAGraph
+    backward: CUDAGraph | None = None
+    step: CUDAGraph | None = None
+    steps: bool = False
+    numbers: GraphNumbers | None = None
+    graphs: list[CUDAGraph] = field(default_factory=list)
+    adds: bool = False
+    changes: BatchChanges | None = None
+    written: dict[str, Tensor] = field(default_factory=dict)
+    stores: Stores = ()
+    proof: Callable[[Any], None] | None = None
+
+    def store(self) -> None:
+        """Set the attributes that the step sets."""
+        for table, key, value in self.stores:
+            table[key] = value
+
+    def adopt(self) -> None:
+        """Bring in the gradients of earlier steps to which this one adds its own."""
+        if self.adds:
+            self.gradients.adopt()
+        self.outside.adopt()
+
+    def attach(self) -> None:
+        """Make ``.grad`` of every parameter what it is after the backward pass."""
+        self.gradients.attach(zeroed=not self.adds)
+        self.outside.attach()
