@@ -24,7 +24,7 @@ from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes
-from lightning_graphs.core.torch_private import version_of, will_execute
+from lightning_graphs.core.torch_private import in_transform, version_of, will_execute
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     ReplayError,
@@ -69,7 +69,8 @@ class GraphedCallable:
 
     Calls must equal the captured one in everything but values. Where the train/eval flag of any
     submodule, or of a module that a function holds, differs from its state at capture, the original
-    runs instead; also where a replay would overwrite a lent output that the caller has kept.
+    runs instead; also inside of a transform (``torch.func``, forward-mode autograd), and where a
+    replay would overwrite a lent output that the caller has kept.
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
@@ -181,7 +182,8 @@ class GraphedCallable:
             ArgumentElsewhereError: an argument that is read in place is another tensor.
             ReplayError: a parameter or buffer moved, or the graphs were released.
         """
-        if self._released or [m.training for m in self._modules] != self._training:
+        changed = self._released or [m.training for m in self._modules] != self._training
+        if changed or in_transform():
             return self.original(*args, **kwargs)
         self._check_autocast()
         tensors = self._plan.tensors(args, kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -218,6 +219,20 @@ def will_execute(node: Node) -> bool:
         return True if function is None else bool(function(node))
     except RuntimeError:
         return False
+
+
+_innermost_transform: Callable[[], object] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def in_transform() -> bool:
+    """Whether code runs inside of ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
+
+    Its tensors carry batches or tangents that a graph knows nothing of, and nothing public tells.
+    Where torch lacks the private ways the answer is no.
+    """
+    return _innermost_transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.core.backend import BackendName
@@ -242,3 +243,27 @@ def test_an_argument_of_nan_is_not_taken_for_a_written_one(
     sample = torch.full((2,), float("nan"), device=device)
     graphed = make_graphed_callables(lambda x: x * 2, (sample,), backend=backend)
     assert graphed(torch.ones(2, device=device)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", ["vmap", "jvp", "dual"])
+def test_inside_of_a_transform_the_original_runs(
+    backend: BackendName, device: torch.device, way: str
+) -> None:
+    def tangent_of(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if way == "vmap":
+            mapped: Tensor = torch.func.vmap(function)(torch.stack([x, 2 * x]))
+            return mapped
+        if way == "jvp":
+            derivative: Tensor = torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+            return derivative
+        with forward_ad.dual_level():
+            dual = function(forward_ad.make_dual(x, torch.ones_like(x)))
+            return forward_ad.unpack_dual(dual).tangent
+
+    net = nn.Linear(4, 4).to(device)
+    x = torch.randn(4, 4, device=device)
+    graphed = make_graphed_callables(net.forward, (x,), backend=backend)
+    with torch.no_grad():
+        assert torch.equal(tangent_of(graphed, x), tangent_of(net, x))
+    assert torch.equal(graphed(x), net(x))

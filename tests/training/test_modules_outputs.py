@@ -121,3 +121,66 @@ def test_what_a_module_remembers_is_returned_itself(
 ) -> None:
     capture = {"scope": "modules", "modules": modules}
     compare(*fit_twice(backend, tmp_path, module=Remembering, capture=capture))
+
+
+class Sharing(nn.Module):
+    """Two outputs in one memory."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.how = how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.how == "argument":
+            return x + self.bias, x[:, :4]
+        hidden = self.layer(x)
+        others = {"same": hidden, "view": hidden[:, :4], "detached": hidden.detach()}
+        return hidden, others[self.how]
+
+
+class Rewriting(Net):
+    """Writes what a block has returned, or what it was given."""
+
+    def __init__(self, how: str, writes: str) -> None:
+        super().__init__()
+        self.block = Sharing(how)
+        self.writes = writes
+
+    def loss(self, batch: Any) -> Any:
+        x = batch["x"].clone()
+        hidden, other = self.block(x)
+        if self.writes == "output":
+            (other if self.block.how == "argument" else hidden).mul_(2.0)
+        elif self.writes == "argument":
+            x.mul_(2.0)
+        return super().loss({**batch, "x": hidden + x + other.sum(1, keepdim=True)})
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize(
+    ("how", "writes"),
+    [
+        *((how, "nothing") for how in ("same", "view", "detached", "argument")),
+        *((how, "output") for how in ("same", "view", "detached", "argument")),
+        ("argument", "argument"),
+    ],
+)
+def test_outputs_that_share_memory_and_are_written(
+    backend: str, tmp_path: Path, how: str, writes: str, verify: str
+) -> None:
+    fits = fit_twice(
+        backend,
+        tmp_path,
+        module=lambda: Rewriting(how, writes),
+        capture={"scope": "modules", "modules": ["block"], "verify": verify, "on_failure": "eager"},
+        validation=0,
+    )
+    statistics = fits[1].statistics
+    if writes == "nothing":
+        compare(*fits)
+        return
+    compare(*fits, replayed=False)
+    assert statistics.replayed == 0
+    assert "in the memory of another output or of an argument" in statistics.fallbacks[0]

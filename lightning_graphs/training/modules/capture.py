@@ -29,12 +29,8 @@ from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.held_values import held_in
 from lightning_graphs.training.loose_tensors import LooseTensors
-from lightning_graphs.training.modules.observation import (
-    Direction,
-    Observation,
-    ObservedCall,
-    ObservedState,
-)
+from lightning_graphs.training.modules.observation import Direction, Observation
+from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode

@@ -19,7 +19,7 @@ from lightning_graphs.errors import CaptureError, GraphError, ReplayError, Verif
 from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.modules.observation import ObservedCall, ObservedState
+from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.python_state import Attributes

@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, module_hooks
 from lightning_graphs.training.compiled import REMEDY, with_own_graphs
-from lightning_graphs.training.modules.observation import Observation, ObservedCall
+from lightning_graphs.training.modules.observation import Observation
+from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.selection import excluded, select
 from lightning_graphs.training.options import Options
 

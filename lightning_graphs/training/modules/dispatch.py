@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.torch_private import in_transform
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     CaptureError,
@@ -21,7 +22,7 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
-from lightning_graphs.training.modules.observation import ObservedCall
+from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
@@ -148,6 +149,8 @@ class GraphedForward:
         return answer
 
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if in_transform():
+            return self.original(*args, **kwargs)
         plans = self._without_autograd.plans()
         fits = (s for s, baked in plans if s.accepts(args, kwargs) and baked.now() == baked.values)
         site = next(fits, None) or self._captured_without_autograd(args, kwargs)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,106 +18,15 @@ from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
+    in_transform,
     version_of,
     will_execute,
 )
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.training.modules.arguments import WatchedArguments
+from lightning_graphs.training.modules.observed_call import ObservedCall
 
 Direction = Literal["forward", "backward"]
-
-
-@dataclass(eq=False, slots=True)
-class ObservedCall:
-    """One call of a module in the observed step.
-
-    Attributes:
-        name: Qualified name of the module.
-        module: The module.
-        args: Its positional arguments, detached from the autograd graph.
-        kwargs: Its keyword arguments, likewise.
-        autocast: Data type of autocast; None while it was off.
-        grad_enabled: Whether autograd was recording.
-        frozen: The module's parameters that required no gradient.
-        training: The train/eval flag of each of its submodules.
-        parent: The call of another observed module that made this one.
-        requires_grad: Whether an output requires grad.
-        recomputed: The call was made by a backward pass, as activation checkpointing does.
-        backwards: How often a backward pass went through its outputs.
-        twice_differentiable: A backward pass was run with ``create_graph=True``.
-        sources: For each argument that other observed calls returned, by its index among the
-            tensors of the arguments, these calls and the index of the tensor in what they returned.
-        shared: For each other argument without gradient that earlier calls were given, too: these
-            calls and the argument's index there.
-        partial: A backward pass left the module's parameters out.
-        ordinal: Which call of the module in the step it is, counted from 0.
-        outlives: No backward pass went through it in its step, and the outputs' autograd graph was
-            kept: one may come later.
-        arguments: What became of its arguments; None where nobody has looked.
-        draws: It has drawn random numbers on a GPU.
-        written: Which of the tensors among them the call has written, by whatever way; None where
-            nobody could tell.
-    """
-
-    name: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    autocast: torch.dtype | None
-    grad_enabled: bool
-    frozen: frozenset[nn.Parameter]
-    training: tuple[bool, ...]
-    parent: ObservedCall | None
-    requires_grad: bool = False
-    recomputed: bool = False
-    backwards: int = 0
-    twice_differentiable: bool = False
-    partial: bool = False
-    sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
-    shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
-    ordinal: int = 0
-    outlives: bool = False
-    arguments: WatchedArguments | None = None
-    draws: bool = False
-    written: list[bool] | None = None
-
-    @classmethod
-    def now(
-        cls,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        device_type: str,
-        parent: ObservedCall | None = None,
-    ) -> ObservedCall:
-        """A call that is made now, with autocast of this type of device."""
-        autocast = torch.is_autocast_enabled(device_type)
-        return cls(
-            name,
-            module,
-            args,
-            kwargs,
-            torch.get_autocast_dtype(device_type) if autocast else None,
-            torch.is_grad_enabled(),
-            frozenset(p for p in module.parameters() if not p.requires_grad),
-            tuple(m.training for m in module.modules()),
-            parent,
-            recomputed=current_autograd_node() is not None,
-        )
-
-    def obstacle(self) -> str | None:
-        """Why this call cannot be a graph, in words that follow its name; None if it can.
-
-        What its code does is not looked at.
-        """
-        if self.twice_differentiable:
-            return "is differentiated twice (create_graph=True)"
-        if self.backwards > 1:
-            return "has more than one backward pass through it (retain_graph=True)"
-        if self.outlives:
-            return "has an output whose autograd graph is kept for a later step"
-        return None
 
 
 @dataclass(slots=True)
@@ -186,6 +94,7 @@ class StepObserver:
     ) -> None:
         self.observation = Observation()
         self._made: dict[int, list[_Seen]] = {}
+        self._shared: list[_Seen] = []
         self._given: dict[int, list[_Seen]] = {}
         self._device_type = device_type
         self._is_stepping = is_stepping
@@ -211,10 +120,12 @@ class StepObserver:
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._counts():
             return
-        args, kwargs = _detached((args, dict(kwargs)))
+        transformed = in_transform()
+        args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
         parent = self._open[-1] if self._open else None
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
         call.ordinal = self._times[module]
+        call.transformed = transformed
         self._times[module] += 1
         self._find_sources(call)
         call.arguments = WatchedArguments(module, args, kwargs)
@@ -257,6 +168,8 @@ class StepObserver:
         if call.arguments is not None:
             call.arguments.look_again()
         call.draws = random_place(self._device_type) != self._places.pop(call)
+        if call.transformed:
+            return
         self.observation.passes.append((call, "forward"))
         tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         for i, tensor in enumerate(tensors):
@@ -264,6 +177,8 @@ class StepObserver:
                 continue
             made = _Seen(call, i, tensor.detach(), version_of(tensor))
             self._made.setdefault(tensor.data_ptr(), []).append(made)
+            if self._is_shared(call, tensor, tensors):
+                self._shared.append(made)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         call.requires_grad = bool(outputs)
         if not outputs or call.recomputed:
@@ -285,6 +200,13 @@ class StepObserver:
             torch.autograd.graph.register_multi_grad_hook(outputs, backward, mode="all")
         )
 
+    @staticmethod
+    def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:
+        """Whether something else that was returned or given is in the memory of an output."""
+        given = [leaf for leaf in leaves_of((call.args, call.kwargs)) if torch.is_tensor(leaf)]
+        memory = _memory(output)
+        return [_memory(t) for t in (*given, *outputs) if _has_address(t)].count(memory) > 1
+
     def _follow(self, call: ObservedCall, output: Tensor) -> None:
         """Be able to tell, after the step, whether the autograd graph of an output is alive."""
         if output.grad_fn is not None:
@@ -300,7 +222,10 @@ class StepObserver:
             self._handles.pop().remove()
         for call, token in self._graphs:
             call.outlives |= call.backwards == 0 and token() is not None
+        for made in self._shared:
+            made.call.rewritten |= version_of(made.tensor) != made.version
         self._graphs.clear()
+        self._shared.clear()
         self._open.clear()
         self._made.clear()
         for call in self.observation.calls:
@@ -313,55 +238,16 @@ def _has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _accumulates(leaf: Node) -> bool:
     """Whether the backward pass that is running adds to this leaf's ``.grad``."""
     try:
         return will_execute(leaf)
     except RuntimeError:  # torch answers so for a leaf whose gradient autograd.grad returns
         return False
-
-
-class ObservedState:
-    """The state of a module in which an observed call found it.
-
-    Grad mode, train/eval flags and ``requires_grad`` of its parameters count.
-
-    Args:
-        call: The observed call.
-    """
-
-    def __init__(self, call: ObservedCall) -> None:
-        self._grad_enabled = call.grad_enabled
-        self._modules = list(call.module.modules())
-        self._training = call.training
-        self._parameters = list(call.module.parameters())
-        self._required = [p not in call.frozen for p in self._parameters]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Let the module be in that state while the body runs."""
-        flags = [m.training for m in self._modules]
-        required = [p.requires_grad for p in self._parameters]
-        _set_flags(self._modules, self._training)
-        _set_requires_grad(self._parameters, self._required)
-        try:
-            with torch.set_grad_enabled(self._grad_enabled):
-                yield
-        finally:
-            _set_flags(self._modules, flags)
-            _set_requires_grad(self._parameters, required)
-
-
-def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
-    for module, flag in zip(modules, flags, strict=True):
-        if module.training is not flag:  # setting an attribute of a module takes long
-            module.training = flag
-
-
-def _set_requires_grad(parameters: Sequence[nn.Parameter], required: Sequence[bool]) -> None:
-    for parameter, require in zip(parameters, required, strict=True):
-        if parameter.requires_grad is not require:
-            parameter.requires_grad_(require)
 
 
 def _detached(tree: Any) -> Any:

@@ -27,7 +27,8 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.modules.observation import Observation, ObservedCall
+from lightning_graphs.training.modules.observation import Observation
+from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import NamedByCalls
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import AttributeReads, Stores

@@ -32,7 +32,8 @@ from lightning_graphs.training.modules.kinds import (
     batch_signature,
     moved_attributes,
 )
-from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
+from lightning_graphs.training.modules.observation import Observation, StepObserver
+from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.notices import RareSteps
@@ -166,7 +167,6 @@ class ModuleGraphs:
 
     def _begin_eagerly(self) -> None:
         self._statistics.eager += 1
-        self.stage.missed = ""
         self.stage.elsewhere = None
         for forward in self._forwards.values():
             forward.begin(())

@@ -1,0 +1,163 @@
+"""One call of a submodule in an observed step: how it was made, and the state it found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_graphs.core.torch_private import current_autograd_node
+from lightning_graphs.training.modules.arguments import WatchedArguments
+
+
+@dataclass(eq=False, slots=True)
+class ObservedCall:
+    """One call of a module in the observed step.
+
+    Attributes:
+        name: Qualified name of the module.
+        module: The module.
+        args: Its positional arguments, detached from the autograd graph.
+        kwargs: Its keyword arguments, likewise.
+        autocast: Data type of autocast; None while it was off.
+        grad_enabled: Whether autograd was recording.
+        frozen: The module's parameters that required no gradient.
+        training: The train/eval flag of each of its submodules.
+        parent: The call of another observed module that made this one.
+        requires_grad: Whether an output requires grad.
+        recomputed: The call was made by a backward pass, as activation checkpointing does.
+        backwards: How often a backward pass went through its outputs.
+        twice_differentiable: A backward pass was run with ``create_graph=True``.
+        sources: For each argument that other observed calls returned, by its index among the
+            tensors of the arguments, these calls and the index of the tensor in what they returned.
+        shared: For each other argument without gradient that earlier calls were given, too: these
+            calls and the argument's index there.
+        partial: A backward pass left the module's parameters out.
+        ordinal: Which call of the module in the step it is, counted from 0.
+        outlives: No backward pass went through it in its step, and the outputs' autograd graph was
+            kept: one may come later.
+        arguments: What became of its arguments; None where nobody has looked.
+        transformed: It was made inside of ``torch.func`` or forward-mode autograd; nothing else is
+            known of it.
+        rewritten: Memory that an output shares with another one, or with an argument, was written
+            after the call.
+        draws: It has drawn random numbers on a GPU.
+        written: Which of the tensors among them the call has written, by whatever way; None where
+            nobody could tell.
+    """
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    autocast: torch.dtype | None
+    grad_enabled: bool
+    frozen: frozenset[nn.Parameter]
+    training: tuple[bool, ...]
+    parent: ObservedCall | None
+    requires_grad: bool = False
+    recomputed: bool = False
+    backwards: int = 0
+    twice_differentiable: bool = False
+    partial: bool = False
+    sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    ordinal: int = 0
+    outlives: bool = False
+    arguments: WatchedArguments | None = None
+    transformed: bool = False
+    rewritten: bool = False
+    draws: bool = False
+    written: list[bool] | None = None
+
+    @classmethod
+    def now(
+        cls,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        device_type: str,
+        parent: ObservedCall | None = None,
+    ) -> ObservedCall:
+        """A call that is made now, with autocast of this type of device."""
+        autocast = torch.is_autocast_enabled(device_type)
+        return cls(
+            name,
+            module,
+            args,
+            kwargs,
+            torch.get_autocast_dtype(device_type) if autocast else None,
+            torch.is_grad_enabled(),
+            frozenset(p for p in module.parameters() if not p.requires_grad),
+            tuple(m.training for m in module.modules()),
+            parent,
+            recomputed=current_autograd_node() is not None,
+        )
+
+    def obstacle(self) -> str | None:
+        """Why this call cannot be a graph, in words that follow its name; None if it can.
+
+        What its code does is not looked at.
+        """
+        if self.transformed:
+            return "is made inside of a transform (torch.func, forward-mode autograd)"
+        if self.twice_differentiable:
+            return "is differentiated twice (create_graph=True)"
+        if self.backwards > 1:
+            return "has more than one backward pass through it (retain_graph=True)"
+        if self.outlives:
+            return "has an output whose autograd graph is kept for a later step"
+        if self.rewritten:
+            return (
+                "returns a tensor in the memory of another output or of an argument, and the step "
+                "writes there; returned by a graph, each has memory of its own"
+            )
+        return None
+
+
+class ObservedState:
+    """The state of a module in which an observed call found it.
+
+    Grad mode, train/eval flags and ``requires_grad`` of its parameters count.
+
+    Args:
+        call: The observed call.
+    """
+
+    def __init__(self, call: ObservedCall) -> None:
+        self._grad_enabled = call.grad_enabled
+        self._modules = list(call.module.modules())
+        self._training = call.training
+        self._parameters = list(call.module.parameters())
+        self._required = [p not in call.frozen for p in self._parameters]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the module be in that state while the body runs."""
+        flags = [m.training for m in self._modules]
+        required = [p.requires_grad for p in self._parameters]
+        _set_flags(self._modules, self._training)
+        _set_requires_grad(self._parameters, self._required)
+        try:
+            with torch.set_grad_enabled(self._grad_enabled):
+                yield
+        finally:
+            _set_flags(self._modules, flags)
+            _set_requires_grad(self._parameters, required)
+
+
+def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        if module.training is not flag:  # setting an attribute of a module takes long
+            module.training = flag
+
+
+def _set_requires_grad(parameters: Sequence[nn.Parameter], required: Sequence[bool]) -> None:
+    for parameter, require in zip(parameters, required, strict=True):
+        if parameter.requires_grad is not require:
+            parameter.requires_grad_(require)
