@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
+from lightning_graphs.core import kernel_choice
 from lightning_graphs.core.buffers import AddressGuard
+from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     gradient_hooks,
@@ -21,7 +22,7 @@ from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.python_state import AttributeReads
 
-OF_THE_TRAINER = ("gradient clipping", "precision of float32 products")
+OF_THE_TRAINER = ("gradient clipping", *kernel_choice.NAMES)
 """Names among :meth:`FitWatch.attributes` that stand for no value of the author's."""
 
 
@@ -100,7 +101,7 @@ class FitWatch:
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *self._reads.values(),
-            *zip(OF_THE_TRAINER, (clipping, torch.get_float32_matmul_precision()), strict=True),
+            *zip(OF_THE_TRAINER, (clipping, *KernelChoice.now()), strict=True),
         )
 
 

@@ -8,7 +8,7 @@
 | a parameter group is added, parameters taken out  | step, modules, part         |
 | the optimizer is replaced                         | step, modules, part         |
 | the trainer's precision, the parameters' dtype    | step, modules, part         |
-| precision of float32 products                     | step                        |
+| precision of float32 products, attention kernels  | step                        |
 | a NaN loss, infinite gradients                    | step, modules, part         |
 
 "part": one layer is a graph and another one, which changes as well, is not.
@@ -203,17 +203,27 @@ def test_change(backend: str, tmp_path: Path, cell: str) -> None:
 
 
 @pytest.fixture
-def _products_as_before() -> Iterator[None]:
+def _kernels_as_before() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
+    torch.backends.cuda.enable_flash_sdp(True)
 
 
-@pytest.mark.usefixtures("_products_as_before")
+SWITCHES: dict[str, Callable[[], None]] = {
+    "precision of float32 products": lambda: torch.set_float32_matmul_precision("medium"),
+    "kernels of attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+}
+
+
+@pytest.mark.usefixtures("_kernels_as_before")
+@pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("scope", ["step", "modules"])
-def test_precision_of_float32_products(backend: str, tmp_path: Path, scope: str) -> None:
+def test_switches_that_choose_kernels(
+    backend: str, tmp_path: Path, scope: str, switch: str
+) -> None:
     def change(trainer: Any, _: Any) -> None:
-        torch.set_float32_matmul_precision("medium")
+        SWITCHES[switch]()
 
     torch.set_float32_matmul_precision("highest")
     capture = STEP if scope == "step" else {"scope": "modules", "modules": ["net"]}
@@ -223,7 +233,7 @@ def test_precision_of_float32_products(backend: str, tmp_path: Path, scope: str)
     captured.run()
     assert captured.statistics.captures == 2
     (said,) = captured.statistics.recaptures
-    assert "precision of float32 products" in said
+    assert switch in said
 
 
 class Unlogged(Net):

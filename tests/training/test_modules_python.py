@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from tests.training.fits import Net, adamw, batches, compare, fit_twice
@@ -199,7 +200,7 @@ def test_a_step_is_captured_under_its_own_precision(
     original = ModuleGraphs._capture
 
     def noted(self: Any, kind: Any, *args: Any) -> Any:
-        captured_under.append((kind.flags.products, torch.get_float32_matmul_precision()))
+        captured_under.append((kind.flags.kernels.products, torch.get_float32_matmul_precision()))
         return original(self, kind, *args)
 
     monkeypatch.setattr(ModuleGraphs, "_capture", noted)
@@ -394,3 +395,43 @@ def test_another_tensor_in_a_global_gets_another_graph(
     )
     compare(eager, captured)
     assert [line.partition(":")[0] for line in captured.statistics.recaptures] == ["TABLE"]
+
+
+class Attending(nn.Module):
+    """Scaled dot-product attention of samples to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.linear(x)[None, None].chunk(3, dim=-1)
+        found: Tensor = nn.functional.scaled_dot_product_attention(query, key, value)[0, 0]
+        return found
+
+
+class Choosing(Net):
+    """Asks for a kernel of attention, for one of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Attending(), Attending()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            hidden = self.first(batch["x"])
+        return super().training_step({**batch, "x": self.second(hidden)}, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_a_kernel_that_the_step_asks_for(backend: str, tmp_path: Path, scope: str) -> None:
+    capture = named("first", "second", on_failure="eager") if scope == "modules" else {}
+    eager, captured = fit_twice(backend, tmp_path, module=Choosing, capture=capture)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
+    if scope == "modules":
+        assert captured.statistics.modules == ["second"]
+        (said,) = captured.statistics.fallbacks
+        assert "`first` stays eager" in said
+        assert "kernels of attention" in said

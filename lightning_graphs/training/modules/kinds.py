@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
@@ -33,13 +33,13 @@ class Flags(NamedTuple):
         training: Train/eval flag of every module.
         requires_grad: Of every parameter.
         hooked: Which parameters have hooks; empty if none has.
-        products: The precision of float32 products, as torch names it.
+        kernels: What operators choose their kernels by.
     """
 
     training: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     hooked: tuple[bool, ...]
-    products: str
+    kernels: KernelChoice
 
 
 class FlagsReader:
@@ -59,7 +59,7 @@ class FlagsReader:
         """The flags as they are."""
         training = tuple([m.training for m in self._modules])
         required = tuple(map(_REQUIRES_GRAD, self._parameters))
-        return Flags(training, required, self._hooks(), torch.get_float32_matmul_precision())
+        return Flags(training, required, self._hooks(), KernelChoice.now())
 
     def _hooks(self) -> tuple[bool, ...]:
         number = hooks_registered()
@@ -86,14 +86,11 @@ class StepKind(NamedTuple):
         lines: list[str] = []
         if self.signature is not None and to.signature is not None:
             lines = self.signature.diff(to.signature)
-        names = (
-            "train/eval flags",
-            "requires_grad of parameters",
-            "hooks on parameters",
-            "precision of float32 products",
-        )
-        pairs = zip(names, self.flags, to.flags, strict=True)
-        return lines + [f"{name} changed" for name, before, after in pairs if before != after]
+        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
+        triples = zip(names, self.flags, to.flags, strict=False)
+        changed = [name for name, before, after in triples if before != after]
+        changed += self.flags.kernels.changes(to.flags.kernels)
+        return lines + [f"{name} changed" for name in changed]
 
 
 class StepOfModules:

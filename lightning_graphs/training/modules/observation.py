@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
+from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
@@ -97,6 +98,7 @@ class StepObserver:
         self._shared: list[_Seen] = []
         self._given: dict[int, list[_Seen]] = {}
         self._device_type = device_type
+        self._kernels = KernelChoice.now()
         self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
         self._places: dict[ObservedCall, tuple[int, ...]] = {}
@@ -126,6 +128,7 @@ class StepObserver:
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
         call.ordinal = self._times[module]
         call.transformed = transformed
+        call.switched = self._kernels.changes(KernelChoice.now())
         self._times[module] += 1
         self._find_sources(call)
         call.arguments = WatchedArguments(module, args, kwargs)

@@ -43,6 +43,7 @@ class ObservedCall:
         arguments: What became of its arguments; None where nobody has looked.
         transformed: It was made inside of ``torch.func`` or forward-mode autograd; nothing else is
             known of it.
+        switched: Which of the switches that choose kernels the step has set otherwise for it.
         rewritten: Memory that an output shares with another one, or with an argument, was written
             after the call.
         draws: It has drawn random numbers on a GPU.
@@ -70,6 +71,7 @@ class ObservedCall:
     outlives: bool = False
     arguments: WatchedArguments | None = None
     transformed: bool = False
+    switched: Sequence[str] = ()
     rewritten: bool = False
     draws: bool = False
     written: list[bool] | None = None
@@ -106,6 +108,9 @@ class ObservedCall:
         """
         if self.transformed:
             return "is made inside of a transform (torch.func, forward-mode autograd)"
+        if self.switched:
+            names = ", ".join(self.switched)
+            return f"is made under switches of torch that the step has set just for it: {names}"
         if self.twice_differentiable:
             return "is differentiated twice (create_graph=True)"
         if self.backwards > 1:

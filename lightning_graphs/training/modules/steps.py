@@ -291,7 +291,7 @@ class ModuleGraphs:
     def _surrounds(self, kind: StepKind) -> bool:
         """Whether a capture would find the hooks and the precision that are of this kind."""
         now = self._flags.now()
-        return now.hooked == kind.flags.hooked and now.products == kind.flags.products
+        return now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
 
     def _is_captured(self, kind: StepKind) -> bool:
         """Whether steps of this kind with the present values have graphs."""
