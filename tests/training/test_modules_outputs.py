@@ -135,7 +135,12 @@ class Sharing(nn.Module):
         if self.how == "argument":
             return x + self.bias, x[:, :4]
         hidden = self.layer(x)
-        others = {"same": hidden, "view": hidden[:, :4], "detached": hidden.detach()}
+        others = {
+            "same": hidden,
+            "view": hidden[:, :4],
+            "detached": hidden.detach(),
+            "parameter": self.bias,
+        }
         return hidden, others[self.how]
 
 
@@ -151,10 +156,11 @@ class Rewriting(Net):
         x = batch["x"].clone()
         hidden, other = self.block(x)
         if self.writes == "output":
-            (other if self.block.how == "argument" else hidden).mul_(2.0)
+            with torch.set_grad_enabled(self.block.how != "parameter"):
+                (other if self.block.how in ("argument", "parameter") else hidden).mul_(0.5)
         elif self.writes == "argument":
             x.mul_(2.0)
-        return super().loss({**batch, "x": hidden + x + other.sum(1, keepdim=True)})
+        return super().loss({**batch, "x": hidden + x + other.sum(-1, keepdim=True)})
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
@@ -162,8 +168,8 @@ class Rewriting(Net):
 @pytest.mark.parametrize(
     ("how", "writes"),
     [
-        *((how, "nothing") for how in ("same", "view", "detached", "argument")),
-        *((how, "output") for how in ("same", "view", "detached", "argument")),
+        *((how, "nothing") for how in ("same", "view", "detached", "argument", "parameter")),
+        *((how, "output") for how in ("same", "view", "detached", "argument", "parameter")),
         ("argument", "argument"),
     ],
 )
@@ -183,4 +189,56 @@ def test_outputs_that_share_memory_and_are_written(
         return
     compare(*fits, replayed=False)
     assert statistics.replayed == 0
-    assert "in the memory of another output or of an argument" in statistics.fallbacks[0]
+    assert "in the memory of another output" in statistics.fallbacks[0]
+
+
+class Handing(nn.Module):
+    """Hands its argument on, beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).relu() + bias, bias
+
+
+class Chain(Net):
+    """A bias that one module computes goes through all others, as in T5."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.bias = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Handing() for _ in range(3))
+        self.same = nn.Identity()
+        self.read = read
+
+    def loss(self, batch: Any) -> Any:
+        hidden, bias = batch["x"], self.same(self.bias(batch["x"]))
+        for block in self.blocks:
+            hidden, bias = block(hidden, bias)
+        loss = super().loss({**batch, "x": hidden + 0.1 * bias})
+        return loss if not self.read or loss.item() > -1 else 2 * loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize(
+    "capture",
+    [
+        {"scope": "auto"},
+        {"scope": "modules"},
+        {"scope": "modules", "modules": ["bias", "blocks.*", "net"]},
+        {"scope": "modules", "modules": ["blocks.1"]},
+        {"scope": "modules", "modules": ["same", "blocks.0", "blocks.2"]},
+    ],
+)
+@pytest.mark.parametrize("read", [True, False])
+def test_modules_that_hand_an_argument_on(
+    backend: str, tmp_path: Path, read: bool, capture: dict[str, Any]
+) -> None:
+    capture = {**capture, "on_failure": "eager"}
+    fits = fit_twice(backend, tmp_path, module=lambda: Chain(read), capture=capture, validation=0)
+    compare(*fits, replayed=False)
+    assert fits[1].statistics.replayed > 0
+    if "same" in capture.get("modules", ()):
+        assert "returns nothing but what it was given" in fits[1].statistics.fallbacks[0]

@@ -102,6 +102,7 @@ class StepObserver:
         self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
         self._places: dict[ObservedCall, tuple[int, ...]] = {}
+        self._originals: dict[ObservedCall, list[Tensor]] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
@@ -123,6 +124,7 @@ class StepObserver:
         if not self._counts():
             return
         transformed = in_transform()
+        originals = _tensors_in((args, kwargs))
         args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
         parent = self._open[-1] if self._open else None
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
@@ -133,12 +135,13 @@ class StepObserver:
         self._find_sources(call)
         call.arguments = WatchedArguments(module, args, kwargs)
         self._places[call] = random_place(self._device_type)
+        self._originals[call] = originals
         self._open.append(call)
         self.observation.calls.append(call)
 
     def _find_sources(self, call: ObservedCall) -> None:
         """Note which arguments are what an observed call has returned, unchanged since."""
-        arguments = [leaf for leaf in leaves_of((call.args, call.kwargs)) if torch.is_tensor(leaf)]
+        arguments = _tensors_in((call.args, call.kwargs))
         if not all(map(_has_address, arguments)):
             return  # such a call is no graph
         for i, first in enumerate(alias_groups(arguments)):
@@ -171,10 +174,11 @@ class StepObserver:
         if call.arguments is not None:
             call.arguments.look_again()
         call.draws = random_place(self._device_type) != self._places.pop(call)
+        given = self._originals.pop(call)
         if call.transformed:
             return
         self.observation.passes.append((call, "forward"))
-        tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in(output)
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
@@ -182,8 +186,11 @@ class StepObserver:
             self._made.setdefault(tensor.data_ptr(), []).append(made)
             if self._is_shared(call, tensor, tensors):
                 self._shared.append(made)
-        outputs = [tensor for tensor in tensors if tensor.requires_grad]
-        call.requires_grad = bool(outputs)
+        returned = [tensor for tensor in tensors if tensor.requires_grad]
+        # An argument that is handed on has its gradient when the call that made it has.
+        outputs = [t for t in returned if not any(t is argument for argument in given)]
+        call.requires_grad = bool(returned)
+        call.hands_on = bool(returned) and not outputs
         if not outputs or call.recomputed:
             return
         for output in outputs:
@@ -205,10 +212,10 @@ class StepObserver:
 
     @staticmethod
     def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:
-        """Whether something else that was returned or given is in the memory of an output."""
-        given = [leaf for leaf in leaves_of((call.args, call.kwargs)) if torch.is_tensor(leaf)]
-        memory = _memory(output)
-        return [_memory(t) for t in (*given, *outputs) if _has_address(t)].count(memory) > 1
+        """Whether another output, an argument or a parameter is in the memory of an output."""
+        given = _tensors_in((call.args, call.kwargs))
+        others = (*given, *outputs, *call.module.parameters())
+        return list(map(_memory, filter(_has_address, others))).count(_memory(output)) > 1
 
     def _follow(self, call: ObservedCall, output: Tensor) -> None:
         """Be able to tell, after the step, whether the autograd graph of an output is alive."""
@@ -241,6 +248,10 @@ def _has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -255,6 +266,6 @@ def _accumulates(leaf: Node) -> bool:
 
 def _detached(tree: Any) -> Any:
     """The tree with leaves of their own for autograd; the same tensor stays the same tensor."""
-    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    tensors = _tensors_in(tree)
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     return substitute(tree, [leaves[id(t)] for t in tensors])

@@ -44,8 +44,9 @@ class ObservedCall:
         transformed: It was made inside of ``torch.func`` or forward-mode autograd; nothing else is
             known of it.
         switched: Which of the switches that choose kernels the step has set otherwise for it.
-        rewritten: Memory that an output shares with another one, or with an argument, was written
-            after the call.
+        hands_on: It returns nothing with a gradient but what it was given.
+        rewritten: Memory that an output shares with another one, with an argument or a parameter
+            was written after the call.
         draws: It has drawn random numbers on a GPU.
         written: Which of the tensors among them the call has written, by whatever way; None where
             nobody could tell.
@@ -72,6 +73,7 @@ class ObservedCall:
     arguments: WatchedArguments | None = None
     transformed: bool = False
     switched: Sequence[str] = ()
+    hands_on: bool = False
     rewritten: bool = False
     draws: bool = False
     written: list[bool] | None = None
@@ -117,10 +119,12 @@ class ObservedCall:
             return "has more than one backward pass through it (retain_graph=True)"
         if self.outlives:
             return "has an output whose autograd graph is kept for a later step"
+        if self.hands_on:
+            return "returns nothing but what it was given, which is no work for a graph"
         if self.rewritten:
             return (
-                "returns a tensor in the memory of another output or of an argument, and the step "
-                "writes there; returned by a graph, each has memory of its own"
+                "returns a tensor in the memory of another output, of an argument or of a "
+                "parameter, and the step writes there; what a graph returns has memory of its own"
             )
         return None
 
