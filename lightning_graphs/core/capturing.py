@@ -28,6 +28,7 @@ from lightning_graphs.core.gradients import (
     OutputGradients,
     new_buffers,
     refuse_parameter_hooks,
+    zero_gradient,
 )
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
@@ -104,6 +105,7 @@ class CallableCapture:
         self._inputs = StaticInputs(tensors)
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
         self.draws = False  # random numbers, on a GPU
+        self.gradient_strides: Mapping[int, tuple[int, ...]] = {}  # of outputs, where known
         self._given = contents_of(args, kwargs)
         self._function = function
         self._held = Held(function)
@@ -350,7 +352,7 @@ class CallableCapture:
         for i, (index, output) in enumerate(
             zip(self.outputs.differentiable_indices, outputs, strict=True)
         ):
-            buffer = torch.zeros_like(output)
+            buffer = zero_gradient(output, self.gradient_strides.get(index))
             if index in self._lenders:
                 lent, lender = self._lenders[index]
                 fits = GradientLayout.of(lent) == GradientLayout.of(buffer)
@@ -361,11 +363,8 @@ class CallableCapture:
 
     def _differentiable_positions(self) -> tuple[int, ...]:
         """Where the inputs of :meth:`_targets` stand among the tensor leaves of the call."""
-        first: dict[int, int] = {}
-        for i, tensor in enumerate(self._inputs.tensors):
-            if tensor.requires_grad:
-                first.setdefault(id(tensor), i)
-        return tuple(first.values())
+        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._inputs.tensors]
+        return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
 
     def finish(self) -> GraphedCallable:
         """The callable that replays the captured passes."""

@@ -42,6 +42,18 @@ def empty_gradient(parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
 
 
+def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Memory for the gradient of an output, in the strides in which it is known to come.
+
+    Kernels round otherwise over another layout. Where none is known it is that of the output.
+    """
+    zeros = torch.zeros_like(output, requires_grad=False)
+    if stride is None or stride == zeros.stride():
+        return zeros
+    known = torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device)
+    return known.zero_() if is_dense(known) else zeros
+
+
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
     """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped.
 

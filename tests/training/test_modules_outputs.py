@@ -242,3 +242,37 @@ def test_modules_that_hand_an_argument_on(
     assert fits[1].statistics.replayed > 0
     if "same" in capture.get("modules", ()):
         assert "returns nothing but what it was given" in fits[1].statistics.fallbacks[0]
+
+
+class Transposed(nn.Module):
+    """Returns what BatchNorm has computed over the middle dimension, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(1, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.layer(x[..., None]).transpose(1, 2))
+        return hidden.transpose(1, 2)
+
+
+class Strided(Net):
+    """The gradient comes in other strides than the output has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Transposed(), nn.LayerNorm(16)
+        self.after = nn.Linear(16, 1)
+
+    def loss(self, batch: Any) -> Any:
+        hidden = self.norm(self.block(batch["x"]))
+        return super().loss({**batch, "x": self.after(hidden)[..., 0]})
+
+
+@pytest.mark.parametrize("modules", [["block"], ["block", "norm"], ["block", "norm", "after"]])
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_gradients_in_other_strides_than_outputs(
+    backend: str, tmp_path: Path, modules: list[str], verify: str
+) -> None:
+    capture = {"scope": "modules", "modules": modules, "verify": verify}
+    compare(*fit_twice(backend, tmp_path, module=Strided, capture=capture, max_epochs=4))

@@ -274,6 +274,7 @@ class _Capture:
                     original=means.original(call.module),
                 )
             capture.draws = call.draws
+            capture.gradient_strides = call.gradient_strides
             if not warm or call.written is None:
                 self._unchanged(partial(capture.warm_up, 1))
             else:

@@ -260,9 +260,10 @@ class _CallRun:
         if self._backward is None or not outputs or not named:
             return []
         generator = torch.Generator(self.device).manual_seed(0)
+        buffers = self._backward.output_gradients.buffers  # in the strides that training gives
         given = [
-            torch.empty_like(o).normal_(std=max(o.numel(), 1) ** -0.5, generator=generator)
-            for o in outputs
+            torch.empty_like(like).normal_(std=max(like.numel(), 1) ** -0.5, generator=generator)
+            for like in (buffers if len(buffers) == len(outputs) else outputs)
         ]
         gradients: Sequence[Tensor | None]
         if direct:

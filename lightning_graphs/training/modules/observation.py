@@ -179,6 +179,17 @@ class StepObserver:
             return
         self.observation.passes.append((call, "forward"))
         tensors = _tensors_in(output)
+        self._remember(call, tensors)
+        returned = {i: tensor for i, tensor in enumerate(tensors) if tensor.requires_grad}
+        # An argument that is handed on has its gradient when the call that made it has.
+        outputs = {i: t for i, t in returned.items() if not any(t is one for one in given)}
+        call.requires_grad = bool(returned)
+        call.hands_on = bool(returned) and not outputs
+        if outputs and not call.recomputed:
+            self._await_backward(call, outputs)
+
+    def _remember(self, call: ObservedCall, tensors: Sequence[Tensor]) -> None:
+        """Know these outputs again where they are arguments of other calls."""
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
@@ -186,19 +197,18 @@ class StepObserver:
             self._made.setdefault(tensor.data_ptr(), []).append(made)
             if self._is_shared(call, tensor, tensors):
                 self._shared.append(made)
-        returned = [tensor for tensor in tensors if tensor.requires_grad]
-        # An argument that is handed on has its gradient when the call that made it has.
-        outputs = [t for t in returned if not any(t is argument for argument in given)]
-        call.requires_grad = bool(returned)
-        call.hands_on = bool(returned) and not outputs
-        if not outputs or call.recomputed:
-            return
-        for output in outputs:
-            self._follow(call, output)
-        trainable = next((p for p in module.parameters() if p.requires_grad), None)
 
-        def backward(_: Any) -> None:
+    def _await_backward(self, call: ObservedCall, outputs: Mapping[int, Tensor]) -> None:
+        """Note when a backward pass goes through these outputs, and what it brings."""
+        for output in outputs.values():
+            self._follow(call, output)
+        trainable = next((p for p in call.module.parameters() if p.requires_grad), None)
+
+        def backward(gradients: Sequence[Tensor | None]) -> None:
             call.backwards += 1
+            for i, gradient in zip(outputs, gradients, strict=True):
+                if gradient is not None and _has_address(gradient):
+                    call.gradient_strides[i] = gradient.stride()
             call.twice_differentiable |= torch.is_grad_enabled()
             if trainable is not None:
                 node = torch.autograd.graph.get_gradient_edge(trainable).node
@@ -206,8 +216,9 @@ class StepObserver:
             if call.backwards == 1:
                 self.observation.passes.append((call, "backward"))
 
+        found = list(outputs.values())
         self._handles.append(
-            torch.autograd.graph.register_multi_grad_hook(outputs, backward, mode="all")
+            torch.autograd.graph.register_multi_grad_hook(found, backward, mode="all")
         )
 
     @staticmethod

@@ -47,6 +47,7 @@ class ObservedCall:
         hands_on: It returns nothing with a gradient but what it was given.
         rewritten: Memory that an output shares with another one, with an argument or a parameter
             was written after the call.
+        gradient_strides: In which strides the gradients of its outputs came, by the index of each.
         draws: It has drawn random numbers on a GPU.
         written: Which of the tensors among them the call has written, by whatever way; None where
             nobody could tell.
@@ -75,6 +76,7 @@ class ObservedCall:
     switched: Sequence[str] = ()
     hands_on: bool = False
     rewritten: bool = False
+    gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False
     written: list[bool] | None = None
 
