@@ -56,6 +56,10 @@ class PlanCache(Generic[Key, Plan]):
         self._forget_oldest(self._seen)
         return seen >= self._capture_after
 
+    def forget(self, key: Key) -> None:
+        """Forget how often ``key`` was seen."""
+        self._seen.pop(key, None)
+
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least recent."""
         if key in self._plans:

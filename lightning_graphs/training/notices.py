@@ -22,6 +22,12 @@ _REBINDS_TOLERATED = 3
 _RARE_TOLERATED = 4
 """How many eager steps in a row, for each graph allowed, are taken without a warning."""
 
+_SHORT_LIVED = 8
+"""Graphs that were dropped after fewer steps than this were hardly worth their capture."""
+
+_DROPS_TOLERATED = 3
+"""How often in a row such graphs are captured again."""
+
 _WORTH_A_VALUE = 20
 """How many replays between two values of an attribute repay the capture that one caused."""
 
@@ -136,6 +142,28 @@ def _moved(before: Signature, after: Signature) -> list[str]:
         return []
     lines = replace(same, attributes=old.attributes).diff(new)
     return [line for line in lines if not line.startswith(OF_THE_TRAINER)]
+
+
+class Drops:
+    """Counts graphs that are dropped after a few steps, again and again."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._replayed = 0
+
+    @property
+    def are_too_many(self) -> bool:
+        """Whether further captures are not worth their time."""
+        return self._in_a_row > _DROPS_TOLERATED
+
+    def add(self, replayed: int) -> None:
+        """Count a drop.
+
+        Args:
+            replayed: How many steps graphs have served so far.
+        """
+        short_lived = replayed - self._replayed < _SHORT_LIVED
+        self._in_a_row, self._replayed = self._in_a_row + 1 if short_lived else 0, replayed
 
 
 class Recaptures(Generic[Key]):

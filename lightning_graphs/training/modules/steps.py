@@ -36,7 +36,7 @@ from lightning_graphs.training.modules.observation import Observation, StepObser
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.notices import RareSteps
+from lightning_graphs.training.notices import Drops, RareSteps, Recaptures
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
@@ -46,10 +46,6 @@ _SEARCH = 16
 """How many steps, for each sighting before a capture, are observed in search of another one."""
 _PATIENCE = 64
 """How many steps code that may go through a graph twice is given to show where."""
-_SHORT_LIVED = 8
-"""Graphs that were dropped after fewer steps than this were hardly worth their capture."""
-_DROPS_TOLERATED = 3
-"""How often in a row such graphs are captured again."""
 
 
 class ModuleGraphs:
@@ -95,13 +91,14 @@ class ModuleGraphs:
         self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
             options.max_graphs, options.capture_after, self._release
         )
+        self._recaptures = Recaptures(options, statistics, self._cache)
         self._replayed: CapturedCalls | None = None
         self._last: StepOfModules | None = None
         self._observed: Observed | None = None
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
         self._rare = RareSteps(options, self._difference)
-        self._drops = self._dropped_at = 0
+        self._drops = Drops()
 
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""
@@ -117,6 +114,7 @@ class ModuleGraphs:
         step.captured.release(self._statistics)
         if not self._plans_of(step.kind):
             self._complete.discard(step.kind)
+            self._cache.forget((step.kind, self._read(step.kind)))
 
     # ------------------------------------------------------------------ each step
 
@@ -186,7 +184,7 @@ class ModuleGraphs:
                 self._last = self._cache.get(step.key)
             return step
         kind = StepKind(batch_signature(batch, self._device_type), flags)
-        if self._drops > _DROPS_TOLERATED:
+        if self._drops.are_too_many:
             return None
         key = (kind, self._read(kind))
         if self._cache.is_due(key):
@@ -301,8 +299,8 @@ class ModuleGraphs:
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
     ) -> StepOfModules | None:
         captured = None
-        baked = Baked(self._means.root, self._means.own)
         while calls and captured is None:
+            baked = Baked(self._means.root, self._means.own)  # a refused call has read too much
             try:
                 with baked.watched(dict.fromkeys(call.module for call in calls)):
                     found = capture_calls(calls, observation, self._means, baked)
@@ -328,7 +326,8 @@ class ModuleGraphs:
         self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
         if before is not None:
             change = before.change(step)
-            self._statistics.recaptured(f"captured other graphs, because {change}", change)
+            sentence = f"captured other graphs, because {change}"
+            self._recaptures.say_captured(step.key, sentence, change)
         self._cache.add(step.key, step)
         self._last = step
         return step
@@ -385,10 +384,8 @@ class ModuleGraphs:
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = False
-        replayed = self._statistics.replayed
-        short_lived = replayed - self._dropped_at < _SHORT_LIVED
-        self._drops, self._dropped_at = self._drops + 1 if short_lived else 0, replayed
-        if self._drops > _DROPS_TOLERATED:
+        self._drops.add(self._statistics.replayed)
+        if self._drops.are_too_many:
             self._statistics.note(f"steps run eagerly: {reason}, and that again in every few steps")
         else:
             self._statistics.recaptured(f"recapturing, because {reason}", reason)
