@@ -24,6 +24,7 @@ from lightning_graphs.core.order import PendingBackward, ReplayOrder
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes
+from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.core.torch_private import in_transform, version_of, will_execute
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
@@ -76,6 +77,8 @@ class GraphedCallable:
     of ``module.forward``.
 
     Attributes:
+        forward_stores: Attributes that its forward sets.
+        backward_stores: Those that its backward sets.
         explain: Puts the error of a refused backward pass in the words of whoever made the graphs.
     """
 
@@ -128,6 +131,8 @@ class GraphedCallable:
         self._witness = parameters[0] if parameters else self._anchor
         self._version = version_of(self._witness)
         self._released = False
+        self.forward_stores: Stores = ()
+        self.backward_stores: Stores = ()
         self.explain: Callable[[ReplayError], object] = _as_it_is
 
     @property
@@ -196,6 +201,8 @@ class GraphedCallable:
         for leaf, argument in self._shared:
             argument.put(tensors[leaf])
         self._replay_forward()
+        if self.forward_stores:
+            set_again(self.forward_stores)
         self._order.replay(self._place)
         backward = self.backward_pass
         if backward is None or not torch.is_grad_enabled():
@@ -259,6 +266,8 @@ class GraphedCallable:
         if direct is not None:
             replay = partial(direct.replay, replay, reached)
         handed = backward.handed.replay(replay)
+        if self.backward_stores:
+            set_again(self.backward_stores)
         if reached is not None:
             pairs = zip(backward.targets, handed, strict=True)
             handed = [gradient if target in reached else None for target, gradient in pairs]

@@ -12,12 +12,12 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.batch_changes import BatchChanges
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
 from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
-from lightning_graphs.training.python_state import Stores
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class StepPlan:
         adds: Whether its gradients are added to those of earlier steps.
         changes: What it does to the containers of the batch; None if nothing.
         written: What it writes beside parameters and buffers, by name.
-        stores: Attributes that it sets, to the values that they had already at capture.
+        stores: Attributes that each of its graphs sets, by the graph's name in a capture.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -61,13 +61,13 @@ class StepPlan:
     adds: bool = False
     changes: BatchChanges | None = None
     written: dict[str, Tensor] = field(default_factory=dict)
-    stores: Stores = ()
+    stores: dict[str, Stores] = field(default_factory=dict)
     proof: Callable[[Any], None] | None = None
 
-    def store(self) -> None:
-        """Set the attributes that the step sets."""
-        for table, key, value in self.stores:
-            table[key] = value
+    def store(self, graph: str) -> None:
+        """Set the attributes that the code in one of its graphs sets."""
+        if graph in self.stores:
+            set_again(self.stores[graph])
 
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import is_compiled
 from lightning_graphs.core.values import Absence, HeldValues, is_plain
 from lightning_graphs.errors import CaptureError
@@ -42,9 +43,6 @@ STORED = Obstacle(
     kind="python-state",
     code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
 )
-Stores = tuple[tuple[dict[str, Any], str, Any], ...]
-"""Attributes that code has set: the module's table of attributes, name and value of each."""
-
 DRAWN = Obstacle(
     "A captured step runs no Python code: a number that it draws would stand still.",
     "draw on the device (torch.rand(..., device=...)), or in the data loader",
@@ -58,8 +56,8 @@ class AttributeReads:
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
     hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
-    absence of an attribute that was looked for in vain. What a step has set itself before it reads
-    it is no such value: every replay sets it again (:meth:`stored`).
+    absence of an attribute that was looked for in vain. A plain value that the code has set itself
+    before it reads it is no such value: every replay sets it again (:meth:`stored`).
 
     Args:
         on_use: Called with the name of every attribute that is read or set, and whether it is set.
@@ -95,41 +93,63 @@ class AttributeReads:
         return self._held.now()
 
     def stored(self) -> Stores:
-        """The attributes that were set since this was asked, as they are now."""
-        tables = [(vars(owner), key) for (_, key), owner in self._stored.items()]
+        """The attributes that code was watched to set since this was asked, if they are plain."""
+        found = [
+            (owner, key, vars(owner).get(key, self)) for (_, key), owner in self._stored.items()
+        ]
         self._stored.clear()
-        return tuple((table, key, table[key]) for table, key in tables if key in table)
+        return tuple(store for store in found if is_plain(store[2]))
 
     @contextlib.contextmanager
     def watching(self, module: LightningModule) -> Iterator[None]:
         """Note what the body reads from the module and from submodules of its author's own.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
-        checks their class; of theirs, the numbers that training is known to move are noted.
+        checks their class; of theirs, the numbers that training is known to move are noted. What
+        the body sets is noted of all of them.
 
         Raises:
             CaptureError: the body reads an iterator, before anything is taken from it.
         """
-        compiled = any(map(is_compiled, module.modules()))
+        closed = _inside_of_compiled(module)
         exchanged = []
         for path, owner in module.named_modules():
             name = f"self.{path}" if path else "self"
-            if type(owner).__module__.startswith(_LIBRARIES):
+            if _author_of(type(owner)).startswith(_LIBRARIES):
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
                     if isinstance(table[key], (bool, int, float, str)):
                         self._held.add(f"{name}.{key}", table.get, key, owner)
-            elif not (compiled and path):
+            elif owner not in closed:
                 exchanged.append((owner, type(owner), name))
         paths = {id(owner): name for owner, _, name in exchanged}
         watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
         try:
             for owner, kind, _ in exchanged:
                 object.__setattr__(owner, "__class__", watched[kind])
-            yield
+            with self._stores_noted(module):
+                yield
         finally:
             for owner, kind, _ in exchanged:
                 object.__setattr__(owner, "__class__", kind)
+
+    @contextlib.contextmanager
+    def _stores_noted(self, root: nn.Module) -> Iterator[None]:
+        """Note what is set in modules that there are already; metrics look after themselves."""
+        modules = {id(module) for module in root.modules() if not _is_metric(type(module))}
+        original = nn.Module.__setattr__
+
+        def write(owner: nn.Module, key: str, value: Any) -> None:
+            original(owner, key, value)
+            if id(owner) in modules and key not in OF_ALL_MODULES:
+                self._stored[id(owner), key] = owner
+
+        self._stored.clear()  # of code that was refused in the middle
+        nn.Module.__setattr__ = write  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
     def _watched(self, kind: type, paths: Mapping[int, str]) -> type:
         own: Any = kind
@@ -140,9 +160,14 @@ class AttributeReads:
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
             place = id(owner), key
-            known = key in OF_ALL_MODULES or place in noted or place in self._stored
+            if key == "__dict__" and place[0] in paths and _asked_by_author():
+                for name in value.keys() - OF_ALL_MODULES:
+                    read(owner, name)
+            if key in OF_ALL_MODULES or place in noted:
+                return value
+            own = place in self._stored and is_plain(value)
             # A copy that the body makes has the watched class, too, and no path.
-            if not known and place[0] in paths:
+            if not own and place[0] in paths:
                 self._note(owner, kind, key, value, paths[place[0]])
                 if self._on_use is None:  # which is told of every use
                     noted.add(place)
@@ -152,22 +177,20 @@ class AttributeReads:
             try:
                 return inherited_missing(owner, key)  # finds parameters, buffers and submodules
             except AttributeError:
-                asking = sys._getframe(1).f_globals.get("__name__", "")
-                if asking.partition(".")[0] not in _FRAMEWORKS and id(owner) in paths:
+                if id(owner) in paths and _asked_by_author():
                     self._note_absence(owner, kind, key, paths[id(owner)])
                 raise
 
         def write(owner: Any, key: str, value: Any) -> None:
-            inherited_set(owner, key, value)
-            if id(owner) not in paths:
-                return
-            if self._on_use is not None:
+            assert self._on_use is not None
+            if id(owner) in paths:
                 self._on_use(f"{paths[id(owner)]}.{key}", True)
-            elif key not in OF_ALL_MODULES:
-                self._stored[id(owner), key] = owner
+            inherited_set(owner, key, value)
 
         watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
-        watched |= {"__setattr__": write, "__module__": kind.__module__}
+        watched["__module__"] = kind.__module__
+        if self._on_use is not None:
+            watched["__setattr__"] = write
         return type(kind)(kind.__name__, (kind,), watched)
 
     def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
@@ -197,6 +220,28 @@ class AttributeReads:
         if not any(key in vars(base) for base in kind.__mro__):
             get = partial(_looked_up, vars(owner), vars(kind))
             self._held.add(f"{path}.{key}", get, key, owner)
+
+
+def _asked_by_author() -> bool:
+    """Whether the code that asks for an attribute, two frames up, is of no framework."""
+    asking: str = sys._getframe(2).f_globals.get("__name__", "")
+    return asking.partition(".")[0] not in _FRAMEWORKS
+
+
+def _is_metric(kind: type) -> bool:
+    return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
+
+
+def _author_of(kind: type) -> str:
+    """Where the class is written: torch makes classes of parametrized modules itself."""
+    written = (base for base in kind.__mro__ if base.__module__ != "torch.nn.utils.parametrize")
+    return next(written).__module__
+
+
+def _inside_of_compiled(root: nn.Module) -> set[nn.Module]:
+    """The modules whose class compiled code checks; of the root, its compiled step is seen."""
+    compiled = filter(is_compiled, root.modules())
+    return {module for owner in compiled for module in owner.modules()} - {root}
 
 
 def _refuse_iterators(name: str, value: Any) -> None:

@@ -200,6 +200,7 @@ class StepRunner:
         self.capturable.refresh(plan.numbers)
         assert plan.step is not None
         plan.step.replay()
+        plan.store("step")
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the hooks of a backward pass; replay it where it is a graph of its own."""
@@ -215,6 +216,7 @@ class StepRunner:
         if plan.backward is not None:
             plan.adopt()
             plan.backward.replay()
+            plan.store("backward")
         plan.attach()
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
@@ -351,7 +353,7 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
-        plan.store()
+        plan.store("forward")
         plan.logs.reissue()
         returned = plan.outputs.hand_out()
         if plan.proof is not None:

@@ -19,6 +19,7 @@ from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
+from lightning_graphs.core.stores import Stores
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.batch_changes import OwnBatch
 from lightning_graphs.training.body import StepBody
@@ -134,7 +135,7 @@ class StepCapture:
         )
         recorder = LogRecorder(self._module, self._progress)
         live = self._capturable.numbers if phase.stepping and self._capturable else None
-        segments = _Segments(self._pool)
+        segments = _Segments(self._pool, self._reads)
         try:
             with (
                 gradients_set_aside(targets.parameters),
@@ -152,7 +153,6 @@ class StepCapture:
                         updating=nullcontext if live is None else live.marked,
                     )
                 gradients, others = targets.attached()
-                stores = self._reads.stored()
             changes = own.changes()
             _reset_autograd(inputs.tensors, tensors)
             numbers = live.find(segments.graphs[-1]) if live is not None else None
@@ -185,23 +185,23 @@ class StepCapture:
         self._reads.keep(named.cached())
         output.finish_capture()
         return StepPlan(
-            CallPlan(signature, check_modes=True),
-            inputs,
-            output,
-            recorder,
-            gradients,
-            others,
-            phase,
-            segments.graphs[0],
-            segments.named.get("backward"),
-            segments.named.get("step"),
-            phase.stepping and self._capturable is not None,
-            numbers,
-            segments.graphs,
-            adds,
-            changes,
-            loose.written(),
-            stores,
+            call=CallPlan(signature, check_modes=True),
+            inputs=inputs,
+            outputs=output,
+            logs=recorder,
+            gradients=gradients,
+            outside=others,
+            phase=phase,
+            forward=segments.named["forward"],
+            backward=segments.named.get("backward"),
+            step=segments.named.get("step"),
+            steps=phase.stepping and self._capturable is not None,
+            numbers=numbers,
+            graphs=segments.graphs,
+            adds=adds,
+            changes=changes,
+            written=loose.written(),
+            stores=segments.stores,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -260,13 +260,15 @@ class StepCapture:
 class _Segments:
     """The graphs of one step: one, or more where the capture was cut."""
 
-    def __init__(self, pool: GraphPool) -> None:
+    def __init__(self, pool: GraphPool, reads: AttributeReads) -> None:
         self._pool = pool
+        self._reads = reads
         self._open = contextlib.ExitStack()
         self._current: CUDAGraph | None = None
         self._name = ""
         self.graphs: list[CUDAGraph] = []
         self.named: dict[str, CUDAGraph] = {}
+        self.stores: dict[str, Stores] = {}
 
     @contextlib.contextmanager
     def capturing(self, name: str) -> Iterator[None]:
@@ -294,6 +296,8 @@ class _Segments:
         assert self._current is not None
         self.graphs.append(self._current)
         self.named[self._name] = self._current
+        if stores := self._reads.stored():
+            self.stores[self._name] = stores
         self._current = None
 
     def abandon(self) -> None:

@@ -79,7 +79,8 @@ class Verification:
             GraphError: the eager step does by now what a captured one cannot do.
         """
         batch = self._tensors(plan, args)
-        plan.store()  # another step may have set them otherwise
+        for name in plan.stores:  # another step may have set them otherwise
+            plan.store(name)
         state = StepState(self._trainer, self._module, self._optimizer, plan.written)
         missing = missing_memory(self._device, state.nbytes)
         if not missing:

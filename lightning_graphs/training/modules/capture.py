@@ -21,6 +21,7 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.refusals import refuse_written_arguments
 from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import (
     has_compiled_anything,
     has_gradient_hooks,
@@ -34,7 +35,7 @@ from lightning_graphs.training.modules.observed_call import ObservedCall, Observ
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import DRAWN, STORED, Attributes, Stores
+from lightning_graphs.training.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
@@ -249,7 +250,7 @@ class _Capture:
         self.pool = pool = means.pool
         self.cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
-        self._stores: Stores = ()
+        self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
 
         def prepare() -> CallableCapture:
@@ -337,19 +338,19 @@ class _Capture:
         with self._outside.caches_left():
             self._explained(partial(self._unchanged, capture))
         self._written |= watched.loose.written()
-        self._stores += watched.baked.stored()
+        self._stores[direction] = watched.baked.stored()
         self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
         with self._state.restored():
             graphed = self.passes.finish()
+            graphed.forward_stores = self._stores["forward"]
+            graphed.backward_stores = self._stores["backward"]
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(
-            self._call, graphed, self.cost, parameters, required, self._written, self._stores
-        )
+        return Site(self._call, graphed, self.cost, parameters, required, self._written)
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""

@@ -143,8 +143,6 @@ class GraphedForward:
             self._missing = str(error)
             self._stage.stale |= site.is_as_captured
             return _NONE
-        for table, key, value in site.stores:
-            table[key] = value
         site.record.replays += 1
         return answer
 

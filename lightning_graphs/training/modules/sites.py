@@ -17,6 +17,7 @@ from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
+from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import hook_tables
 from lightning_graphs.core.values import HeldValues
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -31,7 +32,7 @@ from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import NamedByCalls
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import AttributeReads, Stores
+from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -92,7 +93,7 @@ class Baked:
         return self._reads.values()
 
     def stored(self) -> Stores:
-        """The attributes that the body has set since this was asked, as they are now."""
+        """The attributes that the body has set since this was asked."""
         return self._reads.stored()
 
     def share(self, sites: Sequence[Site]) -> None:
@@ -118,7 +119,6 @@ class Site:
         parameters: The module's parameters.
         requires_grad: Which of them required a gradient.
         written: What the call writes beside parameters and buffers, by name.
-        stores: Attributes that it sets, to the values that they had already at capture.
         record: Where replays are counted.
         read: The values of Python's that are in the graphs.
         values: Their names and values at capture.
@@ -130,7 +130,6 @@ class Site:
     parameters: list[Parameter]
     requires_grad: list[bool]
     written: dict[str, Tensor] = field(default_factory=dict)
-    stores: Stores = ()
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
     read: HeldValues = field(default_factory=HeldValues)
     values: tuple[tuple[str, Any], ...] = ()
