@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core.leaves import TensorSpec, alias_groups
-from lightning_graphs.core.torch_private import clone_all, same_pointers
+from lightning_graphs.core.torch_private import clone_all, same_pointers, tables_of
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -172,9 +172,9 @@ class AddressGuard:
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
             inside = f"{path}." if path else ""
-            tables.append((f"parameter `{inside}", owner._parameters))
-            tables.append((f"buffer `{inside}", owner._buffers))
-            tables.append((f"submodule `{inside}", owner._modules))
+            kinds = ("parameter", "buffer", "submodule")
+            pairs = zip(kinds, tables_of(owner), strict=True)
+            tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
         guard = cls(())
         guard._watch(tables)
         return guard

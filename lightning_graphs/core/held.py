@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.autograd_graph import leaves_behind
 from lightning_graphs.core.buffers import AddressGuard
+from lightning_graphs.core.torch_private import tables_of
 
 
 class Held:
@@ -98,7 +99,7 @@ class Bindings:
         self._tables: list[tuple[str, dict[str, Any], Mapping[str, Any]]] = [
             (path, table, _tensors_of(table))
             for path, owner in held.owners
-            for table in (owner._parameters, owner._buffers, vars(owner))
+            for table in (*tables_of(owner)[:2], vars(owner))
         ]
 
     def restore(self) -> list[str]:

@@ -16,13 +16,11 @@ class KernelChoice(NamedTuple):
         attention: Whether flash, memory-efficient, cuDNN's and plain attention may be used, as
             ``torch.nn.attention.sdpa_kernel`` sets it.
         deterministic: Whether algorithms must be deterministic.
-        dtype: The default data type.
     """
 
     products: str
     attention: tuple[bool, bool, bool, bool]
     deterministic: bool
-    dtype: torch.dtype
 
     @classmethod
     def now(cls) -> KernelChoice:
@@ -37,7 +35,6 @@ class KernelChoice(NamedTuple):
             torch.get_float32_matmul_precision(),
             attention,
             torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
         )
 
     def changes(self, to: KernelChoice) -> list[str]:
@@ -46,10 +43,5 @@ class KernelChoice(NamedTuple):
         return [name for name, before, after in triples if before != after]
 
 
-NAMES = (
-    "precision of float32 products",
-    "kernels of attention",
-    "deterministic algorithms",
-    "default dtype",
-)
+NAMES = ("precision of float32 products", "kernels of attention", "deterministic algorithms")
 """What messages call the switches, in the order of the fields."""

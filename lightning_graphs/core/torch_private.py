@@ -117,6 +117,17 @@ def hooks_registered() -> int:
 _never_the_same = itertools.count()
 
 
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters, buffers and submodules; nothing public gives them.
+
+    Scripted modules keep theirs in C++, where nobody replaces them: these are copies.
+    """
+    tables: Any = (module._parameters, module._buffers, module._modules)
+    if isinstance(module, torch.jit.ScriptModule):
+        tables = tuple(dict(table.items()) for table in tables)
+    return tables  # type: ignore[no-any-return]
+
+
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """The hooks around a module's forward and backward pass."""
     return [hook for table in hook_tables(module) for hook in table.values()]

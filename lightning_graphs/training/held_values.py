@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections import deque
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from lightning_graphs.core.values import DEPTH, MOST_INSIDE, entries, is_plain
 
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)  # an author's __len__ may do anything
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 # `log` and `forward` are exchanged in instances while a step or a module is captured; the state
@@ -21,20 +23,30 @@ OF_ALL_MODULES = frozenset(
 """Attributes of modules that are no values of their author's."""
 
 
-def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
+def held_in(
+    root: nn.Module, without: Collection[nn.Module] = frozenset()
+) -> Iterator[tuple[str, Any]]:
     """Name and value of every module in a tree, and of what their attributes hold, levels deep.
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
+
+    Args:
+        root: The root of the tree.
+        without: Modules that are left out, and all that is inside of them.
     """
     modules = list(root.named_modules())
     seen = {id(module) for _, module in modules}
+    left_out = {id(inner) for module in without for inner in module.modules()}
     for path, module in modules:
-        yield from _held_in_module(f"self.{path}" if path else "self", module, DEPTH, seen)
+        if id(module) not in left_out:
+            yield from _held_in_module(f"self.{path}" if path else "self", module, DEPTH, seen)
 
 
 def _held_in_module(
     name: str, module: nn.Module, depth: int, seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, torch.jit.ScriptModule):  # it holds nothing of Python's
+        return
     yield name, module
     for key, value in vars(module).items():
         if key in _TABLES:
@@ -67,6 +79,6 @@ def held_in_value(
         return
     seen.add(id(value))
     yield name, value
-    if depth > 0 and (not isinstance(value, Sized) or len(value) <= MOST_INSIDE):
+    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST_INSIDE):
         for label, _, held in entries(value) or []:
             yield from held_in_value(name + label, held, seen, depth - 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.torch_private import version_of
+from lightning_graphs.core.torch_private import tables_of, version_of
 from lightning_graphs.core.values import entries
 
 
@@ -54,7 +54,7 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, nn.Module):
-        for table in (vars(value), value._parameters, value._buffers):
+        for table in (vars(value), *tables_of(value)[:2]):
             yield from ((f".{k}", held) for k, held in table.items() if isinstance(held, Tensor))
     else:
         for label, _, held in entries(value) or []:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -120,7 +121,7 @@ class AttributeReads:
                 for key in _LIVE_IN_LIBRARIES & table.keys():
                     if isinstance(table[key], (bool, int, float, str)):
                         self._held.add(f"{name}.{key}", table.get, key, owner)
-            elif owner not in closed:
+            elif owner not in closed and not isinstance(owner, torch.jit.ScriptModule):
                 exchanged.append((owner, type(owner), name))
         paths = {id(owner): name for owner, _, name in exchanged}
         watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
@@ -306,7 +307,12 @@ def nothing_drawn(generators: Generators) -> Iterator[None]:
 
 
 class Attributes(Contents):
-    """What the attributes of a module tree hold, and what containers and objects in them hold."""
+    """What the attributes of a module tree hold, and what containers and objects in them hold.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(held_in(module))
+    Args:
+        module: The root of the tree.
+        without: Modules that are left out, and all that is inside of them.
+    """
+
+    def __init__(self, module: nn.Module, without: Collection[nn.Module] = frozenset()) -> None:
+        super().__init__(held_in(module, without))

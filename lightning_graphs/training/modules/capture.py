@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,16 +27,13 @@ from lightning_graphs.core.torch_private import (
     has_gradient_hooks,
 )
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import held_in
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
+from lightning_graphs.training.modules.surroundings import Surroundings
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import DRAWN, STORED, Attributes
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
@@ -118,7 +115,7 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
-    surroundings = _Surroundings.of(means, baked)
+    surroundings = Surroundings.of(means.root, means.own, calls, baked)
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
     warm = not has_compiled_anything()
@@ -173,7 +170,7 @@ def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    surroundings = _Surroundings.of(means, baked)
+    surroundings = Surroundings.of(means.root, means.own, [call], baked)
     with surroundings.effects.watched():
         here = replace(means, pool=own)
         capture = _Capture(call, here, ReplayOrder(), surroundings, warm=False)
@@ -203,24 +200,6 @@ def _of_module(name: str, error: ReplayError) -> None:
     error.args = (error.rule, error.observed, error.remedy)
 
 
-class _Surroundings(NamedTuple):
-    """What of Python the captures of a step leave as it is, whichever module they are of."""
-
-    generators: Generators
-    own: OwnCode
-    effects: SideEffects
-    loose: LooseTensors
-    baked: Baked
-
-    @classmethod
-    def of(cls, means: Means, baked: Baked) -> _Surroundings:
-        root, own = means.root, means.own
-        outside = OutsideValues(root, own).held
-        loose = LooseTensors(root, [*held_in(root), *outside])
-        effects = SideEffects(root.trainer, own)
-        return cls(Generators(root, outside), own, effects, loose, baked)
-
-
 class _Capture:
     """The capture of one call, as it was observed.
 
@@ -237,7 +216,7 @@ class _Capture:
         call: ObservedCall,
         means: Means,
         order: ReplayOrder,
-        surroundings: _Surroundings,
+        surroundings: Surroundings,
         *,
         warm: bool,
     ) -> None:
@@ -277,7 +256,7 @@ class _Capture:
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
             if not warm or call.written is None:
-                self._unchanged(partial(capture.warm_up, 1))
+                self._left_alone(partial(capture.warm_up, 1))
             else:
                 refuse_written_arguments(capture.argument_names, call.written)
             return capture
@@ -336,7 +315,7 @@ class _Capture:
         watched.baked.stored()
         capture = passes.capture_forward if direction == "forward" else passes.capture_backward
         with self._outside.caches_left():
-            self._explained(partial(self._unchanged, capture))
+            self._explained(partial(self._left_alone, capture))
         self._written |= watched.loose.written()
         self._stores[direction] = watched.baked.stored()
         self.cost.ms += (perf_counter() - started) * 1e3
@@ -377,21 +356,5 @@ class _Capture:
                 "mend the line, if the eager call raises it too; or exclude the module",
             ) from error
 
-    def _unchanged(self, run: Callable[[], Result]) -> Result:
-        """Refuse code that acts on anything but tensors: what it stores, draws and prints."""
-        generators = self._surroundings.generators
-        try:
-            with self._surroundings.effects.refused(self._outside, "its forward"):
-                result = run()
-        finally:
-            if changed := self._attributes.changed():
-                self._attributes.restore()
-            if drawn := generators.drawn():
-                generators.restore()
-        if changed:
-            names = ", ".join(changed[:3])
-            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
-        if drawn:
-            observed = f"its forward draws from {', '.join(drawn)}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
-        return result
+    def _left_alone(self, run: Callable[[], Result]) -> Result:
+        return self._surroundings.left_alone(run, self._attributes, self._outside)

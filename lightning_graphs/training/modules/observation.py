@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,19 @@ class _Seen:
         )
 
 
+class _Hook:
+    """A hook that copies and pickles of its module have no part in: theirs does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # found without this package
+
+
 class _Token:
     """Lives as long as the autograd graph of some outputs."""
 
@@ -117,8 +131,8 @@ class StepObserver:
             self._end(module, output)
 
         # The last hook before forward sees its arguments, the first one after it its outputs.
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, prepend=True))
+        self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Hook(after), prepend=True))
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._counts():

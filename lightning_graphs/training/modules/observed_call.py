@@ -24,6 +24,7 @@ class ObservedCall:
         args: Its positional arguments, detached from the autograd graph.
         kwargs: Its keyword arguments, likewise.
         autocast: Data type of autocast; None while it was off.
+        dtype: The default data type, which precision plugins set for the step's own code.
         grad_enabled: Whether autograd was recording.
         frozen: The module's parameters that required no gradient.
         training: The train/eval flag of each of its submodules.
@@ -58,6 +59,7 @@ class ObservedCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: torch.dtype | None
+    dtype: torch.dtype
     grad_enabled: bool
     frozen: frozenset[nn.Parameter]
     training: tuple[bool, ...]
@@ -98,6 +100,7 @@ class ObservedCall:
             args,
             kwargs,
             torch.get_autocast_dtype(device_type) if autocast else None,
+            torch.get_default_dtype(),
             torch.is_grad_enabled(),
             frozenset(p for p in module.parameters() if not p.requires_grad),
             tuple(m.training for m in module.modules()),
@@ -134,7 +137,7 @@ class ObservedCall:
 class ObservedState:
     """The state of a module in which an observed call found it.
 
-    Grad mode, train/eval flags and ``requires_grad`` of its parameters count.
+    Grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters count.
 
     Args:
         call: The observed call.
@@ -142,6 +145,7 @@ class ObservedState:
 
     def __init__(self, call: ObservedCall) -> None:
         self._grad_enabled = call.grad_enabled
+        self._dtype = call.dtype
         self._modules = list(call.module.modules())
         self._training = call.training
         self._parameters = list(call.module.parameters())
@@ -154,10 +158,13 @@ class ObservedState:
         required = [p.requires_grad for p in self._parameters]
         _set_flags(self._modules, self._training)
         _set_requires_grad(self._parameters, self._required)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
         try:
             with torch.set_grad_enabled(self._grad_enabled):
                 yield
         finally:
+            torch.set_default_dtype(dtype)
             _set_flags(self._modules, flags)
             _set_requires_grad(self._parameters, required)
 

@@ -1,0 +1,95 @@
+"""What of Python the captures of a step must leave as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lightning.pytorch import LightningModule
+
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import held_in
+from lightning_graphs.training.loose_tensors import LooseTensors
+from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.sites import Baked
+from lightning_graphs.training.outside import OutsideValues
+from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.python_state import DRAWN, STORED, Attributes
+from lightning_graphs.training.side_effects import SideEffects
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the captures of a step have in common, whichever module they are of.
+
+    Attributes:
+        generators: Of Python and NumPy.
+        own: Tells the author's code from others'.
+        effects: What is done outside of modules.
+        loose: Tensors that no module has in a table.
+        baked: Watches what the captures read and set.
+        around: Attributes of the modules that are in none of the calls.
+    """
+
+    generators: Generators
+    own: OwnCode
+    effects: SideEffects
+    loose: LooseTensors
+    baked: Baked
+    around: Attributes
+
+    @classmethod
+    def of(
+        cls, root: LightningModule, own: OwnCode, calls: Sequence[ObservedCall], baked: Baked
+    ) -> Surroundings:
+        """The surroundings of these calls.
+
+        Args:
+            root: The user's module.
+            own: Tells its author's code from others'.
+            calls: The calls that are captured.
+            baked: Watches what the captures read and set.
+        """
+        outside = OutsideValues(root, own).held
+        return cls(
+            Generators(root, outside),
+            own,
+            SideEffects(root.trainer, own),
+            LooseTensors(root, [*held_in(root), *outside]),
+            baked,
+            Attributes(root, without={call.module for call in calls}),
+        )
+
+    def left_alone(
+        self, run: Callable[[], Result], attributes: Attributes, outside: OutsideValues
+    ) -> Result:
+        """Run a part of a capture; refuse code that acts on anything but tensors.
+
+        Args:
+            run: The part.
+            attributes: Those of the module that is captured.
+            outside: The global and enclosing variables of its code.
+
+        Raises:
+            CaptureError: names what it stores, draws from or acts on.
+        """
+        try:
+            with self.effects.refused(outside, "its forward"):
+                result = run()
+        finally:
+            if changed := [*attributes.changed(), *self.around.changed()]:
+                attributes.restore()
+                self.around.restore()
+            if drawn := self.generators.drawn():
+                self.generators.restore()
+        if changed:
+            names = ", ".join(changed[:3])
+            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
+        if drawn:
+            observed = f"its forward draws from {', '.join(drawn)}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+        return result
