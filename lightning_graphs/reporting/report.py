@@ -184,7 +184,7 @@ class Report:
                 raise GraphError(
                     "A report replaces no file without being asked.",
                     f"{path} exists",
-                    "name another file, or write to_html(path, overwrite=True)",
+                    "name another file, remove this one, or write to_html(path, overwrite=True)",
                 ) from error
         return page
 

@@ -45,10 +45,8 @@ class Options:
         )
         _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
         _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
-        if isinstance(self.verify, str):
-            _require_one_of("verify", self.verify, ("first", "off"))
-        else:
-            _require_at_least("verify", self.verify, 1, "'first', 'off', or every how many steps")
+        if self.verify not in ("first", "off"):
+            _require_at_least("verify", self.verify, 1, "every so many steps; or 'first' or 'off'")
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
         _require_bool("eval_graphs", self.eval_graphs)
@@ -92,9 +90,11 @@ def _require_bool(name: str, value: object) -> None:
 
 
 def _require_at_least(name: str, value: object, least: int, why: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least:  # type: ignore[operator]
+        kind = "" if whole else f", a {type(value).__name__}"
         raise OptionError(
             f"{name} is a whole number of at least {least}: {why}.",
-            f"{name}={value!r}",
+            f"{name}={value!r}{kind}",
             f"write {name}={least} or more",
         )

@@ -152,3 +152,35 @@ def doubled(forward: Any) -> Any:
         return forward(x) * 2
 
     return twice
+
+
+class Copying(Callback):
+    """Pickles and copies a block after every step, also after one that was observed."""
+
+    def __init__(self) -> None:
+        self.observed = 0
+        self.found: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        blocks = pl_module.blocks
+        self.observed += bool(blocks[0]._forward_pre_hooks)
+        text = pickle.dumps(blocks)
+        assert b"lightning_graphs" not in text
+        loaded, copied = pickle.loads(text), copy.deepcopy(blocks)
+        self.found.append([outcome(module, batch["x"]) for module in (loaded, copied)])
+
+
+def test_copies_of_a_step_that_is_observed(backend: str, tmp_path: Path) -> None:
+    looks: list[Copying] = []
+
+    def callbacks() -> list[Callback]:
+        looks.append(Copying())
+        return [looks[-1]]
+
+    fits = fit_twice(backend, tmp_path, module=Blocks, capture=CAPTURE, callbacks=callbacks)
+    compare(*fits)
+    eager, captured = looks
+    assert captured.observed > eager.observed == 0
+    assert repr(captured.found) == repr(eager.found)

@@ -139,3 +139,16 @@ def test_a_fit_is_refused_before_its_first_step(
         fit.run()
     assert fit.trainer.global_step == 0
     assert_nothing_left(fit)
+
+
+def test_nothing_is_like_the_pattern() -> None:
+    with pytest.raises(
+        OptionError, match=r"no name is like it; the outermost ones are layers, norm"
+    ):
+        select(Encoder(), ["qqqqqqqqq"], ())
+
+
+def test_exclude_takes_out_everything() -> None:
+    observed = r"exclude=\['layers\.\*'\] leaves nothing of modules=\['layers\.0', 'layers\.1'\]"
+    with pytest.raises(OptionError, match=observed):
+        select(Encoder(), ["layers.0", "layers.1"], ["layers.*"])

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from tests.training.fits import Net, batches, compare, fit_twice
+from tests.training.fits import Fit, Net, batches, compare, fit_twice
 from tests.training.test_modules import named
 
 
@@ -198,3 +200,278 @@ def test_calls_without_autograd(backend: str, tmp_path: Path, verify: str) -> No
     fits = fit_twice(backend, tmp_path, module=module, capture=capture, max_epochs=4)
     compare(*fits)
     assert modules[1].found == modules[0].found
+
+
+class Watching(Reader):
+    """Looks at what its block has set; the loss stays as it is."""
+
+    name = "samples"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Net.training_step(self, {**batch, "x": self.block(batch["x"])}, batch_idx)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.found.append(getattr(self.block, self.name, None))
+
+    def on_after_backward(self) -> None:
+        self.found.append(getattr(self.block, self.name, None))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(getattr(self.block, self.name, None))
+
+
+class ThroughSuper(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        super().__setattr__("samples", len(x))
+        hidden: Tensor = self.linear(x)
+        return hidden
+
+
+class ThroughDict(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["samples"] = len(x)
+        hidden: Tensor = self.linear(x)
+        return hidden
+
+
+class ThroughVars(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        vars(self).update(samples=len(x))
+        hidden: Tensor = self.linear(x)
+        return hidden
+
+
+class OnLayer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.samples = len(x)
+        hidden: Tensor = self.linear(x)
+        return hidden
+
+    @property
+    def found(self) -> Any:
+        return getattr(self.linear, "samples", None)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Scaling(Block):
+    """Its class is made by ``register_parametrization``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        parametrize.register_parametrization(self, "weight", Doubled())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.samples = len(x)
+        hidden: Tensor = self.linear(x) * self.weight
+        return hidden
+
+
+class Noting(torch.autograd.Function):
+    """Sets an attribute in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Block) -> Tensor:
+        ctx.module = module
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module.samples = len(gradient)
+        return gradient, None
+
+
+class InBackward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = Noting.apply(self.linear(x), self)  # type: ignore[no-untyped-call]
+        return hidden
+
+
+def followed(
+    backend: str, root: Path, module: Any, capture: dict[str, Any], **options: Any
+) -> tuple[Fit, Fit]:
+    """Two fits with equal values, in parameters as in what the modules have found."""
+    modules: list[Any] = []
+
+    def made() -> Any:
+        modules.append(module())
+        return modules[-1]
+
+    options = {"validation": 0, "max_epochs": 1, **options}
+    capture = {**capture, "on_failure": "eager"}
+    fits = fit_twice(backend, root, module=made, capture=capture, **options)
+    compare(*fits, replayed=False)
+    assert modules[1].found == modules[0].found
+    return fits
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("sizes", [RUNS, TURNS], ids=["runs", "turns"])
+@pytest.mark.parametrize("capture", [{"scope": "step"}, named("block")])
+@pytest.mark.parametrize(
+    "block", [ThroughSuper, ThroughDict, ThroughVars, OnLayer, Scaling, InBackward]
+)
+def test_ways_to_set(
+    backend: str, tmp_path: Path, block: type[Block], capture: dict[str, Any], sizes: list[int]
+) -> None:
+    class Module(Watching):
+        name = "found" if block is OnLayer else "samples"
+
+    followed(backend, tmp_path, lambda: Module(block), capture, data=lambda: data(sizes))
+
+
+class Handed(Block):
+    """Sets an object that another one holds, and reads what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"scale": 1.0}
+        self.linear.options = options  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.options = self.linear.options
+        hidden: Tensor = self.linear(x) * self.options["scale"]  # type: ignore[index,operator]
+        return hidden
+
+
+class Annealing(Watching):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 10:
+            self.block.linear.options["scale"] = 2.0  # type: ignore[index,operator]
+
+
+@pytest.mark.parametrize("capture", [{"scope": "step"}, named("block"), {"scope": "auto"}])
+def test_what_is_inside_of_a_set_object_is_read(
+    backend: str, tmp_path: Path, capture: dict[str, Any]
+) -> None:
+    followed(backend, tmp_path, lambda: Annealing(Handed), capture, data=lambda: data([8] * 16))
+
+
+class Moded(Net):
+    """Steps of one size set what those of another read; they cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = 1.0
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch["x"]) == 6:
+            self.mode = 1.0
+            if self.global_step > 100:  # a counter: the capture is refused here
+                self.mode = 3.0
+        return super().training_step(batch, batch_idx) * self.mode
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 14:
+            self.mode = 2.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(self.mode)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("verify", ["first", "off", 4])
+def test_a_refused_capture_sets_nothing_later(backend: str, tmp_path: Path, verify: Any) -> None:
+    capture = {"scope": "step", "verify": verify}
+    fits = followed(backend, tmp_path, Moded, capture, data=lambda: data([6] * 6 + [8] * 14))
+    assert fits[1].statistics.replayed > 0
+
+
+class ByFlag(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.samples = 3 if self.training else 5
+        hidden: Tensor = self.linear(x)
+        return hidden
+
+
+class Flipping(Reader):
+    """Runs its block in eval mode at times."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.block.train(batch_idx not in (9, 12, 15))
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            self.block.train()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.block.samples = 3
+
+
+@pytest.mark.parametrize("verify", ["first", "off", 4])
+def test_a_call_that_is_not_replayed_sets_by_itself(
+    backend: str, tmp_path: Path, verify: Any
+) -> None:
+    capture = named("block", verify=verify)
+    sizes = [8] * 16
+    fits = followed(backend, tmp_path, lambda: Flipping(ByFlag), capture, data=lambda: data(sizes))
+    assert fits[1].statistics.replayed > 0
+
+
+class BesideCompiled(Reader):
+    """Another submodule is compiled."""
+
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__(block)
+        self.other = torch.compile(nn.Linear(8, 8), backend="eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.other(batch["x"])}, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore::DeprecationWarning")
+def test_beside_a_compiled_submodule(backend: str, tmp_path: Path) -> None:
+    fits = followed(
+        backend, tmp_path, lambda: BesideCompiled(Block), named("block"), data=lambda: data(TURNS)
+    )
+    assert fits[1].statistics.replayed > 0
+
+
+class Telling(nn.Module):
+    """Calls a method of somebody else's."""
+
+    def __init__(self, tell: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.tell = tell
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tell(len(x))
+        hidden: Tensor = self.linear(x)
+        return hidden
+
+
+class Told(Net):
+    """A graphed submodule counts and collects in its parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.lengths = 0, [0]
+        self.block = Telling(self.told)
+        self.found: list[Any] = []
+
+    def told(self, length: int) -> None:
+        self.total += length
+        self.lengths.append(length)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append((self.total, len(self.lengths)))
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_what_a_submodule_changes_in_its_parent_is_refused(
+    backend: str, tmp_path: Path, verify: str
+) -> None:
+    fits = followed(backend, tmp_path, Told, named("block", "net", verify=verify))
+    assert fits[1].statistics.modules == ["net"]
+    assert "changes self.lengths, self.total" in fits[1].statistics.fallbacks[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, module_hooks
@@ -75,7 +76,7 @@ class Choice:
             return found
         for name, module in self._candidates.items():
             if module not in times:
-                note(_left_out(name, "no observed step calls it"))
+                note(_left_out(name, _not_called(name, module)))
         chosen = []
         for call in observation.calls:
             obstacle = _obstacle(call.module, observation)
@@ -129,13 +130,25 @@ def _left_out(name: str, reason: str | None) -> str:
     return f"`{name}` is not graphed: {reason or 'no module in it can be'}"
 
 
+def _not_called(name: str, module: nn.Module) -> str:
+    """Why no observed step has called a module that was named."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted and takes no hooks; name the module that calls it"
+    if type(module).forward is nn.Module.forward:
+        kind = type(module).__name__
+        return f'it is a {kind}, which nobody can call; name what is in it: modules=["{name}.*"]'
+    return "no observed step calls it"
+
+
 def _candidates(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
     """Every submodule with parameters, none of what is left out or inside of a compiled one."""
-    closed = {name for name, module in root.named_modules() if name and is_compiled(module)}
+    modules = list(root.named_modules())
+    closed = {name for name, module in modules if name and is_compiled(module)}
+    closed |= {name for name, module in modules if isinstance(module, torch.jit.ScriptModule)}
     closed |= left_out
     return {
         name: module
-        for name, module in root.named_modules()
+        for name, module in modules
         if name
         and name not in left_out
         and not any(name.startswith(f"{outer}.") for outer in closed)

@@ -121,7 +121,8 @@ class StepObserver:
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
         for name, module in modules.items():
-            self._watch(name, module)
+            if not isinstance(module, torch.jit.ScriptModule):  # those take no hooks
+                self._watch(name, module)
 
     def _watch(self, name: str, module: nn.Module) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -38,7 +38,14 @@ def select(
         OptionError: a pattern matches nothing, or several classes, or a module and its ancestor.
     """
     named = _submodules(root)
-    found = _all_matches(named, patterns, "modules") - _all_matches(named, exclude, "exclude")
+    wanted = _all_matches(named, patterns, "modules")
+    found = wanted - _all_matches(named, exclude, "exclude")
+    if wanted and not found:
+        raise OptionError(
+            "modules names what is graphed, and exclude takes some of it out.",
+            f"exclude={list(exclude)!r} leaves nothing of modules={list(patterns)!r}",
+            "leave out exclude, or name other modules",
+        )
     chosen = [name for name in named if name in found]
     for name in chosen:
         ancestor = next((other for other in chosen if name.startswith(f"{other}.")), None)
@@ -84,11 +91,14 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
     if classes:
         return {name for name, module in named.items() if type(module) in classes}
     known = [*named, *sorted({kind.__name__ for kind in kinds})]
-    near = _nearest(pattern, named, known) or known[:3]
+    near = _nearest(pattern, named, known)
+    children = [name for name in named if "." not in name]
     raise OptionError(
         f"Every entry of {option} names a submodule or the class of one.",
         f"{pattern!r} matches nothing",
-        f"the nearest names are {', '.join(near)}",
+        f"the nearest names are {', '.join(near)}"
+        if near
+        else f"no name is like it; the outermost ones are {', '.join(children)}",
     )
 
 
