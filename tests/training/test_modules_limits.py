@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,62 @@ def test_validation_after_the_observed_step_is_no_part_of_it(
     compare(*fits)
     assert captured.statistics.fallbacks == []
     assert captured.statistics.modules == ["net"]
+
+
+def test_shapes_that_take_turns_in_too_few_graphs_are_replayed_at_times(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Blocks,
+        capture={**BLOCKS, "max_graphs": 2, "verify": "off"},
+        data=lambda: sizes(4, 6, 8, rounds=24),
+        max_epochs=1,
+        validation=0,
+    )
+    compare(eager, captured)
+    statistics = captured.statistics
+    assert statistics.replayed > 24  # none, when each shape was captured again at once
+    (said,) = [r.getMessage() for r in caplog.records if "take turns" in r.getMessage()]
+    assert said.endswith("write max_graphs=3 or more")
+
+
+class Ticking(nn.Module):
+    """Counts its calls, and has layers that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden: Tensor = self.layers(x)
+        return hidden
+
+
+class Ticked(Net):
+    """A step that is refused as a whole, and a block that is refused for the same reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Ticking()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["auto", "modules"])
+def test_what_a_refused_call_has_read_binds_no_other(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    capture = {"scope": scope, "on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, module=Ticked, capture=capture)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.modules == ["block.layers", "net"]
+    assert captured.statistics.captures == 1
+    assert captured.statistics.replayed >= 10
+    assert captured.module.block.calls == eager.module.block.calls
