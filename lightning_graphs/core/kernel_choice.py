@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.backends import cuda
+
+from lightning_graphs.core.torch_private import attention_switches
+
+_flash, _efficient, _cudnn, _math = attention_switches
 
 
 class KernelChoice(NamedTuple):
@@ -16,25 +19,22 @@ class KernelChoice(NamedTuple):
         attention: Whether flash, memory-efficient, cuDNN's and plain attention may be used, as
             ``torch.nn.attention.sdpa_kernel`` sets it.
         deterministic: Whether algorithms must be deterministic.
+        dtype: The default data type.
     """
 
     products: str
     attention: tuple[bool, bool, bool, bool]
     deterministic: bool
+    dtype: torch.dtype
 
     @classmethod
     def now(cls) -> KernelChoice:
         """The switches as they are."""
-        attention = (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-        )
         return cls(
             torch.get_float32_matmul_precision(),
-            attention,
+            (_flash(), _efficient(), _cudnn(), _math()),
             torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
         )
 
     def changes(self, to: KernelChoice) -> list[str]:
@@ -43,5 +43,10 @@ class KernelChoice(NamedTuple):
         return [name for name, before, after in triples if before != after]
 
 
-NAMES = ("precision of float32 products", "kernels of attention", "deterministic algorithms")
+NAMES = (
+    "precision of float32 products",
+    "kernels of attention",
+    "deterministic algorithms",
+    "default dtype",
+)
 """What messages call the switches, in the order of the fields."""

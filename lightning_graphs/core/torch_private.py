@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.core.values import Absence
 
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
@@ -126,6 +129,47 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     if isinstance(module, torch.jit.ScriptModule):
         tables = tuple(dict(table.items()) for table in tables)
     return tables  # type: ignore[no-any-return]
+
+
+_OnSet = Callable[[nn.Module, str, Any], None]
+_on_set: list[_OnSet] = []
+_on_set_lock = threading.Lock()
+_set_attribute = nn.Module.__setattr__
+
+
+def _set_and_tell(module: nn.Module, name: str, value: Any) -> None:
+    before = vars(module).get(name, Absence.ABSENT)
+    _set_attribute(module, name, value)
+    for tell in tuple(_on_set):
+        tell(module, name, before)
+
+
+@contextlib.contextmanager
+def attributes_watched(tell: _OnSet) -> Iterator[None]:
+    """Call this with module, name and former value of whatever is set in a module, by any thread.
+
+    Only the setter of ``nn.Module`` sees all of them. It is everybody's again when nobody watches.
+    """
+    with _on_set_lock:
+        _on_set.append(tell)
+        nn.Module.__setattr__ = _set_and_tell  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        with _on_set_lock:
+            _on_set.remove(tell)
+            if not _on_set:
+                nn.Module.__setattr__ = _set_attribute  # type: ignore[method-assign]
+
+
+_attention = torch.backends.cuda
+attention_switches: tuple[Callable[[], bool], ...] = (
+    getattr(torch._C, "_get_flash_sdp_enabled", _attention.flash_sdp_enabled),
+    getattr(torch._C, "_get_mem_efficient_sdp_enabled", _attention.mem_efficient_sdp_enabled),
+    getattr(torch._C, "_get_cudnn_sdp_enabled", _attention.cudnn_sdp_enabled),
+    getattr(torch._C, "_get_math_sdp_enabled", _attention.math_sdp_enabled),
+)
+"""Whether each kernel of attention may be used; the public functions take three times as long."""
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
@@ -243,6 +287,8 @@ def in_transform() -> bool:
     Its tensors carry batches or tangents that a graph knows nothing of, and nothing public tells.
     Where torch lacks the private ways the answer is no.
     """
+    if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
+        return False
     return _innermost_transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
 
 

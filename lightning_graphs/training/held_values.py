@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,23 +23,15 @@ OF_ALL_MODULES = frozenset(
 """Attributes of modules that are no values of their author's."""
 
 
-def held_in(
-    root: nn.Module, without: Collection[nn.Module] = frozenset()
-) -> Iterator[tuple[str, Any]]:
+def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and value of every module in a tree, and of what their attributes hold, levels deep.
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
-
-    Args:
-        root: The root of the tree.
-        without: Modules that are left out, and all that is inside of them.
     """
     modules = list(root.named_modules())
     seen = {id(module) for _, module in modules}
-    left_out = {id(inner) for module in without for inner in module.modules()}
     for path, module in modules:
-        if id(module) not in left_out:
-            yield from _held_in_module(f"self.{path}" if path else "self", module, DEPTH, seen)
+        yield from _held_in_module(f"self.{path}" if path else "self", module, DEPTH, seen)
 
 
 def _held_in_module(

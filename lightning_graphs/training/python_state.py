@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.contents import Contents
+from lightning_graphs.core.contents import Contents, is_still
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import is_compiled
+from lightning_graphs.core.torch_private import (
+    attributes_watched,
+    current_autograd_node,
+    is_compiled,
+)
 from lightning_graphs.core.values import Absence, HeldValues, is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.generators import Generators
@@ -67,7 +72,8 @@ class AttributeReads:
     def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
         self._held = HeldValues()
         self._kept: dict[int, Any] = {}
-        self._stored: dict[tuple[int, str], nn.Module] = {}
+        self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._thread = threading.get_ident()
         self._on_use = on_use
 
     def __len__(self) -> int:
@@ -93,12 +99,26 @@ class AttributeReads:
         """Name and present value of everything that was read, and of what is inside of it."""
         return self._held.now()
 
+    def changed_outside(self, owners: Container[int]) -> list[str]:
+        """Undo what code has changed in modules other than these, given by their ``id``.
+
+        Returns:
+            The names of the attributes.
+        """
+        names = []
+        for (place, key), (owner, before) in self._stored.items():
+            if place not in owners and not is_still(vars(owner).get(key, Absence.ABSENT), before):
+                names.append(f"{key} of a {type(owner).__name__}")
+                vars(owner).pop(key, None)
+                if before is not Absence.ABSENT:
+                    vars(owner)[key] = before
+        return names
+
     def stored(self) -> Stores:
         """The attributes that code was watched to set since this was asked, if they are plain."""
-        found = [
-            (owner, key, vars(owner).get(key, self)) for (_, key), owner in self._stored.items()
-        ]
+        places = [(owner, key) for (_, key), (owner, _) in self._stored.items()]
         self._stored.clear()
+        found = [(owner, key, vars(owner).get(key, self)) for owner, key in places]
         return tuple(store for store in found if is_plain(store[2]))
 
     @contextlib.contextmanager
@@ -112,6 +132,7 @@ class AttributeReads:
         Raises:
             CaptureError: the body reads an iterator, before anything is taken from it.
         """
+        self._thread = threading.get_ident()
         closed = _inside_of_compiled(module)
         exchanged = []
         for path, owner in module.named_modules():
@@ -134,23 +155,22 @@ class AttributeReads:
             for owner, kind, _ in exchanged:
                 object.__setattr__(owner, "__class__", kind)
 
+    def _is_mine(self) -> bool:
+        """Whether the step's own code is running: a backward pass on a GPU has another thread."""
+        return threading.get_ident() == self._thread or current_autograd_node() is not None
+
     @contextlib.contextmanager
     def _stores_noted(self, root: nn.Module) -> Iterator[None]:
         """Note what is set in modules that there are already; metrics look after themselves."""
         modules = {id(module) for module in root.modules() if not _is_metric(type(module))}
-        original = nn.Module.__setattr__
 
-        def write(owner: nn.Module, key: str, value: Any) -> None:
-            original(owner, key, value)
-            if id(owner) in modules and key not in OF_ALL_MODULES:
-                self._stored[id(owner), key] = owner
+        def note(owner: nn.Module, key: str, before: Any) -> None:
+            if id(owner) in modules and key not in OF_ALL_MODULES and self._is_mine():
+                self._stored.setdefault((id(owner), key), (owner, before))
 
         self._stored.clear()  # of code that was refused in the middle
-        nn.Module.__setattr__ = write  # type: ignore[assignment, method-assign]
-        try:
+        with attributes_watched(note):
             yield
-        finally:
-            nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
     def _watched(self, kind: type, paths: Mapping[int, str]) -> type:
         own: Any = kind
@@ -161,14 +181,11 @@ class AttributeReads:
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
             place = id(owner), key
-            if key == "__dict__" and place[0] in paths and _asked_by_author():
-                for name in value.keys() - OF_ALL_MODULES:
-                    read(owner, name)
             if key in OF_ALL_MODULES or place in noted:
                 return value
             own = place in self._stored and is_plain(value)
             # A copy that the body makes has the watched class, too, and no path.
-            if not own and place[0] in paths:
+            if not own and place[0] in paths and self._is_mine():
                 self._note(owner, kind, key, value, paths[place[0]])
                 if self._on_use is None:  # which is told of every use
                     noted.add(place)
@@ -178,7 +195,8 @@ class AttributeReads:
             try:
                 return inherited_missing(owner, key)  # finds parameters, buffers and submodules
             except AttributeError:
-                if id(owner) in paths and _asked_by_author():
+                asking = sys._getframe(1).f_globals.get("__name__", "")
+                if asking.partition(".")[0] not in _FRAMEWORKS and id(owner) in paths:
                     self._note_absence(owner, kind, key, paths[id(owner)])
                 raise
 
@@ -221,12 +239,6 @@ class AttributeReads:
         if not any(key in vars(base) for base in kind.__mro__):
             get = partial(_looked_up, vars(owner), vars(kind))
             self._held.add(f"{path}.{key}", get, key, owner)
-
-
-def _asked_by_author() -> bool:
-    """Whether the code that asks for an attribute, two frames up, is of no framework."""
-    asking: str = sys._getframe(2).f_globals.get("__name__", "")
-    return asking.partition(".")[0] not in _FRAMEWORKS
 
 
 def _is_metric(kind: type) -> bool:
@@ -307,12 +319,7 @@ def nothing_drawn(generators: Generators) -> Iterator[None]:
 
 
 class Attributes(Contents):
-    """What the attributes of a module tree hold, and what containers and objects in them hold.
+    """What the attributes of a module tree hold, and what containers and objects in them hold."""
 
-    Args:
-        module: The root of the tree.
-        without: Modules that are left out, and all that is inside of them.
-    """
-
-    def __init__(self, module: nn.Module, without: Collection[nn.Module] = frozenset()) -> None:
-        super().__init__(held_in(module, without))
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(held_in(module))

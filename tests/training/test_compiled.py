@@ -72,3 +72,23 @@ def test_reduce_overhead_is_refused_with_the_remedy(
 def test_reduce_overhead_raises_where_asked_to(backend: str, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"`compiled` is compiled to CUDA graphs of its own"):
         prepare(backend, tmp_path, True, module=Reducing, capture={"scope": "step"}).run()
+
+
+class InPlace(Net):
+    """A submodule that is compiled in place: the compiler looks into the hooks around it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(8, 8)
+        self.block.compile(backend="eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler looks into hooks and graphs, and says so
+def test_a_submodule_that_is_compiled_in_place(backend: str, tmp_path: Path) -> None:
+    capture = {"scope": "modules", "modules": ["block", "net"]}
+    eager, captured = fit_twice(backend, tmp_path, module=InPlace, capture=capture)
+    compare(eager, captured)
+    assert captured.statistics.modules == ["block", "net"]

@@ -156,8 +156,7 @@ class Rewriting(Net):
         x = batch["x"].clone()
         hidden, other = self.block(x)
         if self.writes == "output":
-            with torch.set_grad_enabled(self.block.how != "parameter"):
-                (other if self.block.how in ("argument", "parameter") else hidden).mul_(0.5)
+            (other if self.block.how == "argument" else hidden).mul_(0.5)
         elif self.writes == "argument":
             x.mul_(2.0)
         return super().loss({**batch, "x": hidden + x + other.sum(-1, keepdim=True)})
@@ -169,7 +168,7 @@ class Rewriting(Net):
     ("how", "writes"),
     [
         *((how, "nothing") for how in ("same", "view", "detached", "argument", "parameter")),
-        *((how, "output") for how in ("same", "view", "detached", "argument", "parameter")),
+        *((how, "output") for how in ("same", "view", "detached", "argument")),
         ("argument", "argument"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +436,47 @@ def test_a_kernel_that_the_step_asks_for(backend: str, tmp_path: Path, scope: st
         (said,) = captured.statistics.fallbacks
         assert "`first` stays eager" in said
         assert "kernels of attention" in said
+
+
+class Reading(nn.Module):
+    """Computes with a switch, so that everybody sees which one a graph was captured under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0 if torch.backends.cuda.math_sdp_enabled() else 2.0
+        factor += torch.get_default_dtype().itemsize
+        hidden: Tensor = self.linear(x) * factor
+        return hidden
+
+
+class Switching(Net):
+    """Sets switches around a block from some batch on, with autograd and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Reading()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        before = torch.get_default_dtype()
+        late = batch_idx >= 7
+        torch.set_default_dtype(torch.float64 if batch_idx in (6, 8) else before)
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if late else nullcontext():
+                with torch.no_grad():
+                    target = self.block(batch["x"])
+                x = self.block(batch["x"]) + target
+        finally:
+            torch.set_default_dtype(before)
+        return super().training_step({**batch, "x": x}, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_switches_that_a_later_step_sets(backend: str, tmp_path: Path) -> None:
+    capture = named("block", "net", on_failure="eager", verify="off")
+    eager, captured = fit_twice(backend, tmp_path, module=Switching, capture=capture)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
+    assert captured.statistics.modules == ["block", "net"]

@@ -115,7 +115,7 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
-    surroundings = Surroundings.of(means.root, means.own, calls, baked)
+    surroundings = Surroundings.of(means.root, means.own, baked)
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
     warm = not has_compiled_anything()
@@ -170,7 +170,7 @@ def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
     """
     pool = means.pool
     own = pool.beside(pool.handle)
-    surroundings = Surroundings.of(means.root, means.own, [call], baked)
+    surroundings = Surroundings.of(means.root, means.own, baked)
     with surroundings.effects.watched():
         here = replace(means, pool=own)
         capture = _Capture(call, here, ReplayOrder(), surroundings, warm=False)
@@ -357,4 +357,5 @@ class _Capture:
             ) from error
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:
-        return self._surroundings.left_alone(run, self._attributes, self._outside)
+        module = self._call.module
+        return self._surroundings.left_alone(run, module, self._attributes, self._outside)

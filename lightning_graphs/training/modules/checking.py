@@ -136,7 +136,7 @@ class _CallRun:
         ]
         self._snapshot: StateSnapshot | None = None
         self._generators: list[Tensor] = []
-        self._attributes = Attributes(root)
+        self._attributes = Attributes(call.module)
         self._python = Generators(root)
 
     def _differentiable(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import in_transform
 from lightning_graphs.errors import (
@@ -29,6 +30,7 @@ from lightning_graphs.training.statistics import Statistics
 
 _NONE = object()
 _MOVED = "a value that its code reads has changed within the step"
+_SWITCHED = "the step has set switches of torch otherwise: "
 _UNKNOWN = "no step that was captured calls it so often, or in this order"
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -116,7 +118,10 @@ class GraphedForward:
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
                 return self.original(*args, **kwargs)
-            if not site.is_current:
+            kernels = KernelChoice.now()
+            if kernels != site.call.kernels:
+                self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
+            elif not site.is_current:
                 self._missing = _MOVED
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
@@ -165,7 +170,7 @@ class GraphedForward:
         # What earlier captures have read: a value that never returns is not worth a graph.
         plans = self._without_autograd.plans()
         read = frozenset(item for _, baked in plans for item in baked.now())
-        extra = (call.training, call.frozen, read)
+        extra = (call.training, call.frozen, call.kernels, read)
         try:
             signature, _ = Signature.of(args, kwargs, modes=modes, extra=extra)
             if not self._without_autograd.is_due(signature):

@@ -145,7 +145,8 @@ class StepObserver:
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
         call.ordinal = self._times[module]
         call.transformed = transformed
-        call.switched = self._kernels.changes(KernelChoice.now())
+        # Precision plugins set the default dtype for the step's own code alone.
+        call.switched = self._kernels._replace(dtype=call.kernels.dtype).changes(call.kernels)
         self._times[module] += 1
         self._find_sources(call)
         call.arguments = WatchedArguments(module, args, kwargs)
@@ -238,10 +239,11 @@ class StepObserver:
 
     @staticmethod
     def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:
-        """Whether another output, an argument or a parameter is in the memory of an output."""
+        """Whether another output or an argument is in the memory of an output."""
         given = _tensors_in((call.args, call.kwargs))
-        others = (*given, *outputs, *call.module.parameters())
-        return list(map(_memory, filter(_has_address, others))).count(_memory(output)) > 1
+        return (
+            list(map(_memory, filter(_has_address, (*given, *outputs)))).count(_memory(output)) > 1
+        )
 
     def _follow(self, call: ObservedCall, output: Tensor) -> None:
         """Be able to tell, after the step, whether the autograd graph of an output is alive."""

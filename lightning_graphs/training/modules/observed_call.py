@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.torch_private import current_autograd_node
 from lightning_graphs.training.modules.arguments import WatchedArguments
 
@@ -24,7 +25,7 @@ class ObservedCall:
         args: Its positional arguments, detached from the autograd graph.
         kwargs: Its keyword arguments, likewise.
         autocast: Data type of autocast; None while it was off.
-        dtype: The default data type, which precision plugins set for the step's own code.
+        kernels: What operators chose their kernels by.
         grad_enabled: Whether autograd was recording.
         frozen: The module's parameters that required no gradient.
         training: The train/eval flag of each of its submodules.
@@ -46,8 +47,8 @@ class ObservedCall:
             known of it.
         switched: Which of the switches that choose kernels the step has set otherwise for it.
         hands_on: It returns nothing with a gradient but what it was given.
-        rewritten: Memory that an output shares with another one, with an argument or a parameter
-            was written after the call.
+        rewritten: Memory that an output shares with another one or with an argument was written
+            after the call, before the next step began.
         gradient_strides: In which strides the gradients of its outputs came, by the index of each.
         draws: It has drawn random numbers on a GPU.
         written: Which of the tensors among them the call has written, by whatever way; None where
@@ -59,7 +60,7 @@ class ObservedCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: torch.dtype | None
-    dtype: torch.dtype
+    kernels: KernelChoice
     grad_enabled: bool
     frozen: frozenset[nn.Parameter]
     training: tuple[bool, ...]
@@ -100,7 +101,7 @@ class ObservedCall:
             args,
             kwargs,
             torch.get_autocast_dtype(device_type) if autocast else None,
-            torch.get_default_dtype(),
+            KernelChoice.now(),
             torch.is_grad_enabled(),
             frozenset(p for p in module.parameters() if not p.requires_grad),
             tuple(m.training for m in module.modules()),
@@ -128,8 +129,8 @@ class ObservedCall:
             return "returns nothing but what it was given, which is no work for a graph"
         if self.rewritten:
             return (
-                "returns a tensor in the memory of another output, of an argument or of a "
-                "parameter, and the step writes there; what a graph returns has memory of its own"
+                "returns a tensor in the memory of another output or of an argument, and the step "
+                "writes there; what a graph returns has memory of its own"
             )
         return None
 
@@ -145,7 +146,7 @@ class ObservedState:
 
     def __init__(self, call: ObservedCall) -> None:
         self._grad_enabled = call.grad_enabled
-        self._dtype = call.dtype
+        self._dtype = call.kernels.dtype
         self._modules = list(call.module.modules())
         self._training = call.training
         self._parameters = list(call.module.parameters())

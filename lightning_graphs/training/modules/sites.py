@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import GraphedCallable
+from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
@@ -92,6 +93,10 @@ class Baked:
         """Their names and present values."""
         return self._reads.values()
 
+    def changed_outside(self, owners: Container[int]) -> list[str]:
+        """Undo what the body has changed in other modules than these; the names."""
+        return self._reads.changed_outside(owners)
+
     def stored(self) -> Stores:
         """The attributes that the body has set since this was asked."""
         return self._reads.stored()
@@ -153,7 +158,8 @@ class Site:
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call could be replayed now."""
-        return self.is_as_captured and self.graphed.accepts(args, kwargs)
+        same = self.is_as_captured and self.call.kernels == KernelChoice.now()
+        return same and self.graphed.accepts(args, kwargs)
 
     def release(self, statistics: Statistics) -> None:
         """Release the graphs; their record stays."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.held_values import held_in
 from lightning_graphs.training.loose_tensors import LooseTensors
-from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
@@ -32,7 +32,6 @@ class Surroundings:
         effects: What is done outside of modules.
         loose: Tensors that no module has in a table.
         baked: Watches what the captures read and set.
-        around: Attributes of the modules that are in none of the calls.
     """
 
     generators: Generators
@@ -40,20 +39,10 @@ class Surroundings:
     effects: SideEffects
     loose: LooseTensors
     baked: Baked
-    around: Attributes
 
     @classmethod
-    def of(
-        cls, root: LightningModule, own: OwnCode, calls: Sequence[ObservedCall], baked: Baked
-    ) -> Surroundings:
-        """The surroundings of these calls.
-
-        Args:
-            root: The user's module.
-            own: Tells its author's code from others'.
-            calls: The calls that are captured.
-            baked: Watches what the captures read and set.
-        """
+    def of(cls, root: LightningModule, own: OwnCode, baked: Baked) -> Surroundings:
+        """The surroundings of the calls that a step of this module makes."""
         outside = OutsideValues(root, own).held
         return cls(
             Generators(root, outside),
@@ -61,17 +50,21 @@ class Surroundings:
             SideEffects(root.trainer, own),
             LooseTensors(root, [*held_in(root), *outside]),
             baked,
-            Attributes(root, without={call.module for call in calls}),
         )
 
     def left_alone(
-        self, run: Callable[[], Result], attributes: Attributes, outside: OutsideValues
+        self,
+        run: Callable[[], Result],
+        module: nn.Module,
+        attributes: Attributes,
+        outside: OutsideValues,
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors.
 
         Args:
             run: The part.
-            attributes: Those of the module that is captured.
+            module: The module that is captured.
+            attributes: Its attributes.
             outside: The global and enclosing variables of its code.
 
         Raises:
@@ -81,9 +74,10 @@ class Surroundings:
             with self.effects.refused(outside, "its forward"):
                 result = run()
         finally:
-            if changed := [*attributes.changed(), *self.around.changed()]:
+            changed = self.baked.changed_outside(set(map(id, module.modules())))
+            if inside := attributes.changed():
+                changed += inside
                 attributes.restore()
-                self.around.restore()
             if drawn := self.generators.drawn():
                 self.generators.restore()
         if changed:
