@@ -38,6 +38,11 @@ class LooseTensors:
         self._named = list(found.values())
         self._versions = self._now()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
+
     def _now(self) -> list[int]:
         return [version_of(tensor) for _, tensor in self._named]
 

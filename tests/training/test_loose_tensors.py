@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.training.modules import capture
 from tests.training.fits import Net, compare, fit_twice
 from tests.training.test_modules import named
 
@@ -99,6 +100,23 @@ def test_a_tensor_that_is_written(
     eager, captured = fit_twice(backend, tmp_path, module=module, capture=capture, validation=0)
     compare(eager, captured)
     mine, theirs = (fit.block for fit in reversed(means))
+    assert torch.equal(mine.kept[0], theirs.kept[0])
+    for name, buffer in theirs.norms[0].named_buffers():
+        assert torch.equal(mine.norms[0].get_buffer(name), buffer), name
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tensor_that_is_written_where_something_was_compiled(
+    backend: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a capture begins with a pass of its own."""
+    monkeypatch.setattr(capture, "has_compiled_anything", lambda: True)
+    modules = named("block", verify="off")
+    fits = fit_twice(
+        backend, tmp_path, module=lambda: Averaged(place), capture=modules, validation=0
+    )
+    compare(*fits)
+    mine, theirs = (fit.module.block for fit in reversed(fits))
     assert torch.equal(mine.kept[0], theirs.kept[0])
     for name, buffer in theirs.norms[0].named_buffers():
         assert torch.equal(mine.norms[0].get_buffer(name), buffer), name

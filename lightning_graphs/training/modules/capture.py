@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
@@ -256,7 +257,11 @@ class _Capture:
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
             if not warm or call.written is None:
-                self._left_alone(partial(capture.warm_up, 1))
+                loose = StateSnapshot(surroundings.loose.tensors)
+                try:
+                    self._left_alone(partial(capture.warm_up, 1))
+                finally:
+                    loose.restore()
             else:
                 refuse_written_arguments(capture.argument_names, call.written)
             return capture
