@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
+from lightning_graphs import GraphCapture
+
 # A test for the GPU is absent from a CPU run rather than skipped: the count of what ran is the
 # count of what was shown.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
@@ -50,6 +52,13 @@ def device(backend: str) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _captured_whether_it_pays_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are short, and no capture would pay off in them."""
+    defaults = {**(GraphCapture.__init__.__kwdefaults__ or {}), "profit_gate": False}
+    monkeypatch.setattr(GraphCapture.__init__, "__kwdefaults__", defaults)
 
 
 @pytest.fixture(autouse=True)

@@ -1,32 +1,69 @@
-"""Signature -> captured plan: least recently used ones go."""
+"""Key -> captured plan, and how often each key is seen."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Plan = TypeVar("Plan")
 
+_KEYS = 512
+"""How many keys are remembered: shapes without end must not make a book grow without end."""
+_VALUES = 8
+"""How many plans there are for one shape, at most: values that move on may never come back."""
+_RECENT = 1024
+"""Sightings after which older ones count half."""
+
+
+class Worth(Protocol):
+    """Decides what is worth a capture; see :class:`PlanCache`."""
+
+    @property
+    def payback(self) -> float:
+        """How many uses repay a capture."""
+
+    def why_not(self, seen: int, share: float, *, moved: bool) -> str:
+        """Why a key is not worth one yet; empty if it is."""
+
 
 class PlanCache(Generic[Key, Plan]):
-    """Captured plans by key, at most ``capacity`` of them.
+    """Captured plans by key; none is ever dropped for one that is used less.
 
     Args:
-        capacity: Number of plans; adding one more releases the least recently used.
-        capture_after: How often a key must have been seen before it is worth a capture.
+        worth: Decides from sightings what is worth a capture.
+        uses: How often a plan was used.
         release: Called with a plan that leaves the cache.
+        capacity: Number of plans at most; None: as many as are worth it.
+        shape: What of a key comes back, where the rest are values that may move on.
+
+    Attributes:
+        why_not: Why the last key that was not due was not; empty if it was.
+        is_full: It would have been, if there had been room for one more plan.
     """
 
-    def __init__(self, capacity: int, capture_after: int, release: Callable[[Plan], None]) -> None:
-        self._capacity = capacity
-        self._capture_after = capture_after
+    def __init__(
+        self,
+        worth: Worth,
+        uses: Callable[[Plan], int],
+        release: Callable[[Plan], None],
+        *,
+        capacity: int | None = None,
+        shape: Callable[[Key], Hashable] = lambda key: key,
+    ) -> None:
+        self._worth = worth
+        self._uses = uses
         self._release = release
+        self._capacity = capacity
+        self._shape = shape
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
+        self._shapes: OrderedDict[Hashable, float] = OrderedDict()
         self._refused: OrderedDict[Key, None] = OrderedDict()
-        self._displaced: OrderedDict[Key, None] = OrderedDict()
+        self.why_not = ""
+        self.is_full = False
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -47,60 +84,106 @@ class PlanCache(Generic[Key, Plan]):
         self._plans.move_to_end(key)
         return plan
 
+    # ------------------------------------------------------------------ what is worth a plan
+
+    def see(self, key: Key) -> int:
+        """Count a sighting of ``key``, for which there is no plan; how many there were."""
+        seen = self._seen.pop(key, 0) + 1
+        _keep(self._seen, key, seen)
+        shape = self._shape(key)
+        _keep(self._shapes, shape, self._shapes.pop(shape, 0.0) + 1.0)
+        return seen
+
+    def is_new(self, key: Key) -> bool:
+        """Whether no step of this shape came before the one that was counted last."""
+        return self._shapes.get(self._shape(key), 0.0) <= 1.0
+
     def is_due(self, key: Key) -> bool:
-        """Count a sighting of ``key``; whether it was seen often enough before to be captured."""
+        """Count a sighting of ``key``; whether it is worth a capture now."""
         if key in self._refused:
             return False
-        seen = self._seen.pop(key, 0)
-        self._seen[key] = seen + 1
-        self._forget_oldest(self._seen)
-        return seen >= self._capture_after
+        seen = self.see(key)
+        shape = self._shape(key)
+        moved = bool(self._of(shape))
+        self.why_not = self._worth.why_not(seen, self._share(shape), moved=moved)
+        self.is_full = not self.why_not and not self._has_room(shape)
+        if self.is_full:
+            self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
+        return not self.why_not
 
-    def forget(self, key: Key) -> None:
-        """Forget how often ``key`` was seen."""
-        self._seen.pop(key, None)
+    def _share(self, shape: Hashable) -> float:
+        """What part of the coming steps is expected to have this shape.
+
+        The part of sightings that were single ones estimates how many steps will bring something
+        new (Good, "The population frequencies of species", Biometrika 1953).
+        """
+        self._count_uses()
+        total = sum(self._shapes.values())
+        single = sum(1 for count in self._shapes.values() if count <= 1.0)
+        return (1.0 - single / total) * self._shapes.get(shape, 0.0) / total
+
+    def _count_uses(self) -> None:
+        for key, plan in self._plans.items():
+            uses, shape = self._uses(plan), self._shape(key)
+            self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
+            self._counted[key] = uses
+        if sum(self._shapes.values()) > _RECENT:
+            for shape in self._shapes:
+                self._shapes[shape] /= 2.0
+
+    def _has_room(self, shape: Hashable) -> bool:
+        """Whether a plan may be added, in the place of one that is used much less if need be."""
+        if self._capacity is None or len(self._plans) < self._capacity or self._of(shape):
+            return True
+        least = min(self._shapes.get(self._shape(key), 0.0) for key in self._plans)
+        return self._shapes[shape] >= 2.0 * least + self._worth.payback
 
     def add(self, key: Key, plan: Plan) -> None:
-        """Keep a captured plan, releasing the one before and, beyond capacity, the least recent."""
+        """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
         if key in self._plans:
-            self._release(self._plans.pop(key))
+            self.drop(key)
+        same, shapes = self._of(self._shape(key)), self._shapes
+        is_full = self._capacity is not None and len(self._plans) >= self._capacity
+        if same and (is_full or len(same) >= _VALUES):
+            self.drop(same[0])
+        elif is_full:
+            self.drop(min(self._plans, key=lambda k: shapes.get(self._shape(k), 0.0)))
         self._seen.pop(key, None)
-        self._displaced.pop(key, None)
         self._plans[key] = plan
-        while len(self._plans) > self._capacity:
-            displaced, oldest = self._plans.popitem(last=False)
-            self._displaced[displaced] = None
-            self._forget_oldest(self._displaced)
-            self._release(oldest)
+        self._counted[key] = self._uses(plan)
 
-    def was_displaced(self, key: Key) -> bool:
-        """Whether the plan of ``key`` was released to make room for another one."""
-        return key in self._displaced
+    def _of(self, shape: Hashable) -> list[Key]:
+        """The keys of the plans for a shape, least recently used first."""
+        return [key for key in self._plans if self._shape(key) == shape]
 
-    def wanted(self) -> int:
-        """How many plans there would be if none had been released to make room."""
-        return len(self._plans) + len(self._displaced)
+    def drop(self, key: Key) -> None:
+        """Release one plan."""
+        del self._counted[key]
+        self._release(self._plans.pop(key))
 
     def refuse(self, key: Key) -> None:
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
-        self._refused[key] = None
-        self._forget_oldest(self._refused)
+        _keep(self._refused, key, None)
         if key in self._plans:
-            self._release(self._plans.pop(key))
+            self.drop(key)
 
     def is_refused(self, key: Key) -> bool:
         """Whether :meth:`refuse` was called with ``key``."""
         return key in self._refused
 
-    def _forget_oldest(self, book: OrderedDict[Key, Any]) -> None:
-        """Shapes without end must not make a book of keys grow without end."""
-        while len(book) > 64 * self._capacity:
-            book.popitem(last=False)
+    def forget(self, key: Key) -> None:
+        """Forget how often ``key`` was seen."""
+        self._seen.pop(key, None)
 
     def clear(self) -> None:
         """Release every plan and forget every sighting; refusals stay."""
-        while self._plans:
-            _, plan = self._plans.popitem()
-            self._release(plan)
+        for key in self.keys():
+            self.drop(key)
         self._seen.clear()
-        self._displaced.clear()
+        self._shapes.clear()
+
+
+def _keep(book: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    book[key] = value
+    while len(book) > _KEYS:
+        book.popitem(last=False)

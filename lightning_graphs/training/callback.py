@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from lightning_graphs.reporting import Report
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
+from lightning_graphs.training.investment import Investment, steps_left
 from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.profiling import cheap_contexts
@@ -52,9 +54,10 @@ class GraphCapture(Callback):
             too, as in validation.
         warmup_steps: Real training steps that run eagerly before the first capture.
         capture_after: How often a batch signature (structure, shapes, dtypes) must have been seen
-            before it gets a graph of its own.
-        max_graphs: Number of signatures that have a graph at a time; the least recently used one
-            is released.
+            after the warm-up before it gets a graph of its own. By default it gets one as soon as
+            the steps that are left are expected to repay the capture, by measured times.
+        max_graphs: Number of signatures that have a graph at a time. No graph is released for a
+            signature that is not used much more. By default there is no limit but memory.
         on_failure: ``"eager"``: a step that cannot be captured runs eagerly, with a warning;
             ``"raise"``: it raises.
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
@@ -62,8 +65,9 @@ class GraphCapture(Callback):
         verify: Run a captured step eagerly as well, from the same state, and compare everything
             that both computed: ``"first"``: after each capture; K: after each capture and at every
             K-th optimizer step; ``"off"``: never. A replay that differs follows ``on_failure``.
-        profit_gate: The first steps are timed, and where replayed ones are not faster than eager
-            ones, the callback says so. With True it also switches itself off.
+        profit_gate: Steps are timed. Nothing is captured that is not expected to pay off, and
+            where replayed steps turn out not to be faster than eager ones, the callback switches
+            itself off and says so. With False it captures whatever comes back.
         log_metrics: Log the report's figures as ``graphs/...``, once the first steps have been
             timed and at the end of the fit.
         doctor: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
@@ -82,12 +86,12 @@ class GraphCapture(Callback):
         exclude: Sequence[str] = (),
         eval_graphs: bool = False,
         warmup_steps: int = 3,
-        capture_after: int = 2,
-        max_graphs: int = 8,
+        capture_after: int | None = None,
+        max_graphs: int | None = None,
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
         verify: Literal["first", "off"] | int = "first",
-        profit_gate: bool = False,
+        profit_gate: bool = True,
         log_metrics: bool = False,
         doctor: bool = False,
     ) -> None:
@@ -165,8 +169,11 @@ class GraphCapture(Callback):
             stack.enter_context(cheap_contexts(trainer))
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
+            investment = Investment(
+                self.options, self.statistics, partial(steps_left, trainer), timed=name == "cuda"
+            )
             runner = runner_for(
-                Fit(trainer, pl_module, self.options, pool, self.statistics, progress)
+                Fit(trainer, pl_module, self.options, pool, self.statistics, progress, investment)
             )
             stack.callback(runner.close)
 

@@ -27,12 +27,12 @@ class Options:
     exclude: Sequence[str] = ()
     eval_graphs: bool = False
     warmup_steps: int = 3
-    capture_after: int = 2
-    max_graphs: int = 8
+    capture_after: int | None = None
+    max_graphs: int | None = None
     on_failure: OnFailure = "eager"
     backend: BackendChoice = "auto"
     verify: Verify = "first"
-    profit_gate: bool = False
+    profit_gate: bool = True
     log_metrics: bool = False
     doctor: bool = False
 
@@ -43,8 +43,10 @@ class Options:
         _require_at_least(
             "warmup_steps", self.warmup_steps, 1, "eager steps make the optimizer's state"
         )
-        _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
-        _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
+        if self.capture_after is not None:
+            _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
+        if self.max_graphs is not None:
+            _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
         if self.verify not in ("first", "off"):
             _require_at_least("verify", self.verify, 1, "every so many steps; or 'first' or 'off'")
         _require_names("modules", () if self.modules is None else self.modules)

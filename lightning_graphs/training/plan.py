@@ -42,6 +42,8 @@ class StepPlan:
         changes: What it does to the containers of the batch; None if nothing.
         written: What it writes beside parameters and buffers, by name.
         stores: Attributes that each of its graphs sets, by the graph's name in a capture.
+        uses: How often it was replayed.
+        unverified: It is yet to be compared with the eager step.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -62,6 +64,8 @@ class StepPlan:
     changes: BatchChanges | None = None
     written: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Stores] = field(default_factory=dict)
+    uses: int = 0
+    unverified: bool = False
     proof: Callable[[Any], None] | None = None
 
     def store(self, graph: str) -> None:

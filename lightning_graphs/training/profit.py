@@ -24,20 +24,21 @@ class Verdict:
     sentence: str = ""
 
 
-def judge(records: Sequence[GraphRecord]) -> Verdict | None:
+def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict | None:
     """Compare the time of replayed steps with that of eager ones.
 
     Args:
         records: The captured signatures; those with both times count, each as often as it was
             replayed.
+        otherwise: Time of an eager step where a record has none.
 
     Returns:
         None if no record has both times.
     """
     timed = [
-        (record.eager_ms, record.replay_ms, record.replays)
+        (eager, record.replay_ms, record.replays)
         for record in records
-        if record.eager_ms and record.replay_ms and record.replays
+        if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
     ]
     if not timed:
         return None

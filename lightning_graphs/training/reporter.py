@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
 import torch
 from lightning.pytorch import Trainer
@@ -88,7 +89,8 @@ class FitReporter:
         """Whether graphs pay off as far as one can tell; the verdict is kept."""
         if not self._stopwatch.meaningful:
             return True
-        verdict = judge(self._statistics.graphs)
+        eager = self._statistics.pace.eager
+        verdict = judge(self._statistics.graphs, median(eager) if eager else None)
         self._statistics.verdict = verdict.sentence if verdict is not None else ""
         return verdict is None or verdict.profitable
 
@@ -98,7 +100,10 @@ class FitReporter:
         if self._off_since is not None:
             self._statistics.eager += self._batches() - self._off_since
         self._judge()
-        self._statistics.inspect()
+        statistics = self._statistics
+        if statistics.waiting and not (statistics.replayed or statistics.fallbacks):
+            statistics.note(statistics.waiting)
+        statistics.inspect()
         self._log()
 
     def tell(self) -> None:

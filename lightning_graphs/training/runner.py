@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
@@ -21,6 +24,7 @@ from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -53,6 +57,7 @@ class StepRunner:
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
         progress: Mirror of the values for the progress bar; None without a GPU.
+        investment: Decides which steps are worth a capture.
 
     Attributes:
         capturable: What keeps the optimizer capturable; None if its step runs eagerly.
@@ -69,6 +74,7 @@ class StepRunner:
         pool: GraphPool,
         statistics: Statistics,
         progress: ProgressValues | None,
+        investment: Investment,
     ) -> None:
         self._progress = progress
         self._trainer = trainer
@@ -77,10 +83,16 @@ class StepRunner:
         self._pool = pool
         self._statistics = statistics
         self._verify = options.verify
+        self._investment = investment
         self._cache: PlanCache[Signature, StepPlan] = PlanCache(
-            options.max_graphs, options.capture_after, self._release
+            investment,
+            attrgetter("uses"),
+            self._release,
+            capacity=options.max_graphs,
+            shape=_without_values,
         )
-        self._notices = Notices(options, statistics, self._cache)
+        self._notices = Notices(options, statistics)
+        self._captures_unseen = True
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
@@ -237,15 +249,33 @@ class StepRunner:
     # ------------------------------------------------------------------ the three phases
 
     def _plan_for(self, args: tuple[Any, ...]) -> StepPlan | None:
-        if self._warmup_left > 0 or skips_backward(self._trainer):
+        if skips_backward(self._trainer):
+            return None
+        if self._warmup_left > 0:
+            self._look_ahead(args)
             return None
         conditions = self._conditions()
         plan = self._find(args[0], conditions)
         if plan is None:
             return self._captured(args, conditions)
-        if self._every and self._trainer.global_step % self._every == 0:
+        again = self._every and self._trainer.global_step % self._every == 0
+        if again or (plan.unverified and self._investment.affords_verification):
             return self._verified(plan, args)
         return plan
+
+    def _look_ahead(self, args: tuple[Any, ...]) -> None:
+        """Count a batch of the warm-up, so that the first capture knows what comes back."""
+        if self._investment.measures:
+            with contextlib.suppress(CaptureError):
+                conditions = self._watch.conditions(self._stepping)
+                self._cache.see(self._signature(args, conditions)[0])
+
+    def _signature(
+        self, args: tuple[Any, ...], conditions: Conditions
+    ) -> tuple[Signature, list[Tensor]]:
+        modes = Modes.current(self._pool.backend.device_type)
+        refuse_iterator(args[0])
+        return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
 
     def _find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
         last = self._last
@@ -269,28 +299,26 @@ class StepRunner:
 
     def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
         """Capture this batch's step if its signature is due; None means: run it eagerly."""
-        modes = Modes.current(self._pool.backend.device_type)
         try:
-            refuse_iterator(args[0])
-            signature, tensors = Signature.of(
-                (args[0],), {}, names=("batch",), modes=modes, extra=(conditions,)
-            )
+            signature, tensors = self._signature(args, conditions)
         except CaptureError as error:
             self._refused(None, error)
             return None
-        if self._notices.unsteady(signature):
-            self.has_failed = True
-            return None
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
-                self._notices.rare(signature)
+                why, at_once = self._cache.why_not, self._cache.is_full
+                self.has_failed |= self._notices.waiting(signature, why, at_once=at_once)
+            return None
+        # Libraries choose and load their kernels for a shape when it comes for the first time.
+        unseen = self._investment.measures and self._cache.is_new(signature)
+        if unseen and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return None
         known = len(self._reads)
         try:
             self._numbers.refuse_changing()
             if self.capturable is not None and not len(self._cache):
                 self.capturable.gather_state()
-            with capture_cost(self._pool.backend) as cost:
+            with self._investment.paying(), capture_cost(self._pool.backend) as cost:
                 plan = self._capture.capture(
                     args[0], tensors, args[1:], signature, conditions.phase
                 )
@@ -298,7 +326,10 @@ class StepRunner:
             self._rebind(self._moves.frozen(error))
             return None
         except GraphError as error:
-            self._refused(signature, error)
+            if unseen:
+                self._captures_unseen = False
+            else:
+                self._refused(signature, error)
             return None
         if len(self._reads) != known:
             conditions = replace(conditions, attributes=self._watch.attributes())
@@ -309,14 +340,17 @@ class StepRunner:
         self._cache.add(signature, plan)
         self._last = plan
         plan.inputs.copy_in(tensors)
-        return self._verified(plan, args)
+        plan.unverified = self._verification is not None
+        return self._verified(plan, args) if self._investment.affords_verification else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._verification is not None:
             self._kept.leave(plan.gradients)
+            plan.unverified = False
             try:
-                self._verification.check(plan, args)
+                with self._investment.verifying():
+                    self._verification.check(plan, args)
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None
@@ -342,6 +376,7 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan) -> Any:
         self._statistics.count_replay(plan.forward)
+        plan.uses += 1
         self._notices.replayed()
         self._moves.replayed()
         if self.capturable is not None:
@@ -389,6 +424,12 @@ class StepRunner:
         self._notices.refused(error, has_graphs=not self.has_failed)
         if signature is not None:
             self._cache.refuse(signature)
+
+
+def _without_values(signature: Signature) -> Signature:
+    """What of a signature comes back where the values that a step reads move on."""
+    conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
+    return replace(signature, extra=(conditions.phase, conditions.gradients))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.compiled import REMEDY, with_own_graphs
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, calls_of
+from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
@@ -44,6 +45,7 @@ class Fit:
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
         progress: Mirror of the values for the progress bar; None without a GPU.
+        investment: Decides what is worth a capture.
     """
 
     trainer: Trainer
@@ -52,6 +54,7 @@ class Fit:
     pool: GraphPool
     statistics: Statistics
     progress: ProgressValues | None
+    investment: Investment
 
     def step_runner(self) -> StepRunner:
         """Graphs of whole steps."""
@@ -64,6 +67,7 @@ class Fit:
             self.pool,
             self.statistics,
             self.progress,
+            self.investment,
         )
 
     def module_runner(
@@ -84,6 +88,7 @@ class Fit:
             self.options,
             self.pool,
             self.statistics,
+            self.investment,
             warmup_steps=0 if warmed_up else self.options.warmup_steps,
         )
 
@@ -162,5 +167,6 @@ class AutoRunner:
                 "GraphCapture: submodules become graphs, since the whole step cannot be one"
             )
             runner.close()
+            self._fit.investment.forgive()
             self._runner = self._fit.module_runner(self._calls, warmed_up=True)
         return self._runner

@@ -19,6 +19,23 @@ from lightning_graphs.reporting import GraphRecord, Report, StepTime
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.warned import stacklevel_of_user
 
+_RECAPTURES_SAID = 8
+
+
+@dataclass(slots=True)
+class Pace:
+    """How long steps take, in milliseconds.
+
+    Attributes:
+        eager: Eager steps on the device.
+        behind: How long the device still worked on each of them once it had been launched.
+        replayed: Replayed steps on the device.
+    """
+
+    eager: list[float] = field(default_factory=list)
+    behind: list[float] = field(default_factory=list)
+    replayed: list[float] = field(default_factory=list)
+
 
 @dataclass(slots=True)
 class CaptureCost:
@@ -48,6 +65,8 @@ class Statistics:
         graphs: A record for each captured signature.
         times: The steps that were timed.
         verdict: What the times say.
+        waiting: Why the last eager step was not captured, where none was refused.
+        pace: How long steps take.
         backend: Name of the backend; empty while nothing is captured.
         device: The device in words.
     """
@@ -62,6 +81,8 @@ class Statistics:
     graphs: list[GraphRecord] = field(default_factory=list)
     times: list[StepTime] = field(default_factory=list)
     verdict: str = ""
+    waiting: str = ""
+    pace: Pace = field(default_factory=Pace)
     backend: str = ""
     device: str = ""
     _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(
@@ -76,9 +97,12 @@ class Statistics:
             rank_zero_warn(f"GraphCapture: {reason}", stacklevel=stacklevel_of_user())
 
     def recaptured(self, sentence: str, change: str) -> None:
-        """Say that another capture is made, and keep what changed."""
+        """Say that another capture is made, and keep what changed; further ones are not said."""
         self.recaptures.append(change)
-        rank_zero_info(f"GraphCapture: {sentence}")
+        if len(self.recaptures) <= _RECAPTURES_SAID:
+            is_last = len(self.recaptures) == _RECAPTURES_SAID
+            further = "; further ones are listed in the report" if is_last else ""
+            rank_zero_info(f"GraphCapture: {sentence}{further}")
 
     def runs_fused(self, name: str) -> None:
         """Say, once for each, that an optimizer runs another kernel than by itself."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ class Stopwatch(Protocol[Mark]):
     def milliseconds(self, start: Mark, end: Mark, *, wait: bool) -> float | None:
         """Time between two marks; None if the device has not come so far and ``wait`` is False."""
 
+    def behind(self, start: Mark, end: Mark, ms: float) -> float:
+        """For how many of these milliseconds the device went on when all work was launched."""
+
 
 class HostStopwatch:
     """For the emulated backend: nothing runs asynchronously, and a replay saves nothing."""
@@ -53,23 +56,34 @@ class HostStopwatch:
     def milliseconds(self, start: float, end: float, *, wait: bool) -> float | None:
         return (end - start) * 1e3
 
+    def behind(self, start: float, end: float, ms: float) -> float:
+        return 0.0
+
+
+class DeviceMark(NamedTuple):
+    """A moment on the GPU's own clock, and when it was asked for on the host's."""
+
+    event: torch.cuda.Event
+    launched: float
+
 
 class DeviceStopwatch:
-    """CUDA events on the current stream: the GPU's own clock, and no wait while steps run."""
+    """CUDA events on the current stream: no wait while steps run."""
 
     meaningful = True
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> DeviceMark:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        return DeviceMark(event, perf_counter())
 
-    def milliseconds(
-        self, start: torch.cuda.Event, end: torch.cuda.Event, *, wait: bool
-    ) -> float | None:
+    def milliseconds(self, start: DeviceMark, end: DeviceMark, *, wait: bool) -> float | None:
         if wait:
-            end.synchronize()
-        return start.elapsed_time(end) if end.query() else None
+            end.event.synchronize()
+        return start.event.elapsed_time(end.event) if end.event.query() else None
+
+    def behind(self, start: DeviceMark, end: DeviceMark, ms: float) -> float:
+        return max(0.0, ms - (end.launched - start.launched) * 1e3)
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch[Any]:
@@ -101,6 +115,7 @@ class _Sample(Generic[Mark]):
     start: Mark
     counted: _Counts
     end: Mark | None = None
+    kept: bool = False
     records: tuple[GraphRecord, ...] = ()
 
 
@@ -203,7 +218,8 @@ class StepTiming:
         key = self._key(sample)
         self._taken[key] += 1
         self._replays.update(map(id, sample.records))
-        if first < self._taken[key] <= first + SAMPLES:
+        sample.kept = first < self._taken[key] <= first + SAMPLES
+        if sample.kept or (not sample.records and sample.step > 0):
             sample.end = self._stopwatch.mark()
             self._pending.append(sample)
 
@@ -238,6 +254,14 @@ class StepTiming:
             self._keep(sample, ms)
 
     def _keep(self, sample: _Sample[Any], ms: float) -> None:
+        pace = self._statistics.pace
+        if sample.records:
+            pace.replayed.append(ms)
+        else:
+            pace.eager.append(ms)
+            pace.behind.append(self._stopwatch.behind(sample.start, sample.end, ms))
+        if not sample.kept:
+            return
         kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"
         self._statistics.times.append(StepTime(step=sample.step, kind=kind, ms=ms))
         self._times[self._key(sample)].append(ms)

@@ -28,42 +28,30 @@ def taking_turns(*sizes: int, max_graphs: int, **options: Any) -> dict[str, Any]
     return {"data": lengths(*sizes), "capture": {**capture, **options}}
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly. max_graphs")
 def test_shapes_that_take_turns_in_too_few_graphs(
     backend: str, tmp_path: Path, lines: Lines
 ) -> None:
     options = taking_turns(4, 8, 12, 16, 20, max_graphs=2)
     eager, captured = fit_twice(backend, tmp_path, max_epochs=8, **options)
-    compare(eager, captured)
+    compare(eager, captured, replayed=False)
     statistics = captured.statistics
-    assert statistics.captures == 5 * 8 - 1
-    assert len(statistics.recaptures) == statistics.captures - 1
-    assert all("f32[" in reason for reason in statistics.recaptures)
-    # Each of the five is told once; then as many captures as there are graphs.
-    assert len(lines("captured another graph")) == 4 + 2
-    (said,) = lines("take turns")
-    assert said.startswith("GraphCapture: so far 5 signatures take turns in 2 graph(s)")
-    assert said.endswith("pad to fewer lengths, or write max_graphs=5 or more")
+    assert statistics.captures == 2
+    assert statistics.replayed >= 2 * 7
+    assert len(lines("captured another graph")) == 1
+    (reason,) = statistics.fallbacks
+    assert reason.startswith("steps run eagerly: max_graphs=2 allows no more graphs; raise it")
 
 
-def test_the_number_of_graphs_that_is_named_is_enough(
-    backend: str, tmp_path: Path, lines: Lines
-) -> None:
-    options = taking_turns(4, 8, 12, 16, 20, max_graphs=5)
-    eager, captured = fit_twice(backend, tmp_path, max_epochs=8, **options)
+def test_enough_graphs_for_all_shapes(backend: str, tmp_path: Path, lines: Lines) -> None:
+    options = taking_turns(*range(4, 16), max_graphs=12)
+    eager, captured = fit_twice(backend, tmp_path, max_epochs=16, **options)
     compare(eager, captured)
-    assert captured.statistics.captures == 5
-    assert len(lines("captured another graph")) == 4
-    assert lines("take turns") == []
-
-
-def test_a_new_shape_is_told_after_that(backend: str, tmp_path: Path, lines: Lines) -> None:
-    options = taking_turns(*[4, 8, 12] * 6, 32, max_graphs=2)
-    eager, captured = fit_twice(backend, tmp_path, max_epochs=1, **options)
-    compare(eager, captured)
-    assert len(lines("take turns")) == 1
-    told = lines("captured another graph")
-    assert len(told) == 2 + 2 + 1
-    assert told[-1].count("-> f32[32,8]") == 1
+    assert captured.statistics.captures == 12
+    assert len(captured.statistics.recaptures) == 11
+    said = lines("captured another graph")
+    assert len(said) == 8
+    assert said[-1].endswith("further ones are listed in the report")
 
 
 class Thawing(Net):
@@ -73,14 +61,16 @@ class Thawing(Net):
         self.net[0].weight.data = self.net[0].weight.data.clone()
 
 
-def test_graphs_that_were_dropped_did_not_take_turns(
-    backend: str, tmp_path: Path, lines: Lines
+@pytest.mark.parametrize(("steps", "captures"), [(2, 9), (30, 12)])
+def test_graphs_that_are_dropped_must_have_been_repaid(
+    backend: str, tmp_path: Path, steps: int, captures: int
 ) -> None:
-    options = taking_turns(4, 8, 12, 16, max_graphs=2)
-    eager, captured = fit_twice(backend, tmp_path, module=Thawing, max_epochs=6, **options)
-    compare(eager, captured)
-    assert captured.statistics.captures == 4 * 6 - 1
-    assert lines("take turns") == []
+    options = taking_turns(*[4] * steps, max_graphs=2, on_failure="eager")
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Thawing, max_epochs=12, validation=0, **options
+    )
+    compare(eager, captured, replayed=captures == 12)
+    assert captured.statistics.captures == captures
 
 
 class Stepwise(Net):
@@ -101,7 +91,7 @@ def moving(every: int) -> type[Stepwise]:
     return type("Stepwise", (Stepwise,), {"every": every})
 
 
-KEEPS_CHANGING = r"a step runs eagerly: (?s:.*)gets no graph(?s:.*)self\.share: 0\.\d+ -> 0\.\d+"
+KEEPS_CHANGING = r"a step runs eagerly: (?s:.*)gets no graph(?s:.*)self\.share: \d\.\d+ -> 0\.\d+"
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -110,16 +100,16 @@ def test_an_attribute_that_keeps_changing_is_named_once(
 ) -> None:
     options: dict[str, Any] = {
         "module": moving(every),
-        "data": lambda: lengths(*[8] * 40)(),
-        "capture": {"max_graphs": 2, "warmup_steps": 1, "on_failure": "eager"},
+        "data": lambda: lengths(*[8] * (40 if every == 1 else 80))(),
+        "capture": {"warmup_steps": 1, "on_failure": "eager"},
     }
     with pytest.warns(UserWarning, match=KEEPS_CHANGING):
         eager, captured = fit_twice(backend, tmp_path, max_epochs=1, **options)
     compare(eager, captured, replayed=False)
     (reason,) = captured.statistics.fallbacks
     assert "keep the value in a buffer that a hook fills" in reason
-    assert len(lines("captured another graph")) <= 3
-    assert len(captured.statistics.recaptures) == (0 if every == 1 else 9)
+    assert len(lines("captured another graph")) <= 8
+    assert captured.statistics.captures == (1 if every == 1 else 9)
 
 
 def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path) -> None:

@@ -37,5 +37,5 @@ def test_options_are_keyword_only() -> None:
 
 def test_defaults() -> None:
     options = GraphCapture().options
-    assert (options.warmup_steps, options.capture_after, options.max_graphs) == (3, 2, 8)
+    assert (options.warmup_steps, options.capture_after, options.max_graphs) == (3, None, None)
     assert (options.on_failure, options.backend) == ("eager", "auto")

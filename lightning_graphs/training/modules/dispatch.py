@@ -21,6 +21,7 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
+from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.observed_call import ObservedCall
@@ -44,6 +45,7 @@ class Stage:
         means: For captures of calls without autograd, which may be replayed in any order.
         statistics: Where decisions are counted and said.
         checks: Compares new graphs with the modules' own code.
+        investment: Decides what is worth a capture.
         stepping: A training step's own code is running, and no backward pass.
         stale: A parameter has moved: no graph may be right any longer.
         astray: A call was not given the tensor that its graph reads in place.
@@ -56,6 +58,7 @@ class Stage:
     means: Means
     statistics: Statistics
     checks: CallChecks
+    investment: Investment
     stepping: bool = False
     stale: bool = False
     astray: bool = False
@@ -90,7 +93,7 @@ class GraphedForward:
         self._missing = ""
         self._had_own = "forward" in vars(module)
         self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
-            stage.options.max_graphs, stage.options.capture_after, self._release
+            stage.investment, _replays, self._release, capacity=stage.options.max_graphs
         )
         vars(module)["forward"] = self
 
@@ -223,6 +226,10 @@ class GraphedForward:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it is the original; whoever loads it needs nothing of this package."""
         return getitem, ([self.original], 0)
+
+
+def _replays(plan: tuple[Site, Baked]) -> int:
+    return plan[0].record.replays
 
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:

@@ -110,6 +110,7 @@ class StepOfModules:
         self.key = (kind, pattern, baked.values)
         self.captured = captured
         self.baked = baked
+        self.uses = 0
         signature = kind.signature
         self._call = CallPlan(signature, check_modes=True) if signature is not None else None
 

@@ -13,6 +13,7 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.foresight import requests_watched
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
 from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.steps import ModuleGraphs
@@ -32,6 +33,7 @@ class ModuleRunner:
         options: The callback's options.
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
+        investment: Decides what is worth a capture.
         warmup_steps: Steps that run eagerly first.
     """
 
@@ -43,6 +45,7 @@ class ModuleRunner:
         options: Options,
         pool: GraphPool,
         statistics: Statistics,
+        investment: Investment,
         *,
         warmup_steps: int,
     ) -> None:
@@ -53,11 +56,21 @@ class ModuleRunner:
         gradients = PersistentGradients()
         schedule = Schedule(module, options)
         # First: it may refuse the options, and changes nothing.
-        self._graphs = ModuleGraphs(module, options, pool, gradients, statistics, schedule)
+        self._graphs = ModuleGraphs(
+            module, options, pool, gradients, statistics, schedule, investment
+        )
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(
-                trainer, module, calls, options, pool.beside(), gradients, statistics, schedule
+                trainer,
+                module,
+                calls,
+                options,
+                pool.beside(),
+                gradients,
+                statistics,
+                schedule,
+                investment,
             )
 
     @property

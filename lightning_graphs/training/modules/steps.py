@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -14,6 +15,7 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
+from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
@@ -36,14 +38,14 @@ from lightning_graphs.training.modules.observation import Observation, StepObser
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.notices import Drops, RareSteps, Recaptures
+from lightning_graphs.training.notices import Waiting
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
 
 _MOVED = "a parameter or buffer of a graphed module has changed its memory"
-_SEARCH = 16
-"""How many steps, for each sighting before a capture, are observed in search of another one."""
+_SEARCH = 24
+"""How many steps are observed in search of another one."""
 _PATIENCE = 64
 """How many steps code that may go through a graph twice is given to show where."""
 
@@ -58,6 +60,7 @@ class ModuleGraphs:
         gradients: Where the gradients of parameters go.
         statistics: Where decisions are counted.
         schedule: Which steps are verified.
+        investment: Decides what is worth a capture.
 
     Attributes:
         stage: What decides over the calls while a step runs.
@@ -72,6 +75,7 @@ class ModuleGraphs:
         gradients: PersistentGradients,
         statistics: Statistics,
         schedule: Schedule,
+        investment: Investment,
     ) -> None:
         apart = pool.beside()
         foresight = Foresight(module)
@@ -81,7 +85,9 @@ class ModuleGraphs:
         own = OwnCode(module)
         self._means = Means(module, own, pool, gradients.of, original_forward, direct=direct)
         self._checks = CallChecks(schedule)
-        self.stage = Stage(options, replace(self._means, pool=apart), statistics, self._checks)
+        self.stage = Stage(
+            options, replace(self._means, pool=apart), statistics, self._checks, investment
+        )
         self._options = options
         self._device_type = pool.backend.device_type
         self._statistics = statistics
@@ -89,16 +95,19 @@ class ModuleGraphs:
         self._flags = FlagsReader(module)
         self._forwards: dict[nn.Module, GraphedForward] = {}
         self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
-            options.max_graphs, options.capture_after, self._release
+            investment,
+            attrgetter("uses"),
+            self._release,
+            capacity=options.max_graphs,
+            shape=lambda key: key[0],  # type: ignore[index]
         )
-        self._recaptures = Recaptures(options, statistics, self._cache)
+        self._investment = investment
         self._replayed: CapturedCalls | None = None
         self._last: StepOfModules | None = None
         self._observed: Observed | None = None
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
-        self._rare = RareSteps(options, self._difference)
-        self._drops = Drops()
+        self._waiting = Waiting(options, statistics, self._difference)
 
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""
@@ -151,6 +160,7 @@ class ModuleGraphs:
             return
         self._replayed = step.captured
         self._statistics.replayed += 1
+        step.uses += 1
         stage.elsewhere = self._elsewhere
         step.captured.begin()
         sites = step.captured.sites
@@ -184,18 +194,13 @@ class ModuleGraphs:
                 self._last = self._cache.get(step.key)
             return step
         kind = StepKind(batch_signature(batch, self._device_type), flags)
-        if self._drops.are_too_many:
-            return None
         key = (kind, self._read(kind))
         if self._cache.is_due(key):
-            self._rare.end()
+            self._waiting.end()
             if self._observed is None:  # else one waits for its values to come back
                 self._observe(kind)
-        elif not self._cache.is_refused(key) and (change := self._rare.add(kind)):
-            self._statistics.note(
-                "steps run eagerly: for a long time none came back often enough for graphs. "
-                f"The last two differ: {change}"
-            )
+        elif not self._cache.is_refused(key):
+            self._waiting.add(kind, self._cache.why_not, at_once=self._cache.is_full)
         return None
 
     def _difference(self, before: StepKind, kind: StepKind) -> str:
@@ -284,7 +289,8 @@ class ModuleGraphs:
                     self._give_up(search)
                 return None
             self._search = None
-        return self._capture(kind, calls, observation)
+        with self._investment.paying():
+            return self._capture(kind, calls, observation)
 
     def _surrounds(self, kind: StepKind) -> bool:
         """Whether a capture would find the hooks and the precision that are of this kind."""
@@ -326,8 +332,7 @@ class ModuleGraphs:
         self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
         if before is not None:
             change = before.change(step)
-            sentence = f"captured other graphs, because {change}"
-            self._recaptures.say_captured(step.key, sentence, change)
+            self._statistics.recaptured(f"captured other graphs, because {change}", change)
         self._cache.add(step.key, step)
         self._last = step
         return step
@@ -374,7 +379,7 @@ class ModuleGraphs:
         if self._search is None and self._last is not None:
             kind = self._last.kind
             if kind not in self._complete:
-                left = _SEARCH * (self._options.capture_after + 1)
+                left = _SEARCH
                 self._search = Search(kind, left, self.stage.missed)
 
     def _give_up(self, search: Search) -> None:
@@ -384,11 +389,7 @@ class ModuleGraphs:
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = False
-        self._drops.add(self._statistics.replayed)
-        if self._drops.are_too_many:
-            self._statistics.note(f"steps run eagerly: {reason}, and that again in every few steps")
-        else:
-            self._statistics.recaptured(f"recapturing, because {reason}", reason)
+        self._statistics.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
         self._cache.clear()
         self._last = self._replayed = None

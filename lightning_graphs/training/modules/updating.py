@@ -6,6 +6,7 @@ import contextlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_graphs.training.gradients import (
     gradients_set_aside,
 )
 from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -52,6 +54,7 @@ class UpdatePlan:
 
     Attributes:
         gradients: The gradients that it reads.
+        uses: How often it was replayed.
         graph: Unscales and clips them where nobody looks in between, and takes the step.
         numbers: The optimizer's live numbers inside of it; None if all are frozen.
     """
@@ -59,6 +62,7 @@ class UpdatePlan:
     gradients: AttachedGradients
     graph: CUDAGraph
     numbers: GraphNumbers | None
+    uses: int = 0
 
 
 class CapturedUpdate:
@@ -73,6 +77,7 @@ class CapturedUpdate:
         gradients: Where captured modules write the gradients of their parameters.
         statistics: Where it is said why the step runs eagerly.
         schedule: Which steps are verified.
+        investment: Decides what is worth a capture.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class CapturedUpdate:
         gradients: PersistentGradients,
         statistics: Statistics,
         schedule: Schedule,
+        investment: Investment,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
         self.capturable: CapturableOptimizer | None = None
@@ -99,7 +105,7 @@ class CapturedUpdate:
         self._observers = Observers.of(trainer, module)
         self._moves = Moves(expected=cycles_momentum(trainer))
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
-            options.max_graphs, options.capture_after, self._release
+            investment, attrgetter("uses"), self._release, capacity=options.max_graphs
         )
         self._bind()
 
@@ -166,6 +172,7 @@ class CapturedUpdate:
 
     @staticmethod
     def _replay(capturable: CapturableOptimizer, plan: UpdatePlan) -> None:
+        plan.uses += 1
         plan.gradients.adopt()
         capturable.refresh(plan.numbers)
         plan.graph.replay()
