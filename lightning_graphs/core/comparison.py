@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from lightning_graphs.core.topology import Edge
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.info import GraphInfo, GraphNode
+from lightning_graphs.core.info import Edge, GraphInfo, GraphNode
 
 _FIELDS = ("kind", "name", "bytes", "grid", "block", "scope")
 _SHOWN = 5

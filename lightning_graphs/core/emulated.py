@@ -225,7 +225,10 @@ class EmulatedGraph(CapturedGraph):
             warn_of_missing_debug_mode()
             return
         with open(debug_path, "w", encoding="utf-8") as file:
-            file.write(self.inspection().to_dot(fold=False))
+            info = self.inspection()
+            nodes = [f'n{node.index} [label="{node.name}"];' for node in info.nodes]
+            edges = [f"n{before} -> n{after};" for before, after in info.edges]
+            file.write("\n".join(["digraph {", *nodes, *edges, "}"]) + "\n")
 
     def raw_cuda_graph(self) -> int:
         self.recording  # noqa: B018  (refuses first where CUDA would)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_graphs.core.drawing import format_bytes, to_dot
 from lightning_graphs.core.names import short_name
-from lightning_graphs.core.topology import Edge, generations
 from lightning_graphs.errors import GraphError
+
+Edge = tuple[int, int]
 
 KINDS = ("kernel", "memcpy", "memset", "host", "child", "event", "empty", "alloc", "free")
 """What a node can be. Conditional nodes count as ``child``; semaphores and batched stream memory
@@ -75,16 +75,6 @@ class GraphInfo:
         """Bytes that one replay sets in memset nodes."""
         return sum(node.bytes for node in self.nodes if node.kind == "memset")
 
-    @property
-    def depth(self) -> int:
-        """Nodes on the longest path: what remains one after the other on an endless device."""
-        return len(generations(len(self.nodes), self.edges))
-
-    @property
-    def width(self) -> int:
-        """The largest number of nodes at the same distance from the start."""
-        return max(map(len, generations(len(self.nodes), self.edges)), default=0)
-
     def to_json(self) -> dict[str, Any]:
         """A dictionary of JSON types that :meth:`from_json` reads back."""
         nodes = []
@@ -118,25 +108,15 @@ class GraphInfo:
             ) from error
         return cls(backend, nodes, edges)
 
-    def to_dot(self, fold: bool = True) -> str:
-        """DOT text for Graphviz.
-
-        Args:
-            fold: Draw a block that repeats back to back (the layers of a transformer) once, in a
-                frame labelled with its count.
-        """
-        return to_dot(self.nodes, self.edges, fold_repeats=fold)
-
     def summary(self) -> str:
-        """A few lines for a log: size, shape, nodes by kind, the most frequent kernels."""
+        """A few lines for a log: size, nodes by kind, the most frequent kernels."""
         sizes = {"memcpy": self.bytes_copied, "memset": self.bytes_set}
         kinds = [
-            f"{count} {kind}" + (f" ({format_bytes(sizes[kind])})" if kind in sizes else "")
+            f"{count} {kind}" + (f" ({sizes[kind]:,d} bytes)" if kind in sizes else "")
             for kind, count in self.counts.items()
         ]
         lines = [
-            f"{self.backend} graph: {len(self.nodes)} nodes, {len(self.edges)} edges, "
-            f"depth {self.depth}, width {self.width}",
+            f"{self.backend} graph: {len(self.nodes)} nodes, {len(self.edges)} edges",
             f"  {', '.join(kinds) or 'empty'}",
         ]
         frequent = list(self.kernels.items())[:5]

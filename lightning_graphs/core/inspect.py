@@ -7,9 +7,8 @@ from typing import Protocol
 
 from lightning_graphs.core import driver
 from lightning_graphs.core.comparison import Divergence, GraphDiff, compare
-from lightning_graphs.core.info import KINDS, GraphInfo, GraphNode
+from lightning_graphs.core.info import KINDS, Edge, GraphInfo, GraphNode
 from lightning_graphs.core.names import demangle, short_name
-from lightning_graphs.core.topology import Edge
 
 __all__ = [
     "KINDS",

@@ -1,4 +1,4 @@
-"""Names of kernels: demangled as the compiler wrote them, and shortened for a drawing."""
+"""Names of kernels: demangled as the compiler wrote them, and shortened for reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drawings of a report's page: step times as SVG, kernels by count, a graph folded."""
+"""The drawings of a report's page: step times as SVG, kernels by count."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 from lightning_graphs.reporting.report import StepTime
 
 if TYPE_CHECKING:
-    from lightning_graphs.core.info import GraphInfo, GraphNode
-    from lightning_graphs.core.topology import Item
+    from lightning_graphs.core.info import GraphInfo
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 880, 240, 56, 26, 12
 _KERNELS = 30
-_NODES = 3000
-"""Boxes of a drawing: a page with more is slow to open."""
 
 
 def timeline(times: Sequence[StepTime]) -> str:
@@ -87,45 +84,4 @@ def kernels(graphs: Sequence[GraphInfo]) -> str:
     return (
         f"{shown}<details><summary>{len(hidden)} more kernels</summary>"
         f'<table class="kernels">{"".join(rows(hidden))}</table></details>'
-    )
-
-
-def outline(info: GraphInfo) -> str:
-    """The graph in topological order; a block that repeats back to back is a frame with a count."""
-    from lightning_graphs.core.topology import fold, topological_order
-
-    order = topological_order(len(info.nodes), info.edges)
-    ordered = [info.nodes[index] for index in order]
-    items = fold([(node.kind, node.name) for node in ordered])
-    boxes = list(_items(items, ordered, folded=False))
-    hidden = len(boxes) - _NODES
-    more = f'<p class="note">and {hidden:,d} more</p>' if hidden > 0 else ""
-    return f'<div class="graph">{"".join(boxes[:_NODES])}</div>{more}'
-
-
-def _items(items: Sequence[Item], ordered: Sequence[GraphNode], *, folded: bool) -> Iterator[str]:
-    """A string for each item; a frame is one string, so that cutting the list keeps it whole."""
-    for item in items:
-        if isinstance(item, int):
-            yield _box(ordered[item], 1, folded=folded)
-        elif isinstance(single := item.body[0], int) and item.period == 1:
-            yield _box(ordered[single], item.count, folded=True)
-        else:
-            inside = "".join(_items(item.body, ordered, folded=True))
-            yield (
-                f'<div class="repeat"><span class="times">&times;{item.count}</span>{inside}</div>'
-            )
-
-
-def _box(node: GraphNode, count: int, *, folded: bool) -> str:
-    from lightning_graphs.core.drawing import format_bytes
-    from lightning_graphs.core.names import short_name
-
-    # A folded box stands for several nodes, which agree in their names only.
-    details = [] if folded else [node.scope, format_bytes(node.bytes) if node.bytes else ""]
-    title = ", ".join([node.name, *filter(None, details)])
-    times = f'<span class="times">&times;{count}</span>' if count > 1 else ""
-    return (
-        f'<span class="node {escape(node.kind)}" title="{escape(title)}">'
-        f"{escape(short_name(node.name))}{times}</span>"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from lightning_graphs.reporting.charts import kernels, outline, timeline
+from lightning_graphs.reporting.charts import kernels, timeline
 from lightning_graphs.reporting.report import GraphRecord, Report
 from lightning_graphs.reporting.table import (
     COLUMNS_OF_WORDS,
@@ -36,7 +36,7 @@ th { text-align: left; color: var(--soft); font-weight: 500; font-size: 13px; }
 th, td { padding: 6px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child > td { border-bottom: 0; }
 td.number { text-align: right; white-space: nowrap; } th.number { text-align: right; }
-code, .node, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 pre { white-space: pre-wrap; margin: 0; overflow-wrap: anywhere; }
 dl { display: flex; flex-wrap: wrap; gap: 16px 40px; margin: 0; }
 dt { color: var(--soft); font-size: 13px; } dd { margin: 0; font-size: 20px; font-weight: 600; }
@@ -50,16 +50,6 @@ rect.eager { fill: var(--eager); } rect.replay { fill: var(--replay); }
 .kernel { position: relative; overflow-wrap: anywhere; }
 .bar { position: absolute; left: 0; top: 2px; bottom: 2px; background: var(--bar);
   border-radius: 3px; } .kernel code { position: relative; }
-.graph, .repeat { display: flex; flex-wrap: wrap; gap: 6px; align-items: center; }
-.repeat { position: relative; border: 1px dashed var(--soft); border-radius: 8px;
-  padding: 10px 52px 10px 10px; }
-.repeat > .times { position: absolute; top: 8px; right: 10px; }
-.times { color: var(--soft); font: 600 12px system-ui, sans-serif; margin-left: 6px; }
-.node { border: 1px solid var(--line); border-left: 3px solid var(--other); border-radius: 4px;
-  padding: 1px 8px; overflow-wrap: anywhere; }
-.node.kernel { border-left-color: var(--replay); position: static; }
-.node.memcpy { border-left-color: var(--memcpy); }
-.node.memset { border-left-color: var(--memset); }
 summary { cursor: pointer; color: var(--soft); margin-top: 8px; }
 """
 
@@ -71,7 +61,7 @@ def page_of(report: Report) -> str:
     sections = [_figures(report), _table(report)]
     if report.times:
         sections.append(_times(report))
-    sections += [_graphs(at, record) for at, record in enumerate(report.graphs) if record.graphs]
+    sections += [_graphs(record) for record in report.graphs if record.graphs]
     sections += _reasons("Fallbacks", report.fallbacks) + _reasons("Recaptures", report.recaptures)
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -135,16 +125,10 @@ def _times(report: Report) -> str:
     )
 
 
-def _graphs(at: int, record: GraphRecord) -> str:
-    parts = [
-        f"<h3>{escape(info.summary().partition(chr(10))[0])}</h3>"
-        f"<details{' open' if at == 0 else ''}><summary>the graph, folded: a frame repeats back to "
-        f"back</summary>{outline(info)}</details>"
-        for info in record.graphs
-    ]
+def _graphs(record: GraphRecord) -> str:
     return (
         f"<section><h2>{escape(record.scope)}: <code>{escape(record.signature)}</code></h2>"
-        f"{kernels(record.graphs)}{''.join(parts)}</section>"
+        f"{kernels(record.graphs)}</section>"
     )
 
 

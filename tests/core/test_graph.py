@@ -242,6 +242,14 @@ class TestTemplates:
         captured.replay()
         assert y.tolist() == [2.0] * 4
 
+    def test_debug_dump_of_recorded_operators(self, tmp_path: Path) -> None:
+        x = torch.ones(4)
+        with graph(captured := CUDAGraph(backend="emulated", keep_graph=True)):
+            (x * 2).neg_()
+        captured.debug_dump(str(tmp_path / "graph.dot"))
+        nodes = 'n0 [label="aten.mul.Tensor"];\nn1 [label="aten.neg_.default"];\n'
+        assert (tmp_path / "graph.dot").read_text() == f"digraph {{\n{nodes}n0 -> n1;\n}}\n"
+
     def test_debug_dump_without_debug_mode_warns(
         self, backend: BackendName, device: torch.device, tmp_path: Path
     ) -> None:

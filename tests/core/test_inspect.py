@@ -1,11 +1,9 @@
-"""Inspection without a GPU: recordings, JSON, folding, figures, differences, names."""
+"""Inspection without a GPU: recordings, JSON, figures, differences, names."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -22,7 +20,6 @@ from lightning_graphs.core.inspect import (
     inspect,
     short_name,
 )
-from lightning_graphs.core.topology import Item, fold, representatives, topological_order
 from lightning_graphs.errors import GraphError
 
 FILL = (
@@ -46,16 +43,6 @@ class Op:
 def chain(names: Sequence[str], kind: str = "kernel") -> GraphInfo:
     nodes = tuple(GraphNode(index, kind, name) for index, name in enumerate(names))
     return GraphInfo("cuda", nodes, tuple((at, at + 1) for at in range(len(names) - 1)))
-
-
-def spelled_out(items: Sequence[Item], tokens: Sequence[Hashable]) -> list[Hashable]:
-    result: list[Hashable] = []
-    for item in items:
-        if isinstance(item, int):
-            result.append(tokens[item])
-        else:
-            result.extend(spelled_out(item.body, tokens) * item.count)
-    return result
 
 
 @st.composite
@@ -132,7 +119,6 @@ class TestFromRecording:
     def test_operators_on_separate_storages_are_independent(self) -> None:
         info = from_recording([Op("a", reads=(0,), writes=(n,)) for n in range(1, 5)])
         assert info.edges == ()
-        assert (info.depth, info.width) == (1, 4)
 
     @given(
         st.lists(
@@ -166,18 +152,8 @@ class TestFromRecording:
 class TestFigures:
     def test_empty(self) -> None:
         info = GraphInfo("cuda", (), ())
-        assert (info.depth, info.width, info.counts, info.kernels) == (0, 0, {}, {})
-        assert info.summary() == "cuda graph: 0 nodes, 0 edges, depth 0, width 0\n  empty"
-
-    def test_chain(self) -> None:
-        info = chain(["a"] * 7)
-        assert (info.depth, info.width) == (7, 1)
-
-    def test_fork_and_join(self) -> None:
-        # 0 forks to 1, 2 and the pair 3 -> 4; all join in 5.
-        edges = ((0, 1), (0, 2), (0, 3), (1, 5), (2, 5), (3, 4), (4, 5))
-        info = replace(chain(["k"] * 6), edges=edges)
-        assert (info.depth, info.width) == (4, 3)
+        assert (info.counts, info.kernels) == ({}, {})
+        assert info.summary() == "cuda graph: 0 nodes, 0 edges\n  empty"
 
     def test_kernels_come_in_descending_order(self) -> None:
         info = chain(["a", "b", "b", "c", "b", "c"])
@@ -192,8 +168,8 @@ class TestFigures:
         )
         info = GraphInfo("cuda", nodes, ((0, 1), (1, 2), (2, 3)))
         assert info.summary().splitlines() == [
-            "cuda graph: 4 nodes, 3 edges, depth 4, width 1",
-            "  2 kernel, 1 memcpy (4.0 KiB), 1 memset (12 B)",
+            "cuda graph: 4 nodes, 3 edges",
+            "  2 kernel, 1 memcpy (4,096 bytes), 1 memset (12 bytes)",
             "       2 x add",
         ]
 
@@ -235,79 +211,6 @@ class TestJson:
         data["nodes"][1]["kind"] = "kernal"
         with pytest.raises(GraphError, match="unknown kind 'kernal'"):
             GraphInfo.from_json(data)
-
-
-class TestFolding:
-    LAYER = ("norm", "qkv", "attend", "proj", "add", "norm", "up", "gelu", "down", "add")
-
-    def test_twelve_layers_become_one(self) -> None:
-        names = ["embed", *self.LAYER * 12, "head", "loss"]
-        first, layers, *rest = fold(names)
-        assert first == 0
-        assert not isinstance(layers, int)
-        assert (layers.count, layers.start, layers.period) == (12, 1, 10)
-        assert layers.body == tuple(range(1, 11))
-        assert rest == [121, 122]
-
-    def test_block_that_begins_as_it_ends(self) -> None:
-        (only,) = fold("bab" * 12)
-        assert not isinstance(only, int)
-        assert (only.count, only.body) == (12, (0, 1, 2))
-
-    def test_repeats_inside_repeats(self) -> None:
-        (outer,) = fold("xaaay" * 4)
-        assert not isinstance(outer, int)
-        before, inner, after = outer.body
-        assert not isinstance(inner, int)
-        assert (outer.count, before, inner.count, inner.start, after) == (4, 0, 3, 1, 4)
-
-    @given(st.lists(st.integers(0, 2), max_size=60))
-    def test_spelled_out_it_is_the_sequence_again(self, tokens: list[int]) -> None:
-        items = fold(tokens)
-        assert spelled_out(items, tokens) == tokens
-        stands_for = representatives(items, len(tokens))
-        assert [tokens[at] for at in stands_for] == tokens
-        assert all(stands_for[at] == at for at in stands_for)
-
-    @pytest.mark.parametrize("distinct", [1, 2, 9, 5000])
-    def test_five_thousand_nodes(self, distinct: int) -> None:
-        tokens = [at * at % 7919 % distinct for at in range(5000)]
-        assert Counter(spelled_out(fold(tokens), tokens)) == Counter(tokens)
-
-    def test_order_departs_from_the_numbering_only_where_it_must(self) -> None:
-        assert topological_order(4, [(0, 1), (1, 3)]) == [0, 1, 2, 3]
-        assert topological_order(4, [(3, 1), (0, 2)]) == [0, 2, 3, 1]
-
-
-class TestDot:
-    def test_folded_drawing(self) -> None:
-        info = chain(["embed", *TestFolding.LAYER * 12, "head"])
-        dot = info.to_dot()
-        assert dot.count('label="x12"') == 1
-        labels = re.findall(r'n\d+ \[label="(.*?)"', dot)
-        assert labels == ["embed", *TestFolding.LAYER, "head"]
-        # Into the block, through it, back to its start, and out of it.
-        assert "n0 -> n1;" in dot
-        assert "n10 -> n1 [style=dashed, constraint=false];" in dot
-        assert "n10 -> n121;" in dot
-        assert dot.count("->") == 12
-
-    def test_single_repeated_node_needs_no_frame(self) -> None:
-        dot = chain(["a", "b", "b", "b"]).to_dot()
-        assert re.findall(r'label="(.*?)"', dot) == ["a", "b x3"]
-        assert "n1 -> n1 [style=dashed, constraint=false];" in dot
-
-    def test_unfolded_drawing_shows_every_node(self) -> None:
-        dot = chain(["a", *"bc" * 12]).to_dot(fold=False)
-        assert "cluster" not in dot
-        assert len(re.findall(r"n\d+ \[label", dot)) == 25
-        assert dot.count("->") == 24
-
-    def test_labels(self) -> None:
-        node = GraphNode(0, "memcpy", 'a "quoted" \\ name', 2048, scope="net.fc")
-        dot = GraphInfo("cuda", (node,), ()).to_dot()
-        assert r'label="a \"quoted\" \\ name\n2.0 KiB\nnet.fc"' in dot
-        assert "shape=cds" in dot
 
 
 class TestDiff:

@@ -82,13 +82,10 @@ class TestPage:
         assert [kind for kind, _ in bars] == ["eager", "eager", "replay"]
         assert heights[2] / heights[0] == pytest.approx(2.125 / 5.5, rel=0.01)
 
-    def test_kernels_by_count_and_the_folded_graph(self) -> None:
-        text = example().to_html()
-        kernels = Page(text).tables[1]
+    def test_kernels_by_count(self) -> None:
+        kernels = Page(example().to_html()).tables[1]
         assert kernels[0] == ["launches", "kernel"]
         assert {row[1]: int(row[0]) for row in kernels[1:]} == info_of().kernels
-        assert text.count('<div class="repeat"><span class="times">&times;3</span>') == 1
-        assert text.count('class="node memcpy"') == 1
 
     def test_nothing_in_it_is_markup_but_ours(self) -> None:
         page = Page(example().to_html())
