@@ -37,7 +37,6 @@ AREAS = {
     "Training steps": ("training/",),
     "The core": ("core/",),
     "Reports": ("reporting/",),
-    "The command": ("cli", "__main__"),
 }  # fmt: skip
 """Title -> beginnings of the paths of its messages; the first that fits."""
 

@@ -1,64 +1,42 @@
-"""The ``lightning-graphs`` command: ``doctor``, ``inspect`` and ``env``."""
+"""The ``lightning-graphs`` command: versions and what works here, and saved reports."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.metadata
+import json
 import os
-import re
+import platform
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from lightning.pytorch.cli import LightningCLI
-
-    from lightning_graphs.training.diagnosis import Diagnosis
-
-CLEAN, OBSTACLES, BAD_INPUT = 0, 1, 2
-"""Exit codes: nothing stands in the way, something does, the input cannot be used."""
+DONE, BAD_INPUT = 0, 2
+"""Exit codes."""
 
 READER_GONE = 141
 """Exit code where the output is read no further, as in ``| head``: that of other programs there."""
 
 
-class InputError(Exception):
-    """What was given to the command cannot be used; the message says what and where."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command; without arguments it prints the environment.
 
     Args:
         arguments: The command line without the program's name; that of the process by default.
 
     Returns:
-        The exit code: 0, or 1 where the doctor found obstacles, or 2 on bad input.
+        The exit code: 0, or 2 on bad input.
     """
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "doctor":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = _parser().parse_args(arguments)
     try:
-        code: int = options.run(options, rest)
+        code: int = options.run(options)
         sys.stdout.flush()
-    except InputError as error:
-        print(f"lightning-graphs {options.command}: {error}", file=sys.stderr)
-        return BAD_INPUT
     except BrokenPipeError:
         # What is still in the buffer is written at exit, and would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_GONE
     return code
-
-
-def _env(options: argparse.Namespace, _: list[str]) -> int:
-    from lightning_graphs.cli_environment import show_environment
-
-    show_environment(options)
-    return CLEAN
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,29 +46,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.set_defaults(run=_environment, json=False)
+    commands = parser.add_subparsers(metavar="command")
 
-    doctor = commands.add_parser(
-        "doctor",
-        allow_abbrev=False,
-        help="list what stands in the way of capturing a training step",
-        description="Runs a few real training steps of a LightningCLI configuration, on a GPU or "
-        "a CPU, without capturing, and lists everything that stands in the way of a capture, with "
-        "line and remedy. Further arguments are those of LightningCLI, such as "
-        "--trainer.accelerator=cpu. Exit code 0: nothing stands in the way; 1: something does; 2: "
-        "bad input.",
-    )
-    doctor.add_argument(
-        "-c", "--config", action="append", default=[], metavar="FILE",
-        help="configuration of LightningCLI: trainer, model, data; may be given again",
+    env = commands.add_parser(
+        "env", allow_abbrev=False, help="versions, and what works here and why not (default)",
+        description="Prints versions, and which parts of lightning-graphs work on this machine.",
     )  # fmt: skip
-    doctor.add_argument(
-        "--steps", type=_positive, default=3, metavar="N", help="steps to observe (default: 3)"
-    )
-    doctor.add_argument(
-        "--json", action="store_true", help="print the rows as JSON, everything else to stderr"
-    )
-    doctor.set_defaults(run=_doctor)
+    env.add_argument("--json", action="store_true", help="print JSON")
 
     inspect = commands.add_parser(
         "inspect", allow_abbrev=False, help="show a saved report",
@@ -99,13 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("report", type=Path, help="the JSON file")
     inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
     inspect.set_defaults(run=_inspect)
-
-    env = commands.add_parser(
-        "env", allow_abbrev=False, help="versions, and what works here and why not",
-        description="Prints versions, and which parts of lightning-graphs work on this machine.",
-    )  # fmt: skip
-    env.add_argument("--json", action="store_true", help="print JSON")
-    env.set_defaults(run=_env)
     return parser
 
 
@@ -114,188 +70,149 @@ def _version() -> str:
     return str(sys.modules["lightning_graphs"].__version__)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
-
-
-# ---------------------------------------------------------------------- doctor
-
-
-def _doctor(options: argparse.Namespace, rest: list[str]) -> int:
-    if not options.config and not rest:
-        raise InputError("a configuration is missing: write --config config.yaml")
-    for path in options.config:
-        _check_configuration(Path(path))
-    files = [argument for path in options.config for argument in ("--config", path)]
-    # Modules beside the configuration are importable, as they are for `python train.py`.
-    sys.path.insert(0, os.getcwd())
-    everything_to_stderr = contextlib.redirect_stdout(sys.stderr) if options.json else None
-    with everything_to_stderr or contextlib.nullcontext():
-        diagnosis = _diagnose([*files, *rest], options)
-    if options.json:
-        print(diagnosis.to_json())
-    return OBSTACLES if diagnosis.obstacles else CLEAN
-
-
-def _check_configuration(path: Path) -> None:
-    """Say of a file what is wrong with it before anything else is made of it."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(_text_of(path))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
-        raise InputError(f"{place}: {getattr(error, 'problem', None) or error}") from None
-    except RecursionError:
-        raise InputError(f"{path}: it is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: a configuration is a mapping with the keys trainer, model, data")
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: {error}") from None
-
-
-def _diagnose(arguments: list[str], options: argparse.Namespace) -> Diagnosis:
-    from lightning_graphs.core.callsite import CallSiteFinder
-    from lightning_graphs.training.callback import GraphCapture
-
-    cli = _lightning_cli(arguments, options)
-    trainer = cli.trainer
-    given = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
-    rehearse = any(one.options.backend == "emulated" for one in given)
-    doctor = GraphCapture(
-        doctor=True,
-        scope=given[0].options.scope if given else "auto",
-        warmup_steps=options.steps,
-        backend="emulated" if rehearse else "auto",
-    )
-    trainer.callbacks = [one for one in trainer.callbacks if one not in given] + [doctor]  # type: ignore[attr-defined]
-    try:
-        with _without_remarks():
-            trainer.fit(cli.model, datamodule=cli.datamodule)
-    except Exception as error:
-        site = CallSiteFinder().of_exception(error)
-        place = f", at {site.describe()}" if site.line else ""
-        raise InputError(f"the fit failed with {type(error).__name__}: {error}{place}") from error
-    if doctor.diagnosis is None:
-        raise InputError("the fit took no training step: has the data loader any batches?")
-    return doctor.diagnosis
-
-
-def _lightning_cli(arguments: list[str], options: argparse.Namespace) -> LightningCLI:
-    try:
-        import jsonargparse
-        from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-    except ImportError as error:
-        raise InputError(
-            f'LightningCLI needs jsonargparse ({error}): pip install "lightning-graphs[cli]"'
-        ) from None
-
-    class DoctorCLI(LightningCLI):
-        """Makes trainer, model and data; the trainer takes a few steps and writes no file."""
-
-        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-            # Configurations that `train.py fit --print_config` wrote have these keys as well.
-            for key in ("ckpt_path", "weights_only"):
-                parser.add_argument(f"--{key}", type=Any, default=None, help="not used")
-
-        def instantiate_trainer(self, **kwargs: Any) -> Any:
-            quiet = {"enable_progress_bar": False, "enable_model_summary": False}
-            return super().instantiate_trainer(fast_dev_run=options.steps, **quiet, **kwargs)
-
-    try:
-        with _without_remarks():
-            return DoctorCLI(
-                args=arguments,
-                run=False,
-                save_config_callback=None,
-                parser_kwargs={"exit_on_error": False},
-            )
-    except jsonargparse.ArgumentError as error:
-        message = _without_class(error.message, options.config)
-        raise InputError(message or _with_line(error.message, options.config)) from None
-    except Exception as error:
-        raise InputError(f"{type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _without_remarks() -> Iterator[None]:
-    """Lightning advises on workers, intervals and loggers, which is of no use for a few steps."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"lightning\.")
-        yield
-
-
-def _without_class(message: str, files: Sequence[str]) -> str:
-    """What to write where a message is about options whose class no file names; else empty."""
-    import yaml
-
-    for file in files:
-        content = yaml.safe_load(_text_of(Path(file)))
-        nameless = {
-            key: {"class_path": f"your_module.Your{kind}", "init_args": given}
-            for key, kind in (("model", "Model"), ("data", "Data"))
-            if isinstance(given := content.get(key), dict) and "class_path" not in given
-        }
-        if any(f'key "{key}"' in message for key in nameless):
-            return (
-                f"{file}: the doctor does not know the classes that your program hands to "
-                f"LightningCLI. Name class_path under {' and '.join(nameless)}:\n\n"
-                f"{yaml.safe_dump(nameless, sort_keys=False)}\n"
-                "or have your program run the doctor: LIGHTNING_GRAPHS='doctor: true' "
-                f"python train.py fit --config {file} (with --trainer.callbacks=null, if the "
-                "file has a GraphCapture of its own)"
-            )
-    return ""
-
-
-def _with_line(message: str, files: Sequence[str]) -> str:
-    """Put file and line in front of a message that names a key or a class of a configuration."""
-    import yaml
-
-    names = set(re.findall(r"[\"'`]([\w.]+)[\"'`]", message.partition("Given value")[0]))
-    for file in files:
-        node = yaml.compose(_text_of(Path(file)), Loader=yaml.SafeLoader)
-        if found := max(_named(node, names), default=None):
-            return f"{file}, line {found[1]}: {message}"
-    return message
-
-
-def _named(node: Any, names: set[str], depth: int = 1) -> Iterator[tuple[int, int]]:
-    """Depth and line of the keys and values of a YAML document that are among ``names``."""
-    for key, value in node.value if node.id == "mapping" else ():
-        if key.value in names or (value.id == "scalar" and value.value in names):
-            yield depth, key.start_mark.line + 1
-        yield from _named(value, names, depth + 1)
-    for item in node.value if node.id == "sequence" else ():
-        yield from _named(item, names, depth + 1)
-
-
-# ---------------------------------------------------------------------- inspect
-
-
-def _inspect(options: argparse.Namespace, _: list[str]) -> int:
-    text = _text_of(options.report)
+def _inspect(options: argparse.Namespace) -> int:
     from lightning_graphs.errors import GraphError
     from lightning_graphs.reporting import Report, show
 
     try:
-        report = Report.from_json(text)
+        report = Report.from_json(options.report.read_text(encoding="utf-8"))
         if options.html is None:
             show(report)
         else:
             report.to_html(options.html, overwrite=False)
             print(options.html)
-    except (GraphError, OSError) as error:
-        raise InputError(f"{options.report}: {error}") from None
-    return CLEAN
+    except (GraphError, OSError, UnicodeDecodeError) as error:
+        print(f"lightning-graphs inspect: {options.report}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """Something that works on this machine or does not.
+
+    Attributes:
+        name: What it is.
+        works: Whether it works.
+        details: What was found, or why it does not work and what to do.
+    """
+
+    name: str
+    works: bool
+    details: str
+
+
+_PACKAGES = ("torch", "lightning", "cuda-python", "rich", "matplotlib")
+
+
+def _environment(options: argparse.Namespace) -> int:
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions["lightning-graphs"] = _version()
+    versions.update((package, _version_of(package)) for package in _PACKAGES)
+    abilities = _abilities()
+    if options.json:
+        found = {"versions": versions, "abilities": [asdict(a) for a in abilities]}
+        print(json.dumps(found, indent=2))
+        return DONE
+    for name, version in versions.items():
+        print(f"{name:18}{version}")
+    print()
+    for ability in abilities:
+        print(f"{ability.name:18}{'yes' if ability.works else 'no'}: {ability.details}")
+    return DONE
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _abilities() -> list[Ability]:
+    import torch
+
+    from lightning_graphs.core import driver
+
+    def gpu() -> str:
+        from lightning_graphs.core.backend import get_backend
+
+        if torch.version.cuda is not None and not torch.cuda.is_available():
+            raise ValueError(
+                f"torch {torch.__version__}, torch.cuda.is_available() is False: no NVIDIA driver "
+                "or GPU is visible; use backend='emulated' to rehearse on the CPU"
+            )
+        get_backend("cuda")
+        return ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
+
+    def bindings() -> str:
+        return str(driver.driver().__name__)
+
+    def driver_version() -> str:
+        return "CUDA {}.{}".format(*driver.driver_version())
+
+    def kernel_names() -> str:
+        driver.require_driver((12, 3), "naming the kernels of a graph")
+        return "inspect() names kernels, and annotations say which module launched them"
+
+    def live_numbers() -> str:
+        driver.require_driver((12, 4), "rewriting a number inside of a graph")
+        return "momentum and betas that a scheduler moves stay inside of the graph"
+
+    abilities = [
+        _ability("versions", _minimum_versions),
+        _ability("capture on a GPU", gpu),
+        _ability("rehearsal", lambda: 'GraphCapture(backend="emulated") on the CPU'),
+        _ability("cuda-python", bindings),
+        _ability("driver", driver_version),
+        _ability("kernel names", kernel_names),
+        _ability("live numbers", live_numbers),
+    ]
+    return _each_reason_once(abilities)
+
+
+def _each_reason_once(abilities: list[Ability]) -> list[Ability]:
+    """Refer to the ability that lacks for the same reason, further up."""
+    first = {ability.details: ability.name for ability in reversed(abilities)}
+    return [
+        ability
+        if ability.works or first[ability.details] == ability.name
+        else Ability(ability.name, False, f"see {first[ability.details]}")
+        for ability in abilities
+    ]
+
+
+def _ability(name: str, check: Callable[[], str]) -> Ability:
+    from lightning_graphs.errors import GraphError
+
+    try:
+        return Ability(name, True, check())
+    except GraphError as error:
+        reason = "; ".join(filter(None, [(error.observed or error.rule).rstrip("."), error.remedy]))
+    except (ImportError, RuntimeError, ValueError) as error:
+        reason = str(error)
+    return Ability(name, False, reason)
+
+
+def _minimum_versions() -> str:
+    """Compare with what the package itself requires."""
+    from packaging.requirements import Requirement
+
+    met: list[str] = []
+    unmet: list[str] = []
+    for text in importlib.metadata.requires("lightning-graphs") or []:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = _version_of(requirement.name)
+        allowed = version != "not installed" and requirement.specifier.contains(
+            version, prereleases=True
+        )
+        wanted = f"{requirement.name}{requirement.specifier}"
+        if allowed:
+            met.append(wanted)
+        else:
+            unmet.append(f"{wanted} is required, found: {version}")
+    if unmet:
+        raise ValueError("; ".join(unmet))
+    return ", ".join(met)

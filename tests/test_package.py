@@ -24,7 +24,6 @@ LAYERS = (
     "reporting",
     "training",
     "pytorch_lightning",
-    "cli_environment",
     "cli",
     "__main__",
 )
