@@ -31,7 +31,7 @@ def advice_on(sentence: str, known: Mapping[str, str]) -> str:
 
 AREAS = {
     "Options and configuration": (
-        "training/options", "training/config", "training/plugins", "training/callback",
+        "training/options", "training/plugins", "training/callback",
         "training/modules/selection",
     ),
     "Training steps": ("training/",),

@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_graphs import cli, errors
-from lightning_graphs.training.config import options_of
-from lightning_graphs.training.environment import EnvironmentCapture
 from lightning_graphs.training.options import OptionError, Options
+from lightning_graphs.training.plugins import capture_of
 
-for library in ("mkdocs", "material", "mkdocstrings", "jsonargparse", "yaml"):
+for library in ("mkdocs", "material", "mkdocstrings", "jsonargparse"):
     pytest.importorskip(library)
 
 ROOT = Path(__file__).parents[1]
@@ -155,13 +155,12 @@ def test_the_readme_example_is_captured_on_the_emulated_backend(workplace: Path)
 
 
 @pytest.mark.parametrize("page", with_blocks("yaml"))
-def test_configurations_make_callbacks(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_make_callbacks(page: Path) -> None:
     for title, text in blocks(page, "yaml"):
         if title == "graphs.yaml":
-            assert options_of(text, "LIGHTNING_GRAPHS").apply(EnvironmentCapture)
+            assert capture_of(text).options != Options()
         else:
-            values = options_of(text, "LIGHTNING_GRAPHS").values
-            assert all(Options(**options) for options in _options_in(values))
+            assert all(Options(**options) for options in _options_in(yaml.safe_load(text)))
 
 
 def _options_in(value: Any) -> Iterator[dict[str, Any]]:
@@ -183,7 +182,7 @@ def _options_in(value: Any) -> Iterator[dict[str, Any]]:
 def test_commands_run_as_they_stand(
     page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for title, text in blocks(page, "python", "yaml", "toml"):
+    for title, text in blocks(page, "python", "yaml"):
         if title:
             (workplace / title).write_text(text, encoding="utf-8")
     for _, text in blocks(page, "python"):  # what they write is read by commands

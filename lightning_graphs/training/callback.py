@@ -113,6 +113,7 @@ class GraphCapture(Callback):
         )
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None
+        self.gives_way = False  # The environment made it: one of the program's own comes first.
         self._runner: Runner | None = None
         self._reporter: FitReporter | None = None
         self._fit = contextlib.ExitStack()
@@ -129,7 +130,7 @@ class GraphCapture(Callback):
         Raises:
             OptionError: the backend is not one for the trainer's device.
         """
-        if stage != "fit":
+        if stage != "fit" or self._has_given_way(trainer):
             return
         device = trainer.strategy.root_device
         backend = self.options.backend
@@ -140,6 +141,19 @@ class GraphCapture(Callback):
                 "leave backend='auto', or write Trainer(accelerator="
                 f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
             )
+
+    def _has_given_way(self, trainer: Trainer) -> bool:
+        """Whether the trainer has one of the program's own beside that of the environment."""
+        others = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+        if not self.gives_way or not any(isinstance(one, GraphCapture) for one in others):
+            return False
+        # Lightning goes on with the list that it has begun, and finds this one in the next.
+        trainer.callbacks = others  # type: ignore[attr-defined]
+        rank_zero_info(
+            "LIGHTNING_GRAPHS is set, and the trainer has a GraphCapture of its own: that one is "
+            "used."
+        )
+        return True
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

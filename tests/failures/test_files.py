@@ -19,7 +19,7 @@ import lightning_graphs
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError
 from lightning_graphs.reporting import Report
-from lightning_graphs.training.config import options_of
+from lightning_graphs.training.plugins import capture_of
 
 SOURCES = sorted(Path(lightning_graphs.__file__).parent.rglob("*.py"))
 # Loaders that run code which is written in the file.
@@ -53,7 +53,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configured(name: str, text: str) -> GraphCapture:
     Path(name).write_text(text, encoding="utf-8", errors="surrogatepass")
-    return options_of(name, "LIGHTNING_GRAPHS").apply(GraphCapture)
+    return capture_of(name)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,9 @@ def test_a_file_runs_no_code(tag: str) -> None:
         ("a.yaml", "a: &a [x]\nmodules: [*a]\n", r"a\.yaml, line 1: a"),
         ("a.yaml", "max_graphs: !!binary aGVsbG8=\n", r"a\.yaml, line 1: max_graphs=b'hello'"),
         ("a.yaml", "max_graphs: 1\n---\nmax_graphs: 2\n", r"a\.yaml, line 2: "),
-        ("a.json", '{"max_graphs": NaN}', r"a\.json, line 1: max_graphs=nan"),
-        ("a.json", '\ufeff{"max_graphs": 1}', r"a\.json, line 1: "),
+        ("a.yaml", "max_graphs: .nan", r"a\.yaml, line 1: max_graphs=nan"),
+        ("a.json", '{"max_graphs": NaN}', r"a\.json, line 1: max_graphs='NaN'"),
+        ("a.yaml", "max_graphs: !!int many", r"a\.yaml: invalid literal"),
     ],
 )  # fmt: skip
 def test_a_strange_file_is_refused_by_name(name: str, text: str, said: str) -> None:
