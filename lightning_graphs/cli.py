@@ -60,7 +60,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Shows a report that report.to_json() wrote.",
     )  # fmt: skip
     inspect.add_argument("report", type=Path, help="the JSON file")
-    inspect.add_argument("--html", type=Path, metavar="FILE", help="write a page instead")
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -72,15 +71,10 @@ def _version() -> str:
 
 def _inspect(options: argparse.Namespace) -> int:
     from lightning_graphs.errors import GraphError
-    from lightning_graphs.reporting import Report, show
+    from lightning_graphs.reporting import Report
 
     try:
-        report = Report.from_json(options.report.read_text(encoding="utf-8"))
-        if options.html is None:
-            show(report)
-        else:
-            report.to_html(options.html, overwrite=False)
-            print(options.html)
+        Report.from_json(options.report.read_text(encoding="utf-8")).show()
     except (GraphError, OSError, UnicodeDecodeError) as error:
         print(f"lightning-graphs inspect: {options.report}: {error}", file=sys.stderr)
         return BAD_INPUT

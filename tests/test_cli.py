@@ -51,22 +51,13 @@ class TestAsAProcess:
 
 
 class TestInspect:
-    def test_a_page_that_is_never_overwritten(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        report, page = tmp_path / "report.json", tmp_path / "report.html"
-        report.write_text(Report(replayed=7).to_json())
-        arguments = ["inspect", str(report), "--html", str(page)]
-        assert cli.main(arguments) == cli.DONE
-        assert "<html" in (text := page.read_text())
-        assert capsys.readouterr().out.strip() == str(page)
-        assert cli.main(arguments) == cli.BAD_INPUT
-        assert str(page) in capsys.readouterr().err
-        assert page.read_text() == text
-
     @pytest.mark.parametrize(
         ("content", "text"),
-        [("{", "line 1"), ("[]", "no object with version"), (None, "No such file")],
+        [
+            ("{", "line 1 column 2"),
+            ("[]", "what Report.to_json wrote"),
+            (None, "No such file"),
+        ],
     )
     def test_no_report(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, text: str

@@ -1,6 +1,6 @@
-"""What a fit reports of its graphs: plain data, a table for the terminal, a page for a browser."""
+"""What a fit reports of its graphs: plain data, a table, a plot."""
 
 from lightning_graphs.reporting.report import GraphRecord, Report, StepTime
-from lightning_graphs.reporting.table import render, show, summary_line
+from lightning_graphs.reporting.table import render, summary_line
 
-__all__ = ["GraphRecord", "Report", "StepTime", "render", "show", "summary_line"]
+__all__ = ["GraphRecord", "Report", "StepTime", "render", "summary_line"]

@@ -1,16 +1,18 @@
-"""The report of a fit as plain data: JSON there and back, and a page of HTML."""
+"""The report of a fit as plain data, with JSON there and back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_graphs.errors import GraphError
+from lightning_graphs.reporting import plot, table
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from lightning_graphs.core.info import GraphInfo
 
 VERSION = 1
@@ -48,7 +50,7 @@ class GraphRecord:
     replays: int = 0
     eager_ms: float | None = None
     replay_ms: float | None = None
-    graphs: tuple[GraphInfo, ...] = ()
+    graphs: tuple[GraphInfo, ...] = field(default=(), repr=False)
 
     @property
     def speed_up(self) -> float | None:
@@ -74,7 +76,7 @@ class StepTime:
     ms: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Report:
     """What the graphs of a fit did.
 
@@ -112,6 +114,12 @@ class Report:
         """The record with most replays; None if nothing was captured."""
         return max(self.graphs, key=lambda record: record.replays, default=None)
 
+    @property
+    def speed_up(self) -> float | None:
+        """That of the busiest record; None where it is unknown, and for a rehearsal."""
+        busiest = self.busiest
+        return busiest.speed_up if busiest and self.times_mean_something else None
+
     def metrics(self) -> dict[str, float]:
         """Figures for a logger, named ``graphs/...``.
 
@@ -119,7 +127,6 @@ class Report:
         absent, and so is the speed-up of a rehearsal.
         """
         busiest = self.busiest
-        speed_up = busiest.speed_up if busiest and self.times_mean_something else None
         found: dict[str, float | None] = {
             "captures": sum(record.captures for record in self.graphs),
             "nodes": _total(record.nodes for record in self.graphs),
@@ -132,160 +139,66 @@ class Report:
             "recaptures": len(self.recaptures),
             "eager_ms": busiest.eager_ms if busiest else None,
             "replay_ms": busiest.replay_ms if busiest else None,
-            "speed_up": speed_up,
+            "speed_up": self.speed_up,
         }
         return {f"graphs/{name}": float(v) for name, v in found.items() if v is not None}
 
     def to_json(self) -> str:
         """The report as JSON text, which :meth:`from_json` reads back."""
-        data = {name: getattr(self, name) for name in _names(Report)}
-        data["graphs"] = [_record_to_json(record) for record in self.graphs]
-        data["times"] = [{n: getattr(time, n) for n in _names(StepTime)} for time in self.times]
-        return json.dumps({"version": VERSION, **data}, indent=1)
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """The report that :meth:`to_json` wrote.
 
         Raises:
-            GraphError: ``text`` is something else; it names the key, or the line.
+            GraphError: ``text`` is something else.
         """
+        from lightning_graphs.core.info import GraphInfo
+
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _unreadable(f"line {error.lineno}: {error.msg}") from error
-        except RecursionError:
-            raise _unreadable("it is nested too deeply") from None
-        if not isinstance(data, dict) or data.pop("version", None) != VERSION:
-            raise _unreadable(f"no object with version {VERSION}")
-        return cls(**_checked(data, "report", _REPORT))
+            data: dict[str, Any] = json.loads(text)
+            if data.pop("version") != VERSION or set(data) != {entry.name for entry in fields(cls)}:
+                raise ValueError(f"it has not the keys of a report of version {VERSION}")
+            for record in data["graphs"]:
+                record["graphs"] = tuple(map(GraphInfo.from_json, record["graphs"]))
+            data["graphs"] = [GraphRecord(**record) for record in data["graphs"]]
+            data["times"] = [StepTime(**time) for time in data["times"]]
+            for name, value in data.items():
+                data[name] = tuple(value) if isinstance(value, list) else value
+            return cls(**data)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            observed = f"{type(error).__name__}: {error}"
+        except GraphError as error:
+            observed = error.observed
+        raise GraphError(
+            "Report.from_json reads what Report.to_json wrote.", observed, "pass the text unchanged"
+        )
 
-    def to_html(self, path: str | Path | None = None, *, overwrite: bool = False) -> str:
-        """One page that needs no network: the table, step times, kernels and graphs.
+    def show(self) -> None:
+        """Print the table: with rich where it is installed, otherwise as aligned text."""
+        table.show(self)
 
-        Args:
-            path: Where to write it; not at all by default.
-            overwrite: Whether a file that is there may be replaced.
+    def plot(self) -> Figure:
+        """The times of the first steps and the speed-ups, drawn with matplotlib.
 
         Returns:
-            The page.
+            The figure, for ``savefig`` or as the last line of a notebook's cell.
 
         Raises:
-            GraphError: there is a file already, and ``overwrite=False``.
+            UnsupportedError: matplotlib is not installed.
         """
-        from lightning_graphs.reporting.page import page_of
+        return plot.figure_of(self)
 
-        page = page_of(self)
-        if path is not None:
-            try:
-                with open(path, "w" if overwrite else "x", encoding="utf-8") as file:
-                    file.write(page)
-            except FileExistsError as error:
-                raise GraphError(
-                    "A report replaces no file without being asked.",
-                    f"{path} exists",
-                    "name another file, remove this one, or write to_html(path, overwrite=True)",
-                ) from error
-        return page
+    def __repr__(self) -> str:
+        captures = sum(record.captures for record in self.graphs)
+        gain = "" if self.speed_up is None else f", {self.speed_up:.2f}x as fast"
+        return f"<Report: {self.replayed} replayed, {self.eager} eager, {captures} captures{gain}>"
+
+    def _repr_html_(self) -> str:
+        return table.html(self)
 
 
-def _total(values: Any) -> float | None:
+def _total(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def _names(kind: type) -> list[str]:
-    return [entry.name for entry in fields(kind)]
-
-
-def _record_to_json(record: GraphRecord) -> dict[str, Any]:
-    data = {name: getattr(record, name) for name in _names(GraphRecord)}
-    return data | {"graphs": [info.to_json() for info in record.graphs]}
-
-
-# ------------------------------------------------------------------ reading
-
-Read = Callable[[Any, str], Any]
-
-
-def _unreadable(observed: str) -> GraphError:
-    return GraphError(
-        "Report.from_json reads what Report.to_json wrote.", observed, "pass the text unchanged"
-    )
-
-
-def _checked(data: Any, where: str, readers: Mapping[str, Read]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _unreadable(f"{where} is {type(data).__name__}, no object")
-    for key in [*data, *readers]:
-        if key not in readers or key not in data:
-            raise _unreadable(f"{where} has {'no' if key in readers else 'an unknown'} key {key!r}")
-    return {key: readers[key](value, f"{where}.{key}") for key, value in data.items()}
-
-
-def _plain(*kinds: type | None) -> Read:
-    def read(value: Any, where: str) -> Any:
-        kind = None if value is None else type(value)
-        if kind is int and int not in kinds and float in kinds:
-            return float(value)
-        if kind not in kinds:
-            raise _unreadable(f"{where} is {value!r}")
-        return value
-
-    return read
-
-
-def _list_of(read_one: Read) -> Read:
-    def read(value: Any, where: str) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise _unreadable(f"{where} is {type(value).__name__}, no list")
-        return tuple(read_one(item, f"{where}[{i}]") for i, item in enumerate(value))
-
-    return read
-
-
-def _kind(value: Any, where: str) -> str:
-    if value not in ("eager", "replay"):
-        raise _unreadable(f"{where} is {value!r}")
-    return str(value)
-
-
-def _info(value: Any, where: str) -> GraphInfo:
-    from lightning_graphs.core.info import GraphInfo
-
-    try:
-        return GraphInfo.from_json(value)
-    except GraphError as error:
-        raise _unreadable(f"{where}: {error.observed}") from error
-
-
-_COUNT, _MAYBE_COUNT = _plain(int), _plain(int, None)
-_NUMBER, _MAYBE_NUMBER = _plain(float), _plain(float, None)
-_TEXT = _plain(str)
-_RECORD: dict[str, Read] = {
-    "signature": _TEXT,
-    "scope": _TEXT,
-    "parts": _COUNT,
-    "nodes": _MAYBE_COUNT,
-    "kernels": _MAYBE_COUNT,
-    "captures": _COUNT,
-    "capture_ms": _NUMBER,
-    "pool_mib": _MAYBE_NUMBER,
-    "replays": _COUNT,
-    "eager_ms": _MAYBE_NUMBER,
-    "replay_ms": _MAYBE_NUMBER,
-    "graphs": _list_of(_info),
-}
-_TIME: dict[str, Read] = {"step": _COUNT, "kind": _kind, "ms": _NUMBER}
-_REPORT: dict[str, Read] = {
-    "backend": _TEXT,
-    "device": _TEXT,
-    "torch": _TEXT,
-    "graphs": _list_of(lambda value, where: GraphRecord(**_checked(value, where, _RECORD))),
-    "eager": _COUNT,
-    "replayed": _COUNT,
-    "fallbacks": _list_of(_TEXT),
-    "recaptures": _list_of(_TEXT),
-    "times": _list_of(lambda value, where: StepTime(**_checked(value, where, _TIME))),
-    "verdict": _TEXT,
-}

@@ -1,12 +1,14 @@
-"""A report for the terminal: one line at the end of the warm-up, a table at the end of the fit."""
+"""A report as text: one line at the end of the warm-up, a table at the end of the fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from textwrap import indent, shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_graphs.reporting.report import GraphRecord, Report
+if TYPE_CHECKING:
+    from lightning_graphs.reporting.report import GraphRecord, Report
 
 _COLUMNS = (
     "signature",
@@ -23,13 +25,13 @@ _COLUMNS = (
 _COLUMNS_OF_TIMES = 3
 """So many columns, from the right, compare times, which a rehearsal has none of that count."""
 
-TIMES_OF_A_REHEARSAL = (
+_TIMES_OF_A_REHEARSAL = (
     "Rehearsed on the CPU: the emulated backend replays operator by operator, and its times say "
     "nothing about a GPU."
 )
 _ROWS = 20
 _WIDEST = 48
-COLUMNS_OF_WORDS = 2
+_COLUMNS_OF_WORDS = 2
 """So many columns, from the left, hold words; the others hold numbers."""
 
 _LINE = 100
@@ -68,7 +70,7 @@ def notes(report: Report) -> list[str]:
     steps = "step" if report.replayed == 1 else "steps"
     said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
     if report.times and not report.times_mean_something:
-        said.append(TIMES_OF_A_REHEARSAL)
+        said.append(_TIMES_OF_A_REHEARSAL)
     if report.verdict:
         said.append(report.verdict)
     for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
@@ -92,10 +94,10 @@ def summary_line(report: Report) -> str:
     if pools:
         parts.append(f"{sum(pools):,.1f} MiB")
     busiest = report.busiest
-    if busiest is not None and busiest.speed_up is not None and report.times_mean_something:
+    if busiest is not None and report.speed_up is not None:
         parts.append(
             f"{busiest.replay_ms:.3f} ms a step instead of {busiest.eager_ms:.3f} ms "
-            f"({busiest.speed_up:.2f}x)"
+            f"({report.speed_up:.2f}x)"
         )
     if report.fallbacks:
         parts.append(f"{len(report.fallbacks)} fallback{'s' * (len(report.fallbacks) != 1)}")
@@ -123,6 +125,14 @@ def show(report: Report) -> None:
         _print(console, report)
 
 
+def html(report: Report) -> str:
+    """The table and what is to be said below it, for a notebook."""
+    rows = [columns(report), *_rows(report)] if report.graphs else []
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<table>{body}</table><pre>{escape(chr(10).join(notes(report)))}</pre>"
+
+
 def _console(**options: Any) -> Any:
     """A console of rich, None where rich is missing."""
     try:
@@ -144,7 +154,7 @@ def _print(console: Any, report: Report) -> None:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
         for i, column in enumerate(columns(report)):
             # Numbers take what they need, and the signature what is left.
-            words = i < COLUMNS_OF_WORDS
+            words = i < _COLUMNS_OF_WORDS
             header = column if words else column.replace(" ", "\n")
             justify: Any = "left" if words else "right"
             table.add_column(header, justify=justify, no_wrap=not words, overflow="fold")
@@ -167,7 +177,7 @@ def _plain_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if i < COLUMNS_OF_WORDS else cell.rjust(width)
+            cell.ljust(width) if i < _COLUMNS_OF_WORDS else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in [head, *rows]

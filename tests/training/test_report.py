@@ -15,7 +15,6 @@ from lightning_graphs import GraphCapture, core
 from lightning_graphs.core.inspect import inspect
 from lightning_graphs.reporting import GraphRecord, Report, render, summary_line
 from lightning_graphs.training.statistics import CaptureCost, Statistics
-from tests.reporting.pages import Page
 from tests.training.fits import Fit, batches, csv_of, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -191,10 +190,10 @@ class TestShown:
         report = fitted(backend, tmp_path).capture.report
         assert Report.from_json(report.to_json()) == report
 
-    def test_page(self, backend: str, tmp_path: Path) -> None:
+    def test_plot(self, backend: str, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
         report = fitted(backend, tmp_path).capture.report
-        page = Page(report.to_html())
-        assert page.figures["replayed-steps"] == str(report.replayed)
-        assert [row[0] for row in page.tables[0][1:]] == [r.signature for r in report.graphs]
-        assert [row[2] for row in page.tables[0][1:]] == [str(r.nodes) for r in report.graphs]
-        assert page.tags["rect"] == len(report.times)
+        bars = [bar for group in report.plot().axes[0].containers for bar in group]
+        drawn = {round(bar.get_center()[0]): bar.get_height() for bar in bars}
+        assert drawn == {time.step: time.ms for time in report.times}
+        assert len(drawn) > 10
