@@ -13,7 +13,6 @@ from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.stores import Stores, set_again
-from lightning_graphs.training.batch_changes import BatchChanges
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
 from lightning_graphs.training.live_numbers import GraphNumbers
@@ -39,7 +38,6 @@ class StepPlan:
         numbers: The optimizer's live numbers inside of it; None if all are frozen.
         graphs: All of its graphs, in the order of their capture.
         adds: Whether its gradients are added to those of earlier steps.
-        changes: What it does to the containers of the batch; None if nothing.
         written: What it writes beside parameters and buffers, by name.
         stores: Attributes that each of its graphs sets, by the graph's name in a capture.
         uses: How often it was replayed.
@@ -61,7 +59,6 @@ class StepPlan:
     numbers: GraphNumbers | None = None
     graphs: list[CUDAGraph] = field(default_factory=list)
     adds: bool = False
-    changes: BatchChanges | None = None
     written: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Stores] = field(default_factory=dict)
     uses: int = 0

@@ -241,10 +241,7 @@ class StepRunner:
         self._active = plan
         if plan is None:
             return self._eager(args, kwargs)
-        returned = self._replay(plan)
-        if plan.changes is not None:
-            plan.changes.apply(args[0])
-        return returned
+        return self._replay(plan)
 
     # ------------------------------------------------------------------ the three phases
 

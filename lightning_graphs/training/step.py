@@ -20,8 +20,8 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
+from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.training.batch_changes import OwnBatch
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
@@ -44,6 +44,7 @@ from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import NamedByCalls, OutsideValues
+from lightning_graphs.training.own_batch import batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of, without_autocast_cache
@@ -122,8 +123,8 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
         inputs = StaticInputs(tensors)
-        own = OwnBatch(batch, inputs.tensors)
-        arguments = (own.value, *map(_frozen, rest))
+        own = substitute(batch, inputs.tensors)
+        arguments = (own, *map(_frozen, rest))
         adds = not phase.zeroing or self._observers.own_zero_grad
         targets = GradientTargets(
             self._optimizer,
@@ -140,7 +141,7 @@ class StepCapture:
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
-                own.objects_left(),
+                batch_left(own),
                 self._environment(recorder) as loose,
             ):
                 with segments.capturing("forward"):
@@ -153,7 +154,6 @@ class StepCapture:
                         updating=nullcontext if live is None else live.marked,
                     )
                 gradients, others = targets.attached()
-            changes = own.changes()
             _reset_autograd(inputs.tensors, tensors)
             numbers = live.find(segments.graphs[-1]) if live is not None else None
         except torch.OutOfMemoryError as error:
@@ -199,7 +199,6 @@ class StepCapture:
             numbers=numbers,
             graphs=segments.graphs,
             adds=adds,
-            changes=changes,
             written=loose.written(),
             stores=segments.stores,
         )

@@ -1,9 +1,8 @@
-"""What is not there at a capture: attributes that appear later, entries that the step adds."""
+"""Attributes that are not there at a capture, and appear later."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.python_state import AttributeReads
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
+from tests.training.fits import Net, compare, fit_twice
 from tests.training.test_modules import named
 
 
@@ -214,86 +212,3 @@ def test_a_miss_is_still_an_attribute_error() -> None:
     module, reads = Asked(), AttributeReads()
     with reads.watching(module), pytest.raises(AttributeError, match=r"'Asked' .*'nothing'"):
         _ = module.nothing
-
-
-def nested_batches() -> list[dict[str, Any]]:
-    return [
-        {**batch, "meta": {"ids": [torch.ones(3)], "scale": 1.0, "pair": (torch.zeros(()),) * 2}}
-        for batch in batches()
-    ]
-
-
-class ChangingTheBatch(Net):
-    """Changes a container of its batch; a hook logs what is in the batch."""
-
-    change: Callable[[Any], object]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        type(self).change(batch)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        leaves = leaves_of(batch)
-        self.log("leaves", float(len(leaves)))
-        self.log("total", float(sum(torch.as_tensor(leaf).double().sum() for leaf in leaves)))
-        self.log("first", float(len(next(iter(batch)))))
-
-
-BATCH_CHANGES: dict[str, Callable[[Any], object]] = {
-    "adds": lambda b: b.update(extra=2.0),
-    "adds a tensor": lambda b: b.update(extra={"twice": [b["x"] * 2, b["y"], 1.0]}),
-    "removes": lambda b: b.pop("y"),
-    "renames": lambda b: b.update(extra=b.pop("x")),
-    "moves a container": lambda b: b.update(inner=b.pop("meta")["ids"]),
-    "exchanges a tensor": lambda b: b.update(x=b["x"] * 2),
-    "exchanges a number": lambda b: b["meta"].update(scale=3.0),
-    "appends": lambda b: b["meta"]["ids"].append(1),
-    "empties": lambda b: b["meta"]["ids"].clear(),
-    "exchanges a tuple": lambda b: b["meta"].update(pair=(b["x"].sum(), b["meta"]["pair"][1])),
-    "reorders": lambda b: b.update(meta=b.pop("meta"), x=b.pop("x")),
-}
-
-
-@pytest.mark.parametrize("kind", BATCH_CHANGES)
-def test_replays_change_the_containers_of_the_batch(
-    backend: str, tmp_path: Path, kind: str
-) -> None:
-    change = staticmethod(BATCH_CHANGES[kind])
-    module = type("Changing", (ChangingTheBatch,), {"change": change})
-    compare(*fit_twice(backend, tmp_path, module=module, data=nested_batches, validation=0))
-
-
-@dataclass
-class Sample:
-    x: Tensor
-    y: Tensor
-
-
-class ChangingASample(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        batch.x = batch.x * 2
-        return nn.functional.cross_entropy(self.net(batch.x), batch.y)
-
-
-def test_a_changed_dataclass_of_the_batch_is_refused(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "module": ChangingASample,
-        "data": lambda: [Sample(**batch) for batch in batches()],
-        "capture": {"on_failure": "eager"},
-        "validation": 0,
-    }
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="(?m)training_step changes batch, a Sample$"):
-        captured.run()
-    compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed == 0
-
-
-def test_an_equal_container_of_the_batch_is_no_change(backend: str, tmp_path: Path) -> None:
-    def change(batch: Any) -> None:
-        batch["meta"] = {**batch["meta"], "ids": list(batch["meta"]["ids"]), "scale": float("1")}
-
-    module = type("Same", (ChangingTheBatch,), {"change": staticmethod(change)})
-    compare(*fit_twice(backend, tmp_path, module=module, data=nested_batches, validation=0))
