@@ -13,6 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
+from lightning_graphs.training.own_code import is_lightnings
+
 _KNOWN_VERSIONS = ("2.5.", "2.6.")
 
 
@@ -99,6 +101,14 @@ def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: An
         gradient_clip_val=trainer.gradient_clip_val,
         gradient_clip_algorithm=trainer.gradient_clip_algorithm,
     )
+
+
+def is_lightnings_closure(closure: object) -> bool:
+    """Whether a closure is the one that Lightning's loop made, and nothing around it.
+
+    Fallback: False, so that what is handed to the optimizer is called by the optimizer.
+    """
+    return is_lightnings(type(closure), "loops.optimization.automatic")
 
 
 def takes_no_closure(closure: object) -> bool:

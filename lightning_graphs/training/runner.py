@@ -28,7 +28,9 @@ from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
+    is_lightnings_closure,
     skips_backward,
+    takes_no_closure,
 )
 from lightning_graphs.training.live_numbers import NumbersFrozenError, cycles_momentum
 from lightning_graphs.training.moves import Moves
@@ -44,6 +46,12 @@ from lightning_graphs.training.statistics import Statistics, capture_cost, in_wo
 from lightning_graphs.training.step import StepCapture, refuse_iterator
 from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
+
+_WRAPPED = (
+    "the optimizer step runs eagerly: optimizer_step hands a closure of its own to the optimizer, "
+    "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
+    "in a captured step"
+)
 
 
 class StepRunner:
@@ -183,9 +191,13 @@ class StepRunner:
         """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
         if optimizer is not self._optimizer:
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
-        self._stepping = True
+        # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
+        own = is_lightnings_closure(closure)
+        if not own and not takes_no_closure(closure) and self.capturable is not None:
+            self._statistics.note(_WRAPPED)
+        self._stepping = own
         try:
-            if self.capturable is None:  # it may call its closure more than once, as SAM does
+            if self.capturable is None or not own:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
             result = closure()
         finally:
