@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -17,6 +18,21 @@ _RECENT = 1024
 """Sightings after which older ones count half."""
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What the captures of a cache have led to.
+
+    Attributes:
+        lost: How many of them were refused or dropped, or gave way to another one of their shape.
+        uses: How often their plans were used.
+        moved: There are plans for the shape in question, for other values.
+    """
+
+    lost: int
+    uses: int
+    moved: bool
+
+
 class Worth(Protocol):
     """Decides what is worth a capture; see :class:`PlanCache`."""
 
@@ -24,7 +40,7 @@ class Worth(Protocol):
     def payback(self) -> float:
         """How many uses repay a capture."""
 
-    def why_not(self, seen: int, share: float, *, moved: bool) -> str:
+    def why_not(self, seen: int, share: float, account: Account) -> str:
         """Why a key is not worth one yet; empty if it is."""
 
 
@@ -64,6 +80,8 @@ class PlanCache(Generic[Key, Plan]):
         self._refused: OrderedDict[Key, None] = OrderedDict()
         self.why_not = ""
         self.is_full = False
+        self._captures = 0
+        self._past_uses = 0
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -104,12 +122,17 @@ class PlanCache(Generic[Key, Plan]):
             return False
         seen = self.see(key)
         shape = self._shape(key)
-        moved = bool(self._of(shape))
-        self.why_not = self._worth.why_not(seen, self._share(shape), moved=moved)
+        share = self._share(shape)
+        self.why_not = self._worth.why_not(seen, share, self._account(shape))
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
             self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
         return not self.why_not
+
+    def _account(self, shape: Hashable) -> Account:
+        shapes = {self._shape(key) for key in self._plans}
+        uses = self._past_uses + sum(map(self._uses, self._plans.values()))
+        return Account(self._captures - len(shapes), uses, shape in shapes)
 
     def _share(self, shape: Hashable) -> float:
         """What part of the coming steps is expected to have this shape.
@@ -149,6 +172,7 @@ class PlanCache(Generic[Key, Plan]):
         elif is_full:
             self.drop(min(self._plans, key=lambda k: shapes.get(self._shape(k), 0.0)))
         self._seen.pop(key, None)
+        self._captures += 1
         self._plans[key] = plan
         self._counted[key] = self._uses(plan)
 
@@ -158,14 +182,18 @@ class PlanCache(Generic[Key, Plan]):
 
     def drop(self, key: Key) -> None:
         """Release one plan."""
+        plan = self._plans.pop(key)
+        self._past_uses += self._uses(plan)
         del self._counted[key]
-        self._release(self._plans.pop(key))
+        self._release(plan)
 
     def refuse(self, key: Key) -> None:
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
         _keep(self._refused, key, None)
         if key in self._plans:
             self.drop(key)
+        else:
+            self._captures += 1
 
     def is_refused(self, key: Key) -> bool:
         """Whether :meth:`refuse` was called with ``key``."""

@@ -346,6 +346,32 @@ def announced_as_cuda_capture() -> Iterator[None]:
         torch.cuda.is_current_stream_capturing = original
 
 
+@contextlib.contextmanager
+def capture_unseen(asked: list[str]) -> Iterator[None]:
+    """Let libraries hear that no capture is under way, so that they take the way of eager steps.
+
+    transformers keeps attention masks in a capture that it drops in an eager step: other kernels
+    run, which round otherwise and may have to be loaded first. torch itself hears the truth.
+
+    Args:
+        asked: Receives the names of the modules that were told so.
+    """
+    truth = torch.cuda.is_current_stream_capturing
+
+    def answer() -> bool:
+        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+            return truth()
+        asked.append(caller)
+        return False
+
+    torch.cuda.is_current_stream_capturing = answer
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = truth
+
+
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
     """Whether every tensor is still at its address.
 

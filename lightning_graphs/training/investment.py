@@ -9,6 +9,7 @@ from time import perf_counter
 
 from lightning.pytorch import Trainer
 
+from lightning_graphs.core.cache import Account
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Pace, Statistics
 
@@ -17,8 +18,8 @@ _REHEARSED_PAYBACK = 20
 _SIGHTINGS = 2
 """How often a signature is seen before its capture where nothing can be measured."""
 _CREDIT = 8
-"""How many captures there may be that replays have not repaid."""
-_FIRST_CAPTURE = 8.0, 300.0
+"""How many captures there may be that came to nothing and that replays have not repaid."""
+_FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
 _FURTHER_CAPTURE = 4.0
 """What another one is expected to cost as long as none was measured, in eager steps."""
@@ -41,7 +42,7 @@ class Investment:
 
     Args:
         options: The callback's options.
-        statistics: How long steps take, and how many were replayed.
+        statistics: How long steps take.
         steps_left: How many micro-batches are left in the fit.
         timed: Times say something about graphs.
     """
@@ -57,31 +58,31 @@ class Investment:
         given = options.capture_after
         measures = timed and options.profit_gate and given is None
         self._pace = statistics.pace if measures else None
-        self._statistics = statistics
         self._sightings = _SIGHTINGS if given is None else given
         self._steps_left = steps_left
         self._costs: list[float] = []
-        self._forgiven = 0
         self._started = perf_counter()
         self._verified = 0.0
         self._verification = 0.0
 
     # ------------------------------------------------------------------ captures
 
-    def why_not(self, seen: int, share: float, *, moved: bool) -> str:
+    def why_not(self, seen: int, share: float, account: Account) -> str:
         """Why a signature is not worth a capture yet; empty if it is.
 
         Args:
             seen: How often it was seen, this step included.
             share: What part of the coming steps is expected to have its shape.
-            moved: There are graphs for the same shape and other values: this one may not return.
+            account: What captures have led to.
         """
-        captures, replays = len(self._costs) - self._forgiven, self._statistics.replayed
-        if captures > _CREDIT + replays / self.payback:
-            return f"captures are not repaid by replays ({captures} captures, {replays} replays)"
+        if account.lost > _CREDIT + account.uses / self.payback:
+            return (
+                "graphs have to be dropped before they have paid off "
+                f"({account.lost} graphs, {account.uses} replays)"
+            )
         if self._pace is None:
             return "" if seen > self._sightings else "no batch signature came back often enough"
-        if moved and seen <= self._sightings:
+        if account.moved and seen <= self._sightings:
             return "values that the step reads have moved on"
         if not self._pace.eager:
             return "no eager step was timed yet"
@@ -97,10 +98,6 @@ class Investment:
     def measures(self) -> bool:
         """Whether times decide, and not sightings alone."""
         return self._pace is not None
-
-    def forgive(self) -> None:
-        """Begin anew, in another scope: captures up to now need not be repaid."""
-        self._forgiven = len(self._costs)
 
     @property
     def payback(self) -> float:

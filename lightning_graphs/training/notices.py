@@ -40,14 +40,14 @@ class Waiting(Generic[Kind]):
         self._difference = difference
         self._before: Kind | None = None
         self._in_a_row = 0
-        self._said: set[str] = set()
+        self._is_said = False
 
     def end(self) -> None:
         """Note that graphs are of use: what came before is forgotten."""
         self._in_a_row = 0
 
     def add(self, kind: Kind, why_not: str, *, at_once: bool = False, say: bool = True) -> bool:
-        """Count an eager step; when they go on and on, say once for each reason why they are.
+        """Count an eager step; when they go on and on, say once in a fit why they are.
 
         Args:
             kind: What tells it from others.
@@ -61,10 +61,9 @@ class Waiting(Generic[Kind]):
         self._in_a_row += 1
         self._statistics.waiting = line = f"steps run eagerly: {why_not}"
         before, self._before = self._before, kind
-        reason = why_not.partition(" (")[0]
-        if reason in self._said or not (at_once or self._in_a_row > self._tolerated):
+        if self._is_said or not (at_once or self._in_a_row > self._tolerated):
             return False
-        self._said.add(reason)
+        self._is_said = True
         if say:
             change = self._difference(before, kind) if before is not None else ""
             self._statistics.note(line + (change and f". The last two steps differ: {change}"))

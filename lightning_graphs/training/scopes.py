@@ -167,6 +167,5 @@ class AutoRunner:
                 "GraphCapture: submodules become graphs, since the whole step cannot be one"
             )
             runner.close()
-            self._fit.investment.forgive()
             self._runner = self._fit.module_runner(self._calls, warmed_up=True)
         return self._runner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
+from lightning_graphs.core.torch_private import capture_unseen
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.training.body import StepBody
@@ -101,6 +102,8 @@ class StepCapture:
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._casts = StepCasts(trainer, module)
+        self._is_unseen = True
+        self._asked: list[str] = []
 
     def capture(
         self,
@@ -112,6 +115,9 @@ class StepCapture:
     ) -> StepPlan:
         """Capture the step of this batch; nothing executes.
 
+        Libraries are not told that it is captured: they take the way of eager steps. Where that
+        cannot be captured, because it reads values on the host, they are told.
+
         Args:
             batch: The batch.
             tensors: Its tensor leaves, in the order of the signature.
@@ -122,6 +128,23 @@ class StepCapture:
         Raises:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
+        self._asked.clear()
+        try:
+            return self._captured(batch, tensors, rest, signature, phase)
+        except CaptureError:
+            if not (self._is_unseen and self._asked):
+                raise
+            self._is_unseen = False
+            return self._captured(batch, tensors, rest, signature, phase)
+
+    def _captured(
+        self,
+        batch: Any,
+        tensors: Sequence[Tensor],
+        rest: Sequence[Any],
+        signature: Signature,
+        phase: Phase,
+    ) -> StepPlan:
         inputs = StaticInputs(tensors)
         own = substitute(batch, inputs.tensors)
         arguments = (own, *map(_frozen, rest))
@@ -233,12 +256,16 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        with old_gradients_watched(self._trainer), self._casts.watched_forward():
+        watched = self._casts.watched_forward()
+        with old_gradients_watched(self._trainer), watched, self._unseen():
             return StepBody.forward(self._body, arguments, recorder)
 
     def _backward(self, loss: Tensor) -> None:
-        with self._casts.together(loss):
+        with self._casts.together(loss), self._unseen():
             StepBody._backward(self._body, loss)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        return capture_unseen(self._asked) if self._is_unseen else nullcontext()
 
     def update_eagerly(self) -> None:
         """Take the optimizer step on gradients that a graph computed and hooks have changed.

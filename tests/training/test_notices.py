@@ -109,7 +109,7 @@ def test_an_attribute_that_keeps_changing_is_named_once(
     (reason,) = captured.statistics.fallbacks
     assert "keep the value in a buffer that a hook fills" in reason
     assert len(lines("captured another graph")) <= 8
-    assert captured.statistics.captures == (1 if every == 1 else 9)
+    assert captured.statistics.captures == (1 if every == 1 else 10)
 
 
 def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path) -> None:
