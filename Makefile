@@ -32,6 +32,7 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(PY) benchmarks/core.py
 	$(PY) benchmarks/step.py
+	$(PY) benchmarks/whole_fits.py
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

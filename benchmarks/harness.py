@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import json
+import os
+import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_graphs import core
+
+PEAK_LIMIT, LAST_THIRD_LIMIT = 1.35, 1.10  # of memory, over that of eager training
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,12 @@ class Row:
         if self.limit is None or self.figure != self.figure:
             return ""
         return "PASS" if self.figure <= self.limit else "FAIL"
+
+
+def verdict_of(rows: Sequence[Row]) -> str:
+    """The worst of the verdicts."""
+    verdicts = [row.verdict for row in rows]
+    return next((bad for bad in ("WRONG RESULT", "FAIL") if bad in verdicts), "PASS")
 
 
 class Ours:
@@ -160,3 +178,92 @@ class Lab:
         with torch.cuda.stream(stream):
             yield
         before.wait_stream(stream)
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def measure_rows(
+    script: str,
+    names: Sequence[str],
+    flags: Sequence[str],
+    measure: Callable[[str], dict[str, Any]],
+    line: Callable[[dict[str, Any]], str],
+    heading: str,
+    *,
+    jobs: int,
+    path: Path | None,
+) -> int:
+    """Measure rows, print and write what is found, and return the exit status.
+
+    Args:
+        script: The benchmark: with ``--rows NAME --json PATH`` it measures one row.
+        names: Names of the rows; of several, each is measured in a process of its own.
+        flags: Further flags of the script.
+        measure: Measures a row in this process.
+        line: A row in words.
+        heading: What is printed above the rows.
+        jobs: Processes at a time.
+        path: File for environment, command and rows.
+    """
+    environment = describe_environment()
+    print(f"{environment}: {' '.join(sys.argv)}", heading, sep="\n", flush=True)
+    rows = []
+    alone = len(names) == 1
+    for row in map(measure, names) if alone else _in_processes(script, names, flags, jobs):
+        rows.append(row)
+        print(line(row), flush=True)
+    if path is not None:
+        written = {"environment": environment, "command": sys.argv, "rows": rows}
+        path.write_text(json.dumps(written, indent=1))
+    return 0 if all(row["verdict"] == "PASS" for row in rows) else 1
+
+
+def _in_processes(
+    script: str, names: Sequence[str], flags: Sequence[str], jobs: int
+) -> Iterator[dict[str, Any]]:
+    """What each row has written, in the order in which they end."""
+
+    def run(name: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / "rows.json"
+            command = [sys.executable, script, "--rows", name, "--json", str(written), *flags]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if written.exists():
+                found: dict[str, Any] = json.loads(written.read_text())["rows"][0]
+                return found
+        return {"row": name, "verdict": "CRASHED", "error": done.stderr[-2000:].strip()}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(run, name) for name in names]):
+            yield done.result()
+
+
+@contextmanager
+def gpu_time(*, alone: bool) -> Iterator[None]:
+    """Wait until no other benchmark holds the GPU or, unless ``alone``, holds it for itself."""
+    path = Path(tempfile.gettempdir()) / f"lightning-graphs-benchmarks-{os.getuid()}.lock"
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
+def peak_memory() -> float:
+    """MiB that torch's allocator has reserved at most since the last call; NaN without a GPU.
+
+    Reserved is what others cannot have. What lies in the pools of graphs is no longer allocated.
+    """
+    if not torch.cuda.is_initialized():
+        return float("nan")
+    peak = torch.cuda.max_memory_reserved() / 2**20
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def describe_environment() -> str:
+    """Card and versions, to stand beside every figure."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU (rehearsal)"
+    return (
+        f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
+        f"lightning {version('lightning')}, Python {platform.python_version()}"
+    )

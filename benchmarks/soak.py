@@ -22,7 +22,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import random
 import signal
 import subprocess
@@ -36,9 +35,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
-from harness import Row
+from harness import Row, describe_environment
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -277,15 +275,6 @@ def kills(count: int, draw: random.Random) -> Row:
 # ---------------------------------------------------------------------- command line
 
 
-def environment() -> str:
-    """Card and versions, to stand beside every figure."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU (rehearsal)"
-    return (
-        f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"lightning {lightning.__version__}, Python {platform.python_version()}"
-    )
-
-
 def be_quiet() -> None:
     """Say nothing but results; a step that runs eagerly is an error of this benchmark."""
     warnings.filterwarnings("ignore")
@@ -314,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     begun = time.perf_counter()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
-    print(f"{environment()}, seed {seed}", flush=True)
+    print(f"{describe_environment()}, seed {seed}", flush=True)
     rows: list[Row] = []
     for section in (
         replays(options.replays),
@@ -329,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{time.perf_counter() - begun:.0f} s in all")
     if options.json:
         found = [{**asdict(row), "verdict": row.verdict} for row in rows]
-        written = {"environment": environment(), "seed": seed, "rows": found}
+        written = {"environment": describe_environment(), "seed": seed, "rows": found}
         options.json.write_text(json.dumps(written, indent=1))
     return 0 if all(row.verdict == "PASS" for row in rows) else 1
 

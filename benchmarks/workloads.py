@@ -26,6 +26,25 @@ class Mlp(nn.Module):
         return nn.functional.cross_entropy(self.net(x), y)
 
 
+class Classifier(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
+class Transformer(nn.Module):
+    def __init__(self, net: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.net = net
+        self.names = names
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.net(**dict(zip(self.names, tensors, strict=True))).loss
+
+
 class Gpt2(nn.Module):
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -43,9 +62,81 @@ class Gpt2(nn.Module):
         )
         self.net = GPT2LMHeadModel(config)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
         loss: Tensor = self.net(input_ids=tokens, attention_mask=mask, labels=tokens).loss
         return loss
+
+
+class Llama(nn.Module):
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            num_hidden_layers=layers,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_attention_heads=4,
+            vocab_size=vocabulary,
+            use_cache=False,
+        )
+        self.net = LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.net(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Experts(nn.Module):
+    """Sends each token to one of several networks: as many rows as the router says, each time."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        mixed = torch.zeros_like(tokens)
+        for i, expert in enumerate(self.experts):
+            (rows,) = (chosen == i).nonzero(as_tuple=True)
+            found = expert(tokens[rows]) * weight[rows, None]
+            mixed = mixed.index_add(0, rows, found.to(mixed.dtype))
+        return mixed.view_as(x)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, layers: int, width: int, experts: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), part)
+            for _ in range(layers)
+            for part in (Attention(width, 4), Experts(width, experts))
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for part in self.parts:
+            x = x + part(x)
+        scores = self.head(x)[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
 
 
 @dataclass(frozen=True)

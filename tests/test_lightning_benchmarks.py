@@ -1,0 +1,207 @@
+"""The benchmarks under Lightning, small and on the CPU: that they run, and that they can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import ROOT, environment
+
+for library in ("tokenizers", "torchmetrics", "transformers"):
+    pytest.importorskip(library)
+
+BENCHMARKS = ROOT / "benchmarks"
+HERE = (
+    "13 lengths",
+    "mixture of experts",
+    "15 steps",
+    "validation every 20 steps",
+    "BERT with a padding collator",
+)
+IN_PROCESSES = ("GPT-2 350M", "new length at each step")
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts find each other, and what they set for their process is set back."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fits() -> Any:
+    return import_module("whole_fits")
+
+
+def test_every_row_is_tested(fits: Any) -> None:
+    assert {"60 lengths", *HERE, *IN_PROCESSES} == set(fits.ROWS)  # that one is as 13, when tiny
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", HERE)
+def test_a_row_trains_as_eager_training_does(fits: Any, name: str) -> None:
+    found = fits.measure(name, rounds=2, tiny=True)
+    assert (found["wrong"], found["verdict"]) == ([], "PASS")
+    assert found["eager fits equal"]
+    assert found["captures"] > 0
+    assert found["replayed"] > 0
+    assert found["best"] in found["seconds"]
+    assert len(found["seconds"]) > 2
+    assert name in fits.line(found)
+
+
+def test_rows_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    written = tmp_path / "rows.json"
+    script = str(BENCHMARKS / "whole_fits.py")
+    flags = ["--tiny", "--jobs", "2", "--rows", ",".join(IN_PROCESSES), "--out", str(written)]
+    done = subprocess.run(
+        [sys.executable, script, *flags],
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    versions, titles, *rows = done.stdout.splitlines()
+    assert "best by hand" in titles
+    assert str(torch.__version__) in versions
+    assert sorted(row[:30].strip() for row in rows) == sorted(IN_PROCESSES)
+    found = json.loads(written.read_text())
+    assert {row["verdict"] for row in found["rows"]} == {"PASS"}
+    assert {row["row"]: row["replayed"] > 0 for row in found["rows"]} == {
+        "GPT-2 350M": True,
+        "new length at each step": False,
+    }
+    assert "--tiny" in found["command"]
+
+
+def test_a_process_that_dies_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fits: Any
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, pathlib\n"
+        "_, _, name, _, path, flag = sys.argv\n"
+        "assert name == 'good', f'{name} {flag}'\n"
+        """pathlib.Path(path).write_text('{"rows": [{"row": "good", "verdict": "PASS"}]}')\n"""
+    )
+    measure_rows = import_module("harness").measure_rows
+    rows = (str(script), ["good", "bad"], ["--flag"], None)
+    written = tmp_path / "rows.json"
+    assert measure_rows(*rows, str, "heading", jobs=2, path=written) == 1
+    good, bad = sorted(
+        json.loads(written.read_text())["rows"], key=lambda row: row["verdict"] == "CRASHED"
+    )
+    assert good == {"row": "good", "verdict": "PASS"}
+    assert (bad["row"], bad["verdict"]) == ("bad", "CRASHED")
+    assert bad["error"].endswith("AssertionError: bad --flag")
+    assert "CRASHED" in fits.line(bad)
+    assert "heading" in capsys.readouterr().out
+
+
+def outcomes(fits: Any, seconds: list[float], **other: Any) -> list[Any]:
+    """A round of fits for each number."""
+    facts = {"peak": 5000.0, "last_third": 5000.0, "captures": 1, "replayed": 1, "fallbacks": []}
+    return [fits.Outcome(seconds=s, **{"losses": [2.0, 1.0], **facts, **other}) for s in seconds]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "by_hand", "other", "verdict"),
+    [
+        ([1.0, 1.0], [1.0, 1.0], {}, "PASS"),
+        ([1.0, 1.1], [1.0, 1.1], {}, "FAIL"),  # 1.05 of eager
+        ([1.0, 1.0], [0.8, 0.9], {}, "FAIL"),  # 1.18 of the best setting
+        ([1.0, 1.0], [1.0, 1.0], {"peak": 7000.0}, "FAIL"),
+        ([1.0, 1.0], [1.0, 1.0], {"last_third": 5600.0}, "FAIL"),
+        ([0.5, 0.5], [1.0, 1.0], {"losses": [2.0, 1.0 + 2**-20]}, "WRONG RESULT"),
+        ([0.5, 0.5], [1.0, 1.0], {"losses": [2.0, float("nan")]}, "WRONG RESULT"),
+    ],
+)
+def test_limits(
+    fits: Any, defaults: list[float], by_hand: list[float], other: dict[str, Any], verdict: str
+) -> None:
+    found = {
+        "eager": outcomes(fits, [1.0, 1.0]),
+        "defaults": outcomes(fits, defaults, **other),
+        "max_graphs=16": outcomes(fits, by_hand),
+        "slow": outcomes(fits, [9.0, 9.0]),
+    }
+    summary = fits.summary("row", found, tiny=False)
+    assert (summary["verdict"], summary["best"]) == (verdict, "max_graphs=16")
+    assert summary["wrong"] == (["defaults"] if verdict == "WRONG RESULT" else [])
+
+
+def test_losses_of_fits_that_are_not_repeatable(fits: Any) -> None:
+    eager = [[2.0, 1.0, 1.0], [2.0, 1.01, 1.0]]
+    assert fits.equal_eager([2.001, 1.09, 1.1], eager)
+    assert not fits.equal_eager([2.01, 1.0, 1.0], eager)  # before eager fits part
+    assert not fits.equal_eager([2.0, 1.2, 1.0], eager)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark of steps with fewer of them."""
+    step = import_module("step")
+    for name, steps in {"WARMUP": 8, "TIMED": 4, "BLOCKS": 3, "LAST_THIRD": 12}.items():
+        monkeypatch.setattr(step, name, steps)
+    return step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_steps(short: Any) -> None:
+    lab = import_module("harness").Lab(dry=True)
+    found = short.measure("mlp", lab)
+    assert (found["verdict"], found["largest_loss_difference"]) == ("PASS", 0)
+    assert "mlp: PASS" in short.line(found)
+    assert "loop: PASS" in short.line(short.measure("loop", lab))
+
+
+@pytest.mark.parametrize(
+    ("row", "other", "verdicts"),
+    [
+        ("gpt2", {}, ["PASS", "PASS", "PASS"]),
+        ("gpt2", {"ms": 1.03}, ["FAIL", "PASS", "PASS"]),
+        ("mlp", {"ms": 1.03}, ["PASS", "PASS", "PASS"]),
+        ("mlp compiled", {"ms": 1.07}, ["FAIL", "PASS", "PASS"]),
+        ("vit", {"peak": 1400.0}, ["PASS", "FAIL", "PASS"]),
+        ("vit", {"last_third": 1200.0}, ["PASS", "PASS", "FAIL"]),
+        ("bert", {"losses": [1.0, float("nan")]}, ["WRONG RESULT"] * 3),
+    ],
+)
+def test_limits_of_steps(
+    short: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    row: str,
+    other: dict[str, Any],
+    verdicts: list[str],
+) -> None:
+    eager = {"ms": 9.0, "floor": 0, "losses": [2.0, 1.0], "peak": 1000.0, "last_third": 1000.0}
+
+    def fit(name: str, graphs: Any = None, **_: Any) -> dict[str, Any]:
+        assert name == row.split()[0]
+        return eager if graphs is None else {**eager, "ms": 1.01, "floor": 1.0, **other}
+
+    monkeypatch.setattr(short, "fit", fit)
+    monkeypatch.setattr(short, "whole_steps", lambda lab: "graphs")
+    assert list(short.measure(row, SimpleNamespace(dry=False))["verdicts"].values()) == verdicts
+
+
+@pytest.mark.parametrize("script", ["whole_fits", "step"])
+def test_without_a_gpu_it_says_so_in_one_sentence(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert import_module(script).main([]) == 0
+    said = "This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.\n"
+    assert capsys.readouterr().out == said
