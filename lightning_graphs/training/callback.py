@@ -27,6 +27,7 @@ from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
+from lightning_graphs.training.uncapturable import flattened_once
 from lightning_graphs.training.warned import stacklevel_of_user
 
 
@@ -181,6 +182,7 @@ class GraphCapture(Callback):
                 if not moves_batches_itself(trainer, pl_module):
                     _install(stack, BatchTransfer(trainer))
             stack.enter_context(cheap_contexts(trainer))
+            stack.enter_context(flattened_once())
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
             investment = Investment(

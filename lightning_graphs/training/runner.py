@@ -69,8 +69,8 @@ class StepRunner:
 
     Attributes:
         capturable: What keeps the optimizer capturable; None if its step runs eagerly.
-        has_failed: A capture was refused while there was no graph of any step, or attributes take
-            new values too often for graphs of steps.
+        has_failed: A capture was refused or computed something else than the eager step, and no
+            graph of a step is left; or attributes take new values too often for graphs of steps.
     """
 
     def __init__(
@@ -429,10 +429,10 @@ class StepRunner:
         self._bind(optimizer_obstacle)
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
-        self.has_failed |= not len(self._cache)
-        self._notices.refused(error, has_graphs=not self.has_failed)
         if signature is not None:
             self._cache.refuse(signature)
+        self.has_failed |= not len(self._cache)
+        self._notices.refused(error, has_graphs=not self.has_failed)
 
 
 def _without_values(signature: Signature) -> Signature:

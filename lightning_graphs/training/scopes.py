@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.training.compiled import REMEDY, with_own_graphs
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, calls_of
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.runner import ModuleRunner
@@ -21,6 +20,7 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.runner import StepRunner
 from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.uncapturable import obstacle_in
 
 
 class Runner(StepHandler, Protocol):
@@ -108,9 +108,9 @@ def runner_for(fit: Fit) -> Runner:
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
     """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
-    owner = next(with_own_graphs(module), None)
-    if owner is not None:
-        return f"`{owner}` is compiled to CUDA graphs of its own, which no graph can hold; {REMEDY}"
+    obstacle = obstacle_in(module)
+    if obstacle is not None:
+        return obstacle
     if not module.automatic_optimization:
         return "the module optimizes manually, and scope='step' needs automatic optimization"
     if len(trainer.optimizers) != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,16 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.training.fits import GradientTrace, Net, adamw, batches, compare, fit_twice, prepare
+from tests.training.fits import (
+    GradientTrace,
+    Hidden,
+    Net,
+    adamw,
+    batches,
+    compare,
+    fit_twice,
+    prepare,
+)
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks
 
@@ -243,6 +253,84 @@ def test_an_optimizer_that_calls_the_step_itself(backend: str, tmp_path: Path) -
     compare(*fits, replayed=False)
     assert "LBFGS calls the training step several times" in fits[1].statistics.fallbacks[0]
     assert fits[1].statistics.replayed > 10
+
+
+HIDDEN = Hidden()
+
+
+class Counting(nn.Linear):
+    """Each run of its Python computes something else: a replay never is what eager code gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        HIDDEN["calls"] += 1
+        return super().forward(x) * (1 + HIDDEN["calls"] / 1024)
+
+
+class Scaled(nn.Linear):
+    """Reads a number of which no capture knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * HIDDEN["scale"]
+
+
+def with_inner(wrong: type[nn.Linear], moves: int | None = None) -> Callable[[], Net]:
+    class Deep(Net):
+        """One layer, far inside, is not what a graph makes of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            HIDDEN.clear()
+            inner = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Tanh(), wrong(16, 16)))
+            self.net = nn.Sequential(nn.Linear(8, 16), inner, nn.Linear(16, 3))
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if moves is not None and self.global_step >= moves:
+                HIDDEN["scale"] = 1 + self.global_step / 64
+
+    return Deep
+
+
+@SAYS
+def test_submodules_where_the_whole_step_computes_something_else(
+    backend: str, tmp_path: Path
+) -> None:
+    fit = prepare(backend, tmp_path, True, module=with_inner(Counting), capture=AUTO).run()
+    statistics = fit.statistics
+    assert statistics.modules == ["net.0", "net.1.0", "net.2"]
+    assert statistics.replayed > 5
+    assert {r.scope for r in statistics.graphs if r.replays} == {
+        f"module {name}" for name in statistics.modules
+    }
+    whole, *modules = statistics.fallbacks
+    assert whole.startswith("no graph of the whole step: A replay computes what")
+    names = ["net", "net.1", "net.1.1", "net.1.1.1"]
+    for name, reason in zip(names, modules, strict=True):
+        assert reason.startswith(f"`{name}` runs eagerly: ")
+        assert f"output of `{name}` differs" in reason
+    assert_nothing_left(fit)
+
+
+@SAYS
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("scope", ["auto", "modules"])
+def test_submodules_where_a_later_check_finds_a_difference(
+    backend: str, tmp_path: Path, scope: str, every: int
+) -> None:
+    """The number moves at every step, from the 12th on: whatever holds it is wrong soon."""
+    options: dict[str, Any] = {"module": with_inner(Scaled, 12), "data": lambda: batches(60)}
+    options |= {"max_epochs": 1, "validation": 0}
+    capture = {**AUTO, "scope": scope, "verify": every}
+    eager, captured = fit_twice(backend, tmp_path, capture=capture, **options)
+    if every == 1:  # no wrong step is taken
+        compare(eager, captured, replayed=False)
+    statistics = captured.statistics
+    replays = {record.scope: record.replays for record in statistics.graphs}
+    for name in ("net.0", "net.1.0", "net.2"):
+        assert replays[f"module {name}"] > 20, replays
+    for name in ("net", "net.1", "net.1.1", "net.1.1.1"):
+        assert replays.get(f"module {name}", 0) < 10, replays
+    assert not any("every few steps" in reason for reason in statistics.fallbacks)
+    assert_nothing_left(captured)
 
 
 if torch.cuda.is_available():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_graphs import CaptureError
-from lightning_graphs.training.compiled import with_own_graphs
+from lightning_graphs.training.uncapturable import with_own_graphs
 from tests.training.fits import Net, compare, fit_twice, prepare
 
 # What torch says while it imports its compiler.

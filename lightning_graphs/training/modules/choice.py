@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, module_hooks
-from lightning_graphs.training.compiled import REMEDY, with_own_graphs
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.selection import excluded, select
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.uncapturable import has_own_dropout, obstacle_in
 
 
 class Choice:
@@ -68,6 +68,8 @@ class Choice:
         if not self._by_name:
             found = []
             for call in observation.calls:
+                if has_own_dropout(call.module):  # all the same where its siblings are graphed
+                    note(_left_out(call.name, _obstacle(call.module, observation)))
                 if call.parent is None:
                     inside = self._largest([call], times, observation)
                     found += inside
@@ -160,9 +162,8 @@ def _obstacle(module: nn.Module, observation: Observation) -> str | None:
     """Why no call of a module is a graph, in a sentence; None if they may be."""
     if any(call.recomputed for call in observation.calls if call.module is module):
         return "it is recomputed in the backward pass (activation checkpointing)"
-    owner = next(with_own_graphs(module), None)
-    if owner is not None:
-        return f"`{owner}` is compiled to CUDA graphs of its own, which no graph can hold; {REMEDY}"
+    if (obstacle := obstacle_in(module)) is not None:
+        return obstacle
     for name, inner in module.named_modules():
         # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
         if name and not all(map(_is_of_torch, module_hooks(inner))):

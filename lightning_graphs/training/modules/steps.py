@@ -355,6 +355,7 @@ class ModuleGraphs:
             self._choice.without(error.call, (), Observation())
             self._forwards.pop(error.call.module).remove()
             self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
+            # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
             return True
         except ReplayError:
