@@ -149,10 +149,6 @@ def _abilities() -> list[Ability]:
         driver.require_driver((12, 3), "naming the kernels of a graph")
         return "inspect() names kernels, and annotations say which module launched them"
 
-    def live_numbers() -> str:
-        driver.require_driver((12, 4), "rewriting a number inside of a graph")
-        return "momentum and betas that a scheduler moves stay inside of the graph"
-
     abilities = [
         _ability("versions", _minimum_versions),
         _ability("capture on a GPU", gpu),
@@ -160,7 +156,6 @@ def _abilities() -> list[Ability]:
         _ability("cuda-python", bindings),
         _ability("driver", driver_version),
         _ability("kernel names", kernel_names),
-        _ability("live numbers", live_numbers),
     ]
     return _each_reason_once(abilities)
 

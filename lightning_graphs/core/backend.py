@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,6 @@ import torch
 from lightning_graphs.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_graphs.core.constants import Constant
     from lightning_graphs.core.inspect import GraphInfo
 
 BackendName = Literal["auto", "cuda", "emulated"]
@@ -97,10 +96,6 @@ class CapturedGraph(abc.ABC):
     @abc.abstractmethod
     def node_counts(self) -> Mapping[str, int]:
         """Nodes by kind; empty where they cannot be counted."""
-
-    @abc.abstractmethod
-    def constants(self, numbers: Sequence[float]) -> list[Constant]:
-        """The numbers in the executable graph, to be rewritten."""
 
 
 class Backend(abc.ABC):

@@ -11,7 +11,7 @@ import functools
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -23,7 +23,6 @@ from lightning_graphs.core.backend import (
     no_template,
     warn_of_missing_debug_mode,
 )
-from lightning_graphs.core.constants import Constant, constants_of_cuda
 from lightning_graphs.core.driver import count_kinds
 from lightning_graphs.core.liveness import InputLiveness
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
@@ -337,10 +336,6 @@ class CudaGraph(CapturedGraph):
             return count_kinds(self.raw_cuda_graph())
         except UnsupportedError:  # no cuda-python
             return {}
-
-    def constants(self, numbers: Sequence[float]) -> list[Constant]:
-        self.instantiate()
-        return constants_of_cuda(self.raw_cuda_graph(), self.raw_cuda_graph_exec(), numbers)
 
 
 def _holds_memory(pool: PoolHandle) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, TypedDict
 
@@ -114,11 +113,6 @@ def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
 
 def _call(name: str, *args: object) -> Any:
     """Call a function of the bindings by name and unpack its result."""
-    return check(_result_of(name, *args), name)
-
-
-def _result_of(name: str, *args: object) -> tuple[Any, ...]:
-    """Call a function of the bindings by name; the status comes first."""
     function = getattr(driver(), name)
     try:
         result: tuple[Any, ...] = function(*args)
@@ -129,7 +123,7 @@ def _result_of(name: str, *args: object) -> tuple[Any, ...]:
             str(error),
             "install or update the NVIDIA driver, or use the emulated backend",
         ) from error
-    return result
+    return check(result, name)
 
 
 def driver_version() -> tuple[int, int]:
@@ -324,54 +318,3 @@ def _kernel_name(params: Any) -> str:
     else:
         name = _call("cuFuncGetName", params.func)
     return str(name.decode())
-
-
-def kernel_nodes(raw_graph: int) -> Iterator[tuple[Any, Any]]:
-    """Handle and parameters of every kernel of a graph, without those of its child graphs.
-
-    Args:
-        raw_graph: A ``CUgraph`` handle that stays alive meanwhile.
-
-    Raises:
-        GraphError: The handle is no graph, or the driver refuses.
-    """
-    count = _count(raw_graph)
-    for handle in _call("cuGraphGetNodes", raw_graph, count)[0] if count else []:
-        if _label(handle) == "KERNEL":
-            yield handle, _call("cuGraphKernelNodeGetParams", handle)
-
-
-def argument_sizes(params: Any) -> list[int]:
-    """Bytes of each argument of a kernel.
-
-    Args:
-        params: Its parameters, as :func:`kernel_nodes` gives them.
-
-    Raises:
-        UnsupportedError: The driver is older than CUDA 12.4.
-        GraphError: The driver refuses.
-    """
-    name, function = "cuFuncGetParamInfo", params.func
-    if int(params.kern):
-        name, function = "cuKernelGetParamInfo", params.kern
-    sizes: list[int] = []
-    while True:
-        result = _result_of(name, function, len(sizes))
-        # Nothing tells the number of arguments, but asking for one too many.
-        if getattr(result[0], "name", "") == "CUDA_ERROR_INVALID_VALUE":
-            return sizes
-        sizes.append(int(check(result, name)[1]))
-
-
-def set_kernel_params(graph_exec: int, node: Any, params: Any) -> None:
-    """Exchange the parameters of one kernel in an executable graph; launches under way keep theirs.
-
-    Args:
-        graph_exec: A ``CUgraphExec`` handle.
-        node: The kernel's handle in the graph that it was instantiated from.
-        params: The parameters, as :func:`kernel_nodes` gave them, changed.
-
-    Raises:
-        GraphError: The driver refuses.
-    """
-    _call("cuGraphExecKernelNodeSetParams", graph_exec, node, params)

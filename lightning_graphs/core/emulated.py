@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +28,6 @@ from lightning_graphs.core.torch_private import announced_as_cuda_capture, dispa
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_graphs.core.constants import Constant
     from lightning_graphs.core.inspect import GraphInfo
 
 
@@ -265,8 +264,3 @@ class EmulatedGraph(CapturedGraph):
 
         recording = self._template or self._executable
         return from_recording(recording.launched()).counts if recording is not None else {}
-
-    def constants(self, numbers: Sequence[float]) -> list[Constant]:
-        self.instantiate()
-        assert self._executable is not None
-        return self._executable.constants(numbers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.errors import CaptureError, ReplayError
 
 if TYPE_CHECKING:
-    from lightning_graphs.core.constants import Constant
     from lightning_graphs.core.inspect import GraphInfo
 
 
@@ -233,21 +232,6 @@ class CUDAGraph:
         self._refuse_without_capture("node_counts()")
         self._refuse_without_template("node_counts()")
         return self._captured.node_counts()
-
-    def constants(self, numbers: Sequence[float]) -> list[Constant]:
-        """Instantiate the graph, and find these numbers in it, so that they can be rewritten.
-
-        Only numbers that kernels take as they are can be found: those of torch's fused optimizers,
-        captured as :func:`lightning_graphs.core.constants.marks`. What is written lasts until the
-        next :meth:`instantiate`.
-
-        Raises:
-            ReplayError: there is no template.
-            UnsupportedError: driver, torch or cuda-python cannot do it.
-        """
-        self._refuse_without_capture("constants()")
-        self._refuse_without_template("constants()")
-        return self._captured.constants(numbers)
 
 
 @contextlib.contextmanager

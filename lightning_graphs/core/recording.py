@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
-from lightning_graphs.core.constants import Constant
 from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
@@ -148,22 +147,6 @@ class GraphMemory:
         self._hidden = None
 
 
-class _KeywordConstant(Constant):
-    def __init__(self) -> None:
-        self._places: list[tuple[dict[str, Any], str]] = []
-
-    @property
-    def places(self) -> int:
-        return len(self._places)
-
-    def add(self, kwargs: dict[str, Any], name: str) -> None:
-        self._places.append((kwargs, name))
-
-    def write(self, value: float) -> None:
-        for kwargs, name in self._places:
-            kwargs[name] = value
-
-
 class Recording:
     """Operators in order over the memory that was born with them.
 
@@ -183,21 +166,6 @@ class Recording:
     def launched(self) -> list[Operation]:
         """The operations that launch work; allocations do not."""
         return [operation for operation in self.operations if operation.func not in _NO_KERNEL]
-
-    def constants(self, numbers: Sequence[float]) -> list[Constant]:
-        """These numbers among the keyword arguments of the operators.
-
-        Writing one leaves alone the recording that this one is a :meth:`snapshot` of.
-        """
-        constants = {number: _KeywordConstant() for number in numbers}
-        for position, operation in enumerate(self.operations):
-            names = [k for k, v in operation.kwargs.items() if type(v) is float and v in constants]
-            if names:
-                kwargs = operation.kwargs.copy()
-                self.operations[position] = replace(operation, kwargs=kwargs)
-                for name in names:
-                    constants[kwargs[name]].add(kwargs, name)
-        return list(constants.values())
 
     def run(self) -> None:
         """Execute every operator once and write its results into the recorded storages.

@@ -40,6 +40,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 torch compares it in its own check of tensors that backward needs, and has no public reader.
 """
 
+scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimizer_states")
+"""What a scaler knows of steps that are under way; nothing public gives it."""
+
 
 @contextlib.contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -96,6 +99,14 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
         getattr(shared, "_global_optimizer_post_hooks", None),
     ]
     return any(tables)
+
+
+def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Let schedulers take what stands for ``optimizer.step`` for a step that they watch already.
+
+    One that is made in the middle of a fit would wrap it for good, and warn that it steps first.
+    """
+    step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -19,7 +17,12 @@ from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.precision import scaler_of, stepping_on_the_device, unscale
+from lightning_graphs.training.precision import (
+    scaler_of,
+    stepping_on_the_device,
+    unscale,
+    unscales,
+)
 
 
 class StepBody:
@@ -59,7 +62,6 @@ class StepBody:
         *,
         cut: Callable[[str], None] = lambda _: None,
         keep: Callable[[], None] = lambda: None,
-        updating: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> OutputPlan:
         """Forward, loss, backward, clipping, update; the gradients are set up by the caller.
 
@@ -69,7 +71,6 @@ class StepBody:
             recorder: Takes the calls of ``self.log`` and of metrics.
             cut: Called with the name of the next part, where somebody looks in between.
             keep: Called after the backward pass.
-            updating: Entered around the optimizer step.
         """
         output, loss = self.forward(arguments, recorder)
         loss = loss / phase.window
@@ -78,7 +79,7 @@ class StepBody:
         self._backward(loss)
         keep()
         if phase.stepping and self._capturable is not None:
-            self.update(cut, updating)
+            self.update(cut)
         return output
 
     def forward(
@@ -102,19 +103,16 @@ class StepBody:
             loss = scaler.scale(loss)
         self._plugin.backward(loss, self._module, self._optimizer)
 
-    def update(
-        self,
-        cut: Callable[[str], None] = lambda _: None,
-        updating: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:
+    def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
+        if self._observers.before_step and unscales(self._plugin, self._optimizer):
+            cut("unscale")
         unscale(self._plugin, self._optimizer)
         if self._observers.before_step:
             cut("step")
         else:
             self._clip()
-        with updating():
-            self._update()
+        self.step()
 
     def _clip(self) -> None:
         trainer = self._trainer
@@ -124,7 +122,7 @@ class StepBody:
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
 
-    def _update(self) -> None:
+    def step(self) -> None:
         """Take the optimizer step, through the gradient scaler where there is one."""
         scaler = scaler_of(self._plugin)
         if scaler is None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import Absence, is_object, is_plain
 from lightning_graphs.errors import CaptureError
@@ -149,7 +150,10 @@ def refuse_stand_ins(value: Any) -> None:
 def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]) -> Iterator[None]:
     """While capturing, schedulers and parameter groups give these learning rates, a group each.
 
-    What schedulers count by is nobody's to use.
+    What schedulers count by is nobody's to use, and what groups hold is nobody's to set.
+
+    Raises:
+        CaptureError: the body has set something in a group; all is as before.
     """
     schedulers = [
         config.scheduler
@@ -158,7 +162,8 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
         and hasattr(config.scheduler, "_last_lr")
     ]
     last = [scheduler._last_lr for scheduler in schedulers]
-    before = [group["lr"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
     counts = [
         (vars(config.scheduler), key, vars(config.scheduler)[key])
         for config in trainer.lr_scheduler_configs
@@ -169,17 +174,37 @@ def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]
         table[key] = FrozenNumber(f"{key} of a scheduler")
     for scheduler in schedulers:
         scheduler._last_lr = list(rates)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
+    given = [_values(group) for group in groups]
     try:
         yield
+        left = [_values(group) for group in groups]
     finally:
         for table, key, count in counts:
             table[key] = count
-        for scheduler, known in zip(schedulers, last, strict=True):
-            scheduler._last_lr = known
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = rate
+        for scheduler, rates_before in zip(schedulers, last, strict=True):
+            scheduler._last_lr = rates_before
+        for group, known in zip(groups, before, strict=True):
+            group.update(known)
+    moved = {key for a, b in zip(given, left, strict=True) for key in a if a[key] != b[key]}
+    if moved:
+        raise CaptureError(
+            "A captured step runs no Python code: what it sets in the optimizer would stand still.",
+            f"the step sets {', '.join(sorted(moved))} in param_groups",
+            "set it in on_train_batch_start or another hook, or by a scheduler",
+        )
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group holds, to be compared: tensors and stand-ins by identity."""
+    return {
+        key: (id(value), version_of(value) if isinstance(value, Tensor) else 0)
+        if isinstance(value, (Tensor, StandIn))
+        else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 @contextlib.contextmanager

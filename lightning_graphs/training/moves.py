@@ -1,14 +1,8 @@
-"""Hyper-parameters that move during a fit: kept live, captured again, or left to eager steps."""
+"""Hyper-parameters that move during a fit: captured again, or left to eager optimizer steps."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from lightning_graphs.training.live_numbers import (
-    LIVE_KEYS,
-    HyperParameters,
-    NumbersFrozenError,
-)
+from lightning.pytorch import Trainer
 
 _MOVES_TOLERATED = 3
 """How many moves, each too soon after the last, put the optimizer step out of the graph."""
@@ -16,33 +10,22 @@ _MOVES_TOLERATED = 3
 _WORTH_A_CAPTURE = 20
 """How many replays between two moves repay the capture that the first one caused."""
 
-
-class Decision(NamedTuple):
-    """What a move leads to; every graph is dropped.
-
-    Attributes:
-        reason: What moved.
-        obstacle: Why the optimizer step is eager from now on; None if it is captured again.
-    """
-
-    reason: str
-    obstacle: str | None
+_LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 
 
 class Moves:
     """Watches the hyper-parameters that graphs freeze, for the length of a fit.
 
     Args:
-        expected: A scheduler says that it moves some of them.
+        trainer: The trainer: a scheduler of it may say that it moves momentum at every step.
 
     Attributes:
-        live: Whether captures leave the optimizer's numbers open, to be rewritten.
+        obstacle: Why the optimizer step is eager; empty as long as it is captured.
     """
 
-    def __init__(self, expected: bool) -> None:
-        self.live = expected
-        self._frozen_because = ""
-        self._before: HyperParameters | None = None
+    def __init__(self, trainer: Trainer) -> None:
+        self.obstacle = _cycled(trainer)
+        self._before: tuple[tuple[str, object], ...] = ()
         self._in_a_row = 0
         self._replays = 0
 
@@ -50,39 +33,30 @@ class Moves:
         """Count a replay."""
         self._replays += 1
 
-    def rebound(self) -> None:
-        """What is frozen from now on may be something else."""
-        self._before = None
-
-    def frozen(self, error: NumbersFrozenError) -> str:
-        """Give up to keep numbers live; what to say of it."""
-        self.live = False
-        self._frozen_because = error.observed
-        return f"numbers of the optimizer cannot be rewritten in a graph ({error.observed})"
-
-    def look(self, now: HyperParameters, *, can_live: bool) -> Decision | None:
-        """What the hyper-parameters of the coming step lead to; None: nothing.
+    def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
+        """Whether the optimizer step is not worth a capture any longer; said once.
 
         Args:
-            now: What a capture would freeze.
-            can_live: The optimizer's kernel is one whose numbers can be rewritten.
+            now: Name and value of what a capture of the coming step would freeze.
         """
         before, self._before = self._before, now
-        if before is None or before == now:
-            return None
+        if self.obstacle or before == now:
+            return False
         moved = {name for (name, a), (_, b) in zip(before, now, strict=False) if a != b}
-        names = ", ".join(sorted(moved))
-        if can_live and not self.live and not self._frozen_because and moved <= LIVE_KEYS:
-            self.live = True
-            return Decision(f"{names} of the optimizer changed and may do so again", None)
+        if not moved:
+            return False
         self._in_a_row = 1 if self._replays >= _WORTH_A_CAPTURE else self._in_a_row + 1
         self._replays = 0
         if self._in_a_row < _MOVES_TOLERATED:
-            return None
-        cycled = moved <= {"betas", "momentum"}
-        hint = "; OneCycleLR(..., cycle_momentum=False) leaves it alone" if cycled else ""
-        why = f" ({self._frozen_because})" if self._frozen_because else ""
-        return Decision(
-            f"{names} of the optimizer keeps changing",
-            f"a scheduler or a hook moves {names}, which a graph would freeze{why}{hint}",
-        )
+            return False
+        names = ", ".join(sorted(moved))
+        self.obstacle = f"a scheduler or a hook moves {names} time and again, {_LEAVE_ALONE}"
+        return True
+
+
+def _cycled(trainer: Trainer) -> str:
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
+            name = type(config.scheduler).__name__
+            return f"{name} moves momentum or betas at every step, {_LEAVE_ALONE}"
+    return ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.core.gradients import is_dense
-from lightning_graphs.core.torch_private import has_step_hooks
-from lightning_graphs.training.live_numbers import GraphNumbers, LiveNumbers
+from lightning_graphs.core.torch_private import count_for_schedulers, has_step_hooks
 from lightning_graphs.training.memory import gather
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -82,71 +82,84 @@ def _fusable(optimizer: Optimizer) -> bool:
 
 
 class CapturableOptimizer:
-    """Keeps an optimizer capturable for the time of a fit, and its state readable as ever.
+    """Keeps an optimizer capturable for the time of a fit, while it looks as it came.
 
     Capturable means: ``step`` counters on the device and, where torch has one, the fused kernel.
-    Learning rates stay Python floats in ``param_groups``; during a capture they are device tensors,
-    which :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group
-    (betas, momentum, weight decay) are frozen by a capture and conditions of it, or are kept live.
+    The flags that ask for these are in ``param_groups`` only while ``optimizer.step`` computes, in
+    a capture or eagerly: hooks, schedulers, checkpoints and its closure find the user's own.
+    Learning rates stay Python floats there; during a capture they are device tensors, which
+    :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group (betas,
+    momentum, weight decay) are frozen by a capture, and conditions of it.
 
     Args:
         optimizer: The optimizer; :func:`capture_obstacle` must have found nothing against it.
         device: Where its parameters live.
-        before: What kept it capturable until now, and is restored.
-        live: Keep the other numbers live, where its kernel is fused.
 
     Attributes:
-        can_live: Whether its numbers could be kept live: its kernel is fused.
-        numbers: The numbers that are kept live; None if all are frozen.
-        runs_other_kernel: It has been given its fused kernel, and would run another by itself.
+        runs_other_kernel: It runs its fused kernel, and would run another by itself.
+        has_stepped: It has its state. A gradient scaler may skip the first steps of a fit.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        device: torch.device,
-        before: CapturableOptimizer | None = None,
-        *,
-        live: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self._device = device
-        self._given = [_flags(group) for group in optimizer.param_groups]
+        self._fused = _fusable(optimizer)
+        self.runs_other_kernel = self._fused and not all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        self.has_stepped = bool(optimizer.state)
+        self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
+        vars(optimizer)["step"] = self._stand_in(optimizer.step)
         self._groups = optimizer.param_groups
         self._known_members = self._members()
         self._known_state: list[Any] | None = None
         self._known_entries: list[tuple[Any, str, Any]] = []
         self._state = optimizer.state
-        loaded = self._given.copy()
-        self.can_live = _fusable(optimizer)
-        for group in self._groups:
-            if "capturable" in group and device.type == "cuda":
-                group["capturable"] = True
-            if self.can_live and "fused" in group:
-                group["fused"], group["foreach"] = True, False
-        pairs = zip(self._groups, self._given, strict=True)
-        self.runs_other_kernel = before is None and any(
-            now.get("fused") and not own.get("fused") for now, own in pairs
-        )
-        earlier = before._given if before is not None else []
-        for i, (group, given) in enumerate(zip(self._groups, earlier, strict=False)):
-            # A state that was saved during the fit by hand comes back with flags that are ours.
-            if loaded[i] == _flags(group):
-                self._given[i] = given
-        if device.type == "cuda":
-            self._move_steps(device)
+        self._move_steps(to_host=False)
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
         self._filled: list[float] = [float("nan")] * len(self._groups)
-        self.numbers = LiveNumbers(self._groups) if live and self.can_live else None
-        known = self.numbers.keys if self.numbers is not None else [frozenset()] * len(self._groups)
         self._frozen = [
             (group, key)
-            for group, numbers in zip(self._groups, known, strict=True)
+            for group in self._groups
             for key, value in group.items()
-            if key not in _LIVE | numbers and not isinstance(value, Tensor)
+            if key not in _LIVE and not isinstance(value, Tensor)
         ]
+
+    def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``optimizer.step``, with the flags set after its closure and taken back at its end."""
+
+        @wraps(step)
+        def stand_in(closure: Callable[[], Any] | None = None) -> Any:
+            returned = None
+            if closure is not None:
+                with torch.enable_grad():
+                    returned = closure()
+            with self._flags_exchanged():
+                step()
+            self.has_stepped = True
+            return returned
+
+        count_for_schedulers(self.optimizer, stand_in)
+        return stand_in
+
+    @contextlib.contextmanager
+    def _flags_exchanged(self) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
+        if self.optimizer.state is not self._state:  # loaded: its counters may be on the host
+            self._move_steps(to_host=False)
+        for group in groups:
+            if "capturable" in group and self._device.type == "cuda":
+                group["capturable"] = True
+            if self._fused and "fused" in group:
+                group["fused"], group["foreach"] = True, False
+        try:
+            yield
+        finally:
+            for group, flags in zip(groups, given, strict=True):
+                group.update(flags)
 
     def replaced(self) -> bool:
         """Whether ``load_state_dict`` or ``add_param_group`` put other state in its place."""
@@ -192,17 +205,10 @@ class CapturableOptimizer:
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""
         values = [(key, group[key]) for group, key in self._frozen]
-        frozen = tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
-        return frozen if self.numbers is None else frozen + self.numbers.conditions()
+        return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
 
-    def refresh(self, numbers: GraphNumbers | None = None) -> None:
-        """Bring learning rates and numbers up to date; no work while they stand still.
-
-        Args:
-            numbers: Those inside of the graph that is replayed next.
-        """
-        if numbers is not None:
-            numbers.refresh()
+    def refresh(self) -> None:
+        """Bring the learning rates up to date; no work while they stand still."""
         for i, group in enumerate(self._groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # a scheduler fills it in place
@@ -216,45 +222,45 @@ class CapturableOptimizer:
         self.refresh()
         return self._rates
 
-    def _move_steps(self, device: torch.device) -> None:
-        for state in self.optimizer.state.values():
-            step = state.get("step")
-            if isinstance(step, Tensor) and step.device != device:
-                state["step"] = step.to(device)
+    def _move_steps(self, *, to_host: bool) -> None:
+        """Bring the ``step`` counters to the device, or where the optimizer itself keeps them."""
+        if self._device.type != "cuda":
+            return
+        for group in self.optimizer.param_groups:
+            if to_host and not self._counts_on_host(group):
+                continue
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if isinstance(step := state.get("step"), Tensor):
+                    state["step"] = step.to("cpu" if to_host else self._device)
 
     def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved state in the form that it would have without the callback.
-
-        A checkpoint that says ``capturable=True`` would refuse to resume on a CPU.
-        """
-        result = dict(state_dict)
-        result["param_groups"] = [
-            {**group, **given}
-            for group, given in zip(state_dict["param_groups"], self._given, strict=True)
-        ]
-        if self._counts_on_host():
-            result["state"] = {
-                key: {
-                    name: value.cpu() if name == "step" and isinstance(value, Tensor) else value
-                    for name, value in state.items()
-                }
-                for key, state in state_dict["state"].items()
-            }
-        return result
+        """A saved state in the form that it would have without the callback."""
+        on_host = {
+            index
+            for group in state_dict["param_groups"]
+            if self._counts_on_host(group)
+            for index in group["params"]
+        }
+        state = {
+            index: {**entries, "step": entries["step"].cpu()}
+            if index in on_host and isinstance(entries.get("step"), Tensor)
+            else entries
+            for index, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
 
     def restore(self) -> None:
         """Give the optimizer back as it came."""
-        if self.optimizer.param_groups is self._groups:
-            for group, given in zip(self._groups, self._given, strict=False):
-                group.update(copy.copy(given))
-        if self._counts_on_host():
-            self._move_steps(torch.device("cpu"))
+        vars(self.optimizer).pop("step", None)
+        if self._own_step is not None:
+            vars(self.optimizer)["step"] = self._own_step
+        self._move_steps(to_host=True)
 
-    def _counts_on_host(self) -> bool:
-        """Whether the optimizer, as it came, keeps its ``step`` counters on the CPU."""
-        if isinstance(self.optimizer, torch.optim.ASGD):
-            return False
-        return not any(given.get("capturable") or given.get("fused") for given in self._given)
+    def _counts_on_host(self, group: Mapping[str, Any]) -> bool:
+        """Whether the optimizer itself keeps the ``step`` counters of a group on the CPU."""
+        on_device = group.get("capturable") or group.get("fused")
+        return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
 
 
 def _are_same(now: list[Any], known: list[Any]) -> bool:
@@ -263,7 +269,3 @@ def _are_same(now: list[Any], known: list[Any]) -> bool:
 
 _LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
 _FLAGS = ("capturable", "fused", "foreach")
-
-
-def _flags(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: group[key] for key in _FLAGS if key in group}

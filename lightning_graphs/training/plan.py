@@ -15,7 +15,6 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
-from lightning_graphs.training.live_numbers import GraphNumbers
 from lightning_graphs.training.logs import LogRecorder
 
 
@@ -33,13 +32,15 @@ class StepPlan:
         phase: Which part of an accumulation window it is.
         forward: Replayed in place of ``training_step``.
         backward: Replayed in place of the backward pass; None if it is part of ``forward``.
+        unscale: Replayed ahead of the hooks before the optimizer step; None if nothing is unscaled
+            there.
         step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
         steps: Whether the optimizer step is captured at all.
-        numbers: The optimizer's live numbers inside of it; None if all are frozen.
         graphs: All of its graphs, in the order of their capture.
         adds: Whether its gradients are added to those of earlier steps.
         written: What it writes beside parameters and buffers, by name.
         stores: Attributes that each of its graphs sets, by the graph's name in a capture.
+        scaling: What the gradient scaler knows between ``unscale`` and ``step``.
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
@@ -54,15 +55,16 @@ class StepPlan:
     phase: Phase
     forward: CUDAGraph
     backward: CUDAGraph | None = None
+    unscale: CUDAGraph | None = None
     step: CUDAGraph | None = None
     steps: bool = False
-    numbers: GraphNumbers | None = None
     graphs: list[CUDAGraph] = field(default_factory=list)
     adds: bool = False
     written: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Stores] = field(default_factory=dict)
     uses: int = 0
     unverified: bool = False
+    scaling: dict[str, Any] = field(default_factory=dict)
     proof: Callable[[Any], None] | None = None
 
     def store(self, graph: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from lightning_graphs.core.torch_private import scaling_states
 from lightning_graphs.training.interception import replaced
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
@@ -43,13 +44,34 @@ def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
-def unscale(plugin: Precision, optimizer: Optimizer) -> None:
-    """Divide the gradients by the loss scale where the plugin does, before hooks and clipping.
+def unscales(plugin: Precision, optimizer: Optimizer) -> bool:
+    """Whether the plugin divides gradients by the loss scale, before hooks and clipping.
 
     An optimizer that was made fused unscales its gradients itself, and its hooks see scaled ones.
     """
+    return scaler_of(plugin) is not None and not getattr(optimizer, _UNSCALES_ITSELF, False)
+
+
+def scaling_state(plugin: Precision, optimizer: Optimizer) -> dict[str, Any]:
+    """What the scaler knows of a step that is under way; nothing where there is none.
+
+    A capture asks first, and fails where torch does not tell.
+    """
     scaler = scaler_of(plugin)
-    if scaler is not None and not getattr(optimizer, _UNSCALES_ITSELF, False):
+    return {} if scaler is None else dict(scaling_states(scaler)[id(optimizer)])
+
+
+def resume_scaling(plugin: Precision, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Let the scaler go on from what :func:`scaling_state` gave."""
+    scaler = scaler_of(plugin)
+    if scaler is not None:
+        scaling_states(scaler)[id(optimizer)] = dict(state)
+
+
+def unscale(plugin: Precision, optimizer: Optimizer) -> None:
+    """Divide the gradients by the loss scale, where the plugin does."""
+    scaler = scaler_of(plugin)
+    if scaler is not None and unscales(plugin, optimizer):
         scaler.unscale_(optimizer)
 
 

@@ -32,7 +32,6 @@ from lightning_graphs.training.lightning_private import (
     skips_backward,
     takes_no_closure,
 )
-from lightning_graphs.training.live_numbers import NumbersFrozenError, cycles_momentum
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
@@ -68,7 +67,7 @@ class StepRunner:
         investment: Decides which steps are worth a capture.
 
     Attributes:
-        capturable: What keeps the optimizer capturable; None if its step runs eagerly.
+        capturable: What keeps the optimizer capturable; None if it cannot be captured.
         has_failed: A capture was refused or computed something else than the eager step, and no
             graph of a step is left; or attributes take new values too often for graphs of steps.
     """
@@ -111,35 +110,34 @@ class StepRunner:
         self.has_failed = False
         self._observers = Observers.of(trainer, module)
         self.capturable: CapturableOptimizer | None = None
-        self._moves = Moves(expected=cycles_momentum(trainer))
+        self._moves = Moves(trainer)
         self._bind()
 
-    def _bind(self, optimizer_obstacle: str | None = None) -> None:
+    def _bind(self) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
         self._optimizer: Optimizer = self._trainer.optimizers[0]
         device_type = self._pool.backend.device_type
-        obstacle = optimizer_obstacle or capture_obstacle(
+        obstacle = capture_obstacle(
             self._module,
             self._optimizer,
             device_type,
             scaled=scaler_of(self._trainer.precision_plugin) is not None,
         )
-        before = self.capturable
         self.capturable = None
         if obstacle is None:
-            self.capturable = CapturableOptimizer(
-                self._optimizer, self._module.device, before, live=self._moves.live
-            )
+            self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
             if self.capturable.runs_other_kernel:
                 self._statistics.runs_fused(type(self._optimizer).__name__)
-        else:
+        obstacle = obstacle or self._moves.obstacle
+        if obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
+        self._in_graph = None if obstacle else self.capturable
         body = StepBody(
             self._trainer,
             self._module,
             self._calls,
             self._optimizer,
-            self.capturable,
+            self._in_graph,
             self._observers,
         )
         self._capture = StepCapture(
@@ -148,7 +146,7 @@ class StepRunner:
             body,
             self._pool,
             self._optimizer,
-            self.capturable,
+            self._in_graph,
             self._observers,
             self._reads,
             self._progress,
@@ -156,12 +154,12 @@ class StepRunner:
         verify = self._verify
         self._every = verify if isinstance(verify, int) else 0
         self._verification = (
-            Verification(self._trainer, self._module, body, self._optimizer, self.capturable)
+            Verification(self._trainer, self._module, body, self._optimizer, self._in_graph)
             if verify != "off"
             else None
         )
         self._watch = FitWatch(
-            self._trainer, self._module, self._optimizer, self.capturable, self._reads
+            self._trainer, self._module, self._optimizer, self._in_graph, self._reads
         )
 
     def _release(self, plan: StepPlan) -> None:
@@ -193,7 +191,7 @@ class StepRunner:
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
         # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
         own = is_lightnings_closure(closure)
-        if not own and not takes_no_closure(closure) and self.capturable is not None:
+        if not own and not takes_no_closure(closure) and self._in_graph is not None:
             self._statistics.note(_WRAPPED)
         self._stepping = own
         try:
@@ -206,6 +204,11 @@ class StepRunner:
         if plan is None or not plan.steps:
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
+            if plan.unscale is not None:
+                if not plan.gradients.complete():
+                    return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+                plan.gradients.adopt()
+                plan.unscale.replay()
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
         else:
@@ -214,14 +217,14 @@ class StepRunner:
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
         """Replay the optimizer step on the gradients that the hooks left."""
-        assert self.capturable is not None
+        assert self._in_graph is not None
         captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
-        moved = self.capturable.hyper_parameters() != captured.hyper_parameters
-        if moved or self.capturable.replaced() or not plan.gradients.complete():
-            self._capture.update_eagerly()
+        moved = self._in_graph.hyper_parameters() != captured.hyper_parameters
+        if moved or self._in_graph.replaced() or not plan.gradients.complete():
+            self._capture.update_eagerly(plan)
             return
         plan.gradients.adopt()
-        self.capturable.refresh(plan.numbers)
+        self._in_graph.refresh()
         assert plan.step is not None
         plan.step.replay()
         plan.store("step")
@@ -322,18 +325,17 @@ class StepRunner:
         unseen = self._investment.measures and self._cache.is_new(signature)
         if unseen and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return None
+        if conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped:
+            return None
         known = len(self._reads)
         try:
             self._numbers.refuse_changing()
-            if self.capturable is not None and not len(self._cache):
-                self.capturable.gather_state()
+            if self._in_graph is not None and not len(self._cache):
+                self._in_graph.gather_state()
             with self._investment.paying(), capture_cost(self._pool.backend) as cost:
                 plan = self._capture.capture(
                     args[0], tensors, args[1:], signature, conditions.phase
                 )
-        except NumbersFrozenError as error:
-            self._rebind(self._moves.frozen(error))
-            return None
         except GraphError as error:
             if unseen:
                 self._captures_unseen = False
@@ -388,8 +390,8 @@ class StepRunner:
         plan.uses += 1
         self._notices.replayed()
         self._moves.replayed()
-        if self.capturable is not None:
-            self.capturable.refresh(plan.numbers if plan.step is None else None)
+        if self._in_graph is not None:
+            self._in_graph.refresh()
         if plan.backward is None:
             plan.adopt()
         self._kept.leave(plan.gradients)
@@ -410,23 +412,19 @@ class StepRunner:
         if reason is not None:
             self._rebind(reason)
         conditions = self._watch.conditions(self._stepping)
-        if self.capturable is not None:
-            can_live = self.capturable.can_live
-            decision = self._moves.look(conditions.hyper_parameters, can_live=can_live)
-            if decision is not None:
-                self._rebind(*decision)
-                conditions = self._watch.conditions(self._stepping)
+        if self._moves.are_too_many(conditions.hyper_parameters):
+            self._rebind()
+            conditions = self._watch.conditions(self._stepping)
         return conditions
 
-    def _rebind(self, reason: str, optimizer_obstacle: str | None = None) -> None:
-        """Drop every graph, and look at the fit anew."""
-        if optimizer_obstacle is None:
+    def _rebind(self, reason: str = "") -> None:
+        """Drop every graph, and look at the fit anew; the reason, where there is one, is said."""
+        if reason:
             self._notices.rebound(reason)
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
-        self._moves.rebound()
-        self._bind(optimizer_obstacle)
+        self._bind()
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:

@@ -22,7 +22,7 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import capture_unseen
 from lightning_graphs.core.tree import substitute
-from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
@@ -48,7 +48,11 @@ from lightning_graphs.training.outside import NamedByCalls, OutsideValues
 from lightning_graphs.training.own_batch import batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.precision import scaler_of, without_autocast_cache
+from lightning_graphs.training.precision import (
+    resume_scaling,
+    scaling_state,
+    without_autocast_cache,
+)
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import (
     AttributeReads,
@@ -158,8 +162,14 @@ class StepCapture:
             holds=phase.stepping and not phase.zeroing,
         )
         recorder = LogRecorder(self._module, self._progress)
-        live = self._capturable.numbers if phase.stepping and self._capturable else None
         segments = _Segments(self._pool, self._reads)
+        scaling: dict[str, Any] = {}
+
+        def cut(name: str) -> None:
+            if name == "step":
+                scaling.update(scaling_state(self._plugin, self._optimizer))
+            segments.cut(name)
+
         try:
             with (
                 gradients_set_aside(targets.parameters),
@@ -172,13 +182,11 @@ class StepCapture:
                         arguments,
                         phase,
                         recorder,
-                        cut=segments.cut,
+                        cut=cut,
                         keep=targets.keep,
-                        updating=nullcontext if live is None else live.marked,
                     )
                 gradients, others = targets.attached()
             _reset_autograd(inputs.tensors, tensors)
-            numbers = live.find(segments.graphs[-1]) if live is not None else None
         except torch.OutOfMemoryError as error:
             segments.abandon()
             raise CaptureError(
@@ -217,13 +225,14 @@ class StepCapture:
             phase=phase,
             forward=segments.named["forward"],
             backward=segments.named.get("backward"),
+            unscale=segments.named.get("unscale"),
             step=segments.named.get("step"),
             steps=phase.stepping and self._capturable is not None,
-            numbers=numbers,
             graphs=segments.graphs,
             adds=adds,
             written=loose.written(),
             stores=segments.stores,
+            scaling=scaling,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -267,20 +276,10 @@ class StepCapture:
     def _unseen(self) -> AbstractContextManager[None]:
         return capture_unseen(self._asked) if self._is_unseen else nullcontext()
 
-    def update_eagerly(self) -> None:
-        """Take the optimizer step on gradients that a graph computed and hooks have changed.
-
-        Raises:
-            ReplayError: a gradient scaler is in use, whose state is inside of the graph.
-        """
-        if scaler_of(self._plugin) is not None:
-            raise ReplayError(
-                "With precision='16-mixed', hooks between backward and optimizer step may change "
-                "gradients in place, and neither remove them nor move hyper-parameters.",
-                f"one of {', '.join(self._observers.before_step)} did",
-                "write gradients in place (grad.zero_()), or train without GraphCapture",
-            )
-        self._optimizer.step()
+    def update_eagerly(self, plan: StepPlan) -> None:
+        """Take the optimizer step on gradients that a graph computed and hooks have changed."""
+        resume_scaling(self._plugin, self._optimizer, plan.scaling)
+        self._body.step()
 
 
 class _Segments:

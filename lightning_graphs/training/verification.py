@@ -131,7 +131,7 @@ class Verification:
         """The same of a replay."""
         plan.inputs.copy_in(self._tensors(plan, args))
         if self._capturable is not None:
-            self._capturable.refresh(plan.numbers)
+            self._capturable.refresh()
         for graph in plan.graphs:
             if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
                 plan.adopt()

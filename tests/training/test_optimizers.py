@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ FUSED: dict[str, Callable[[Any], Any]] = {
 OTHERS = [
     "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
 ]  # fmt: skip
+
+
+def in_scope(scope: str) -> dict[str, Any]:
+    """The options of a fit whose whole step, or network, is captured."""
+    return {"capture": {"scope": scope, **({"modules": ["net"]} if scope == "modules" else {})}}
 
 
 def made(optimizer: Callable[[Any], Any]) -> Callable[[], Net]:
@@ -162,14 +167,14 @@ NUMBERS: dict[str, Callable[[float], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_numbers_that_keep_moving_stay_live(backend: str, tmp_path: Path, name: str) -> None:
-    """Every number of every group, at every step, also to a weight decay of zero and back."""
+def moving(name: str, hook: str, steps: Container[int]) -> Callable[[], Net]:
+    """Every number of every group moves in this hook, before or after these steps."""
 
     class Moving(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            (optimizer,) = self.trainer.optimizers
-            for i, group in enumerate(optimizer.param_groups):
+        def move(self, *_: Any) -> None:
+            if self.trainer.global_step not in steps:
+                return
+            for i, group in enumerate(self.trainer.optimizers[0].param_groups):
                 for key in NUMBERS.keys() & group.keys():
                     if key != "momentum" or group[key] != 0:
                         group[key] = NUMBERS[key]((self.trainer.global_step + i) % 4 / 16)
@@ -179,9 +184,58 @@ def test_numbers_that_keep_moving_stay_live(backend: str, tmp_path: Path, name: 
             [{"params": module.net[:2].parameters()}, {"params": module.net[4].parameters()}]
         )
 
-    eager, captured = fit_twice(backend, tmp_path, module=lambda: Moving(optimizers), max_epochs=3)
+    setattr(Moving, hook, Moving.move)
+    return lambda: Moving(optimizers)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step"]
+)
+@pytest.mark.parametrize("name", ["AdamW", "SGD with dampening"])
+def test_numbers_that_move_twice_are_not_frozen(
+    backend: str, tmp_path: Path, name: str, hook: str, scope: str
+) -> None:
+    module = moving(name, hook, {6, 9})
+    eager, captured = fit_twice(backend, tmp_path, module=module, **in_scope(scope))
     compare(eager, captured)
-    assert captured.statistics.captures == len(captured.statistics.recaptures) == 1
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
+@pytest.mark.parametrize("method", ["training_step", "backward"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_numbers_that_the_step_itself_moves_are_refused(
+    backend: str, tmp_path: Path, key: str, method: str
+) -> None:
+    class Own(Net):
+        def move(self, *args: Any) -> Any:
+            self.trainer.optimizers[0].param_groups[0][key] *= 0.75
+            return getattr(Net, method)(self, *args)
+
+    setattr(Own, method, Own.move)
+    eager = prepare(backend, tmp_path, False, module=Own).run()
+    captured = prepare(backend, tmp_path, True, module=Own, capture={"on_failure": "eager"})
+    with pytest.warns(UserWarning, match=f"the step sets {key} in param_groups"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize("name", FUSED)
+def test_numbers_that_keep_moving_leave_the_graph(
+    backend: str, tmp_path: Path, name: str, hook: str, scope: str
+) -> None:
+    """The optimizer step is eager after the third move; everything else stays in its graph."""
+    options: dict[str, Any] = {"module": moving(name, hook, range(99)), **in_scope(scope)}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    said = "the optimizer step runs eagerly: a scheduler or a hook moves .*cycle_momentum=False"
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert len(captured.statistics.fallbacks) == 1
+    assert captured.statistics.replayed > 10
 
 
 @pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import optim
 
 from tests.training.fits import (
+    Fit,
     FullTrace,
     GradientTrace,
     Net,
     Trace,
+    batches,
     compare,
     fit_twice,
     prepare,
 )
-from tests.training.test_optimizers import RATE, made
+from tests.training.test_optimizers import RATE, in_scope
 
 
 class Floats(Net):
@@ -53,52 +56,138 @@ def test_autocast_inside_of_training_step(backend: str, tmp_path: Path) -> None:
 
 
 class Overflowing(Net):
-    """One batch in five makes the scaled gradients infinite."""
+    """Some batches make the scaled gradients infinite."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) * batch["factor"]
 
 
-def overflowing() -> list[dict[str, Any]]:
-    from tests.training.fits import batches
-
+def overflowing(*at: int) -> list[dict[str, Any]]:
+    """Every fifth batch, and those at these places."""
     data = batches(10)
     for i, batch in enumerate(data):
-        batch["factor"] = torch.tensor(float("inf") if i % 5 == 3 else 1.0)
+        batch["factor"] = torch.tensor(float("inf") if i % 5 == 3 or i in at else 1.0)
     return data
 
 
-if torch.cuda.is_available():
+def by_group(kind: Any, **options: Any) -> Callable[[Any], Any]:
+    """An optimizer that was not made fused, and whose eager steps run the fused kernel.
 
-    @pytest.mark.gpu
-    @pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
-    @pytest.mark.parametrize(
-        ("name", "clip"),
-        # Lightning refuses to clip what a fused optimizer unscales by itself.
-        [("fused", None), ("default", None), ("default", 0.25), ("eager", None), ("eager", 0.25)],
+    Lightning refuses to clip what an optimizer that was made so unscales by itself.
+    """
+
+    def make(parameters: Any) -> Any:
+        optimizer = kind(parameters, lr=RATE, **options)
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        return optimizer
+
+    return make
+
+
+SCALED: dict[str, Callable[[Any], Any]] = {
+    "AdamW": by_group(optim.AdamW),
+    "SGD": by_group(optim.SGD, momentum=0.5),
+    "AdamW at its defaults": lambda p: optim.AdamW(p, lr=RATE, eps=2**-8),
+    "AdamW made fused": lambda p: optim.AdamW(p, lr=RATE, fused=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=RATE),
+}
+
+
+def fit_scaled(
+    backend: str, root: Path, name: str, *, kind: type[Net] = Overflowing, **options: Any
+) -> tuple[Fit, Fit]:
+    """Both fits under a gradient scaler, compared, and their loss scales."""
+    device = "cuda" if backend == "cuda" else "cpu"
+
+    def run(captured: bool) -> Fit:
+        scaler = torch.amp.GradScaler(device, init_scale=512.0, growth_interval=4)
+        return prepare(
+            backend,
+            root,
+            captured,
+            module=lambda: kind(lambda module: SCALED[name](module.parameters())),
+            plugins=[MixedPrecision("16-mixed", device, scaler)],
+            **options,
+        ).run()
+
+    eager, captured = run(False), run(True)
+    by_rounding = name == "AdamW at its defaults"
+    compare(eager, captured, replayed=False, tolerance=1e-4 if by_rounding else 0.0)
+    assert captured.statistics.replayed > 8
+    scales = [one.trainer.precision_plugin.scaler.get_scale() for one in (eager, captured)]
+    assert scales[0] == scales[1] < 512.0
+    return eager, captured
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("clip", [None, 2**-6])
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly. the gradient")
+def test_loss_scaling_skips_steps_with_inf(
+    backend: str, tmp_path: Path, name: str, clip: Any, accumulate: int, scope: str
+) -> None:
+    _, captured = fit_scaled(
+        backend,
+        tmp_path,
+        name,
+        data=overflowing,
+        gradient_clip_val=None if name == "AdamW made fused" else clip,
+        accumulate_grad_batches=accumulate,
+        **in_scope(scope),
     )
-    def test_loss_scaling_skips_steps_with_inf(tmp_path: Path, name: str, clip: Any) -> None:
-        optimizers: dict[str, Any] = {
-            "fused": lambda p: optim.AdamW(p, lr=RATE, fused=True),
-            "default": lambda p: optim.AdamW(p, lr=RATE),
-            "eager": lambda p: optim.Adagrad(p, lr=RATE),
-        }
-        options: dict[str, Any] = {"capture": {"on_failure": "eager"}, "gradient_clip_val": clip}
+    assert bool(captured.statistics.fallbacks) is (name == "Adagrad")
 
-        def module() -> Net:
-            made_one = made(optimizers[name])()
-            return Overflowing(made_one._optimizers)
 
-        eager, captured = fit_twice(
-            "cuda", tmp_path, module=module, data=overflowing, precision="16-mixed", **options
-        )
-        # Of the default AdamW, the captured step is the fused one: the same up to rounding.
-        compare(eager, captured, replayed=False, tolerance=1e-4 if name == "default" else 0.0)
-        assert captured.statistics.replayed > 10
-        assert bool(captured.statistics.fallbacks) is (name == "eager")
-        plugins = [one.trainer.precision_plugin for one in (eager, captured)]
-        scales = [float(plugin.scaler.get_scale()) for plugin in plugins]
-        assert scales[0] == scales[1] < 2.0**16
+@pytest.mark.parametrize("trace", [GradientTrace, FullTrace])
+@pytest.mark.parametrize("clip", [None, 2**-6])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused"])
+def test_hooks_see_scaled_gradients_and_then_unscaled_ones(
+    backend: str, tmp_path: Path, name: str, clip: Any, trace: type[Trace]
+) -> None:
+    """``on_after_backward`` runs before the gradients are unscaled, the others after it."""
+    _, captured = fit_scaled(
+        backend,
+        tmp_path,
+        name,
+        data=overflowing,
+        gradient_clip_val=None if name == "AdamW made fused" else clip,
+        trace=trace,
+    )
+    assert captured.statistics.fallbacks == []
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_the_first_steps_overflow(backend: str, tmp_path: Path, name: str, scope: str) -> None:
+    """A scaler begins high. Until a step is taken the optimizer has no state to capture."""
+    _, captured = fit_scaled(
+        backend, tmp_path, name, data=lambda: overflowing(*range(6)), **in_scope(scope)
+    )
+    assert captured.statistics.fallbacks == []
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly. hooks look")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_hooks_under_scaling_change_and_remove_gradients_and_move_numbers(
+    backend: str, tmp_path: Path, name: str, hook: str, scope: str
+) -> None:
+    class Meddling(Overflowing):
+        def meddle(self, *_: Any) -> None:
+            step = self.trainer.global_step
+            self.net[0].weight.grad.mul_(0.5)
+            if step % 4 == 2:
+                self.net[4].weight.grad = self.net[4].weight.grad * 2
+            if step and step % 4 == 0:
+                self.net[4].bias.grad = None
+            if step in (6, 9):
+                self.trainer.optimizers[0].param_groups[0]["weight_decay"] = step / 16
+
+    setattr(Meddling, hook, Meddling.meddle)
+    fit_scaled(backend, tmp_path, name, kind=Meddling, data=overflowing, **in_scope(scope))
 
 
 class SeesTheLoss(Trace):

@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
 from torch.optim import lr_scheduler
 
-from lightning_graphs.core import CUDAGraph
-from lightning_graphs.errors import UnsupportedError
 from tests.training.fits import (
+    Fit,
     FullTrace,
     GradientTrace,
     Net,
@@ -25,6 +24,7 @@ from tests.training.fits import (
     prepare,
     sgd,
 )
+from tests.training.test_optimizers import in_scope
 
 Schedule = Callable[[torch.optim.Optimizer], dict[str, Any]]
 
@@ -80,58 +80,87 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"scheduler": scheduler, "interval": "step"}
 
 
+def cyclic(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    scheduler = lr_scheduler.CyclicLR(optimizer, 2**-8, 2**-5, step_size_up=3)
+    return {"scheduler": scheduler, "interval": "step"}
+
+
+def plain_adamw(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=2**-7)
+
+
+def plain_sgd(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=2**-5, momentum=0.5)
+
+
+def fit_with_cycles(
+    backend: str, root: Path, eager: Callable[[], Net], captured: Callable[[], Net], **options: Any
+) -> tuple[Fit, Fit]:
+    """Both fits; that the optimizer step is eager is said once, with the way out."""
+    plain = prepare(backend, root, False, module=eager, **options).run()
+    cycled = prepare(backend, root, True, module=captured, **options)
+    said = r"optimizer step runs eagerly: \w+LR moves momentum or betas .*cycle_momentum=False"
+    with pytest.warns(UserWarning, match=said):
+        cycled.run()
+    assert len(cycled.statistics.fallbacks) == 1
+    return plain, cycled
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize("trace", [Trace, GradientTrace])
-@pytest.mark.parametrize("optimizer", [adamw, sgd])
+@pytest.mark.parametrize(("fused", "plain"), [(adamw, plain_adamw), (sgd, plain_sgd)])
 def test_one_cycle_with_its_momentum(
-    backend: str, tmp_path: Path, optimizer: Any, trace: type[Trace]
+    backend: str, tmp_path: Path, fused: Any, plain: Any, trace: type[Trace], scope: str
 ) -> None:
-    options: dict[str, Any] = {"module": net_with(one_cycle, optimizer), "trace": trace}
-    eager, captured = fit_twice(backend, tmp_path, **options)
-    compare(eager, captured)
-    statistics = captured.statistics
-    assert (statistics.captures, statistics.replayed, statistics.recaptures) == (1, 15, [])
+    """The eager optimizer step runs the fused kernel, whether or not the user asked for it."""
+    for optimizer in (fused, plain):
+        eager, captured = fit_with_cycles(
+            backend,
+            tmp_path / optimizer.__name__,
+            net_with(one_cycle, fused),
+            net_with(one_cycle, optimizer),
+            trace=trace,
+            **in_scope(scope),
+        )
+        for mine, theirs in zip(
+            captured.trainer.optimizers[0].param_groups,
+            eager.trainer.optimizers[0].param_groups,
+            strict=True,
+        ):
+            mine.update(fused=theirs["fused"])
+        compare(eager, captured, replayed=False)
+        assert captured.statistics.replayed >= 14
 
 
-def test_momentum_of_each_graph_is_the_present_one(backend: str, tmp_path: Path) -> None:
-    """Two batch sizes, so that each graph rests while the momentum moves on."""
-
-    def cyclic(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        scheduler = lr_scheduler.CyclicLR(optimizer, 2**-8, 2**-5, step_size_up=3)
-        return {"scheduler": scheduler, "interval": "step"}
-
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net_with(cyclic, sgd), max_epochs=4,
+def test_cycled_momentum_with_two_shapes(backend: str, tmp_path: Path) -> None:
+    module = net_with(cyclic, sgd)
+    eager, captured = fit_with_cycles(
+        backend, tmp_path, module, module, max_epochs=4,
         data=lambda: batches(3) + batches(2, size=4) + batches(1),
     )  # fmt: skip
-    compare(eager, captured)
+    compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 2
 
 
 def test_cycled_momentum_with_accumulation(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net_with(one_cycle), accumulate_grad_batches=2, max_epochs=4
+    module = net_with(one_cycle)
+    eager, captured = fit_with_cycles(
+        backend, tmp_path, module, module, accumulate_grad_batches=2, max_epochs=4
     )
-    compare(eager, captured)
+    compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 2
 
 
-@pytest.mark.parametrize("trace", [Trace, GradientTrace])
-def test_cycled_momentum_that_cannot_be_rewritten(
-    backend: str, tmp_path: Path, trace: type[Trace], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_momentum_that_is_not_cycled_stays_in_the_graph(
+    backend: str, tmp_path: Path, scope: str
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise UnsupportedError("A rule.", "the driver is too old", "a remedy")
+    def fixed(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"scheduler": lr_scheduler.OneCycleLR(
+            optimizer, max_lr=2**-5, total_steps=20, cycle_momentum=False
+        ), "interval": "step"}  # fmt: skip
 
-    monkeypatch.setattr(CUDAGraph, "constants", refuse)
-    options: dict[str, Any] = {"module": net_with(one_cycle), "trace": trace}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    reason = r"a scheduler or a hook moves betas, .* freeze \(the driver is too old\)"
-    with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: {reason}"):
-        captured.run()
-    compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed > 5
-    assert len(captured.statistics.fallbacks) == len(captured.statistics.recaptures) == 1
+    compare(*fit_twice(backend, tmp_path, module=net_with(fixed), **in_scope(scope)))
 
 
 def test_rate_set_by_an_overridden_optimizer_step(backend: str, tmp_path: Path) -> None:

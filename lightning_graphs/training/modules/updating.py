@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -32,11 +31,6 @@ from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
-from lightning_graphs.training.live_numbers import (
-    GraphNumbers,
-    NumbersFrozenError,
-    cycles_momentum,
-)
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.update_checks import UpdateChecks
 from lightning_graphs.training.moves import Moves
@@ -56,12 +50,10 @@ class UpdatePlan:
         gradients: The gradients that it reads.
         uses: How often it was replayed.
         graph: Unscales and clips them where nobody looks in between, and takes the step.
-        numbers: The optimizer's live numbers inside of it; None if all are frozen.
     """
 
     gradients: AttachedGradients
     graph: CUDAGraph
-    numbers: GraphNumbers | None
     uses: int = 0
 
 
@@ -103,27 +95,24 @@ class CapturedUpdate:
         self._schedule = schedule
         self._raises = options.on_failure == "raise"
         self._observers = Observers.of(trainer, module)
-        self._moves = Moves(expected=cycles_momentum(trainer))
+        self._moves = Moves(trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
             investment, attrgetter("uses"), self._release, capacity=options.max_graphs
         )
         self._bind()
 
-    def _bind(self, obstacle: str | None = None) -> None:
+    def _bind(self) -> None:
         scaled = scaler_of(self._trainer.precision_plugin) is not None
         device_type = self._pool.backend.device_type
-        obstacle = obstacle or capture_obstacle(
-            self._module, self.optimizer, device_type, scaled=scaled
-        )
+        obstacle = capture_obstacle(self._module, self.optimizer, device_type, scaled=scaled)
         if scaled and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
-        before, self.capturable = self.capturable, None
+        self.capturable = None
+        if said := obstacle or self._moves.obstacle:
+            self._statistics.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
-            self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
             return
-        self.capturable = CapturableOptimizer(
-            self.optimizer, self._module.device, before, live=self._moves.live
-        )
+        self.capturable = CapturableOptimizer(self.optimizer, self._module.device)
         if self.capturable.runs_other_kernel:
             self._statistics.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
@@ -154,17 +143,17 @@ class CapturedUpdate:
         Returns:
             False if nothing was done, and the strategy has to do it.
         """
-        if self.capturable is None:
+        if self.capturable is None or self._moves.obstacle:
             return False
+        hooked = bool(self._observers.before_step)
+        if hooked:  # first: they may remove gradients, and move what a graph freezes
+            call_gradient_hooks(self._trainer, self._module, self.optimizer)
         plan = self._plan(self.capturable)
         if plan is None:
-            return False
-        if self._observers.before_step:
-            call_gradient_hooks(self._trainer, self._module, self.optimizer)
-            if not plan.gradients.complete():
+            if hooked:
                 self.optimizer.step()
-                return True
-        else:
+            return hooked
+        if not hooked:
             announce_optimizer_step(self._trainer, self._module, self.optimizer)
         self._moves.replayed()
         self._replay(self.capturable, plan)
@@ -174,7 +163,7 @@ class CapturedUpdate:
     def _replay(capturable: CapturableOptimizer, plan: UpdatePlan) -> None:
         plan.uses += 1
         plan.gradients.adopt()
-        capturable.refresh(plan.numbers)
+        capturable.refresh()
         plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
@@ -188,9 +177,8 @@ class CapturedUpdate:
             self._rebind("a step hook was registered on the optimizer")
             return None
         numbers = capturable.hyper_parameters()
-        decision = self._moves.look(numbers, can_live=capturable.can_live)
-        if decision is not None:
-            self._rebind(*decision)
+        if self._moves.are_too_many(numbers):
+            self._rebind()
             return None
         trainer = self._trainer
         with_gradient = tuple([p.grad is not None for p in self._parameters])
@@ -204,7 +192,7 @@ class CapturedUpdate:
         )
         plan = self._cache.get(key)
         is_new = plan is None
-        if is_new and not self._cache.is_due(key):
+        if is_new and not (self._cache.is_due(key) and capturable.has_stepped):
             return None
         try:
             if plan is None:
@@ -212,9 +200,6 @@ class CapturedUpdate:
                 self._cache.add(key, plan)
             if is_new or self._checks.is_due:
                 self._checks.check(partial(self._replay, capturable, plan))
-        except NumbersFrozenError as error:
-            self._rebind(self._moves.frozen(error))
-            return None
         except GraphError as error:
             if self._raises and isinstance(error, VerificationError):
                 raise
@@ -247,7 +232,6 @@ class CapturedUpdate:
         with_gradient = [p for p in self._parameters if p.grad is not None]
         others = [p for p in self._parameters if p.grad is None]
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
-        live = capturable.numbers
         with contextlib.ExitStack() as stack:
             stack.enter_context(gradients_set_aside(self._parameters))
             stack.enter_context(state_as_known(self.optimizer))
@@ -256,23 +240,17 @@ class CapturedUpdate:
             stack.enter_context(rates_exchanged(self._trainer, self.optimizer, rates))
             gradients.attach()
             captured = stack.enter_context(self._pool.capture())
-            self._body.update(updating=nullcontext if live is None else live.marked)
-        try:
-            numbers = live.find(captured) if live is not None else None
-        except BaseException:
-            self._pool.release(captured)
-            raise
+            self._body.update()
         capturable.remember_state()
-        return UpdatePlan(gradients, captured, numbers)
+        return UpdatePlan(gradients, captured)
 
-    def _rebind(self, reason: str, obstacle: str | None = None) -> None:
-        if obstacle is None:
+    def _rebind(self, reason: str = "") -> None:
+        if reason:
             self._statistics.recaptured(f"recapturing the optimizer step, because {reason}", reason)
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
-        self._moves.rebound()
-        self._bind(obstacle)
+        self._bind()
 
     def _release(self, plan: UpdatePlan) -> None:
         self._pool.release(plan.graph)
