@@ -38,15 +38,18 @@ class Contents:
         self._arrays: list[tuple[str, Any, Any]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
         for name, value in held:
-            if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
-                table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
-                self._containers.append((name, table, _copy(table)))
-                if is_object(value):
-                    for key in slots_of(type(value)):
-                        before = in_slot(value, key)
-                        self._slots.append((f"{name}.{key}", value, key, before))
-            elif is_small_array(value):
-                self._arrays.append((name, value, value.copy()))
+            self.add(name, value)
+
+    def add(self, name: str, value: Any) -> None:
+        """Look at one more, as it is now."""
+        if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
+            table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
+            self._containers.append((name, table, _copy(table)))
+            if is_object(value):
+                for key in slots_of(type(value)):
+                    self._slots.append((f"{name}.{key}", value, key, in_slot(value, key)))
+        elif is_small_array(value):
+            self._arrays.append((name, value, value.copy()))
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""

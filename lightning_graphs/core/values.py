@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SEQUENCES = (list, tuple, deque)
@@ -228,9 +229,6 @@ class HeldValues:
         self._described: tuple[tuple[str, Any], ...] | None = None
         self._words: frozenset[str] = frozenset()
 
-    def __len__(self) -> int:
-        return len(self._roots)
-
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
         """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is.
 
@@ -299,6 +297,10 @@ class HeldValues:
             frozen = frozenset(value)
             self._checks.append((frozenset, value, frozen))
             self._values.append((name, frozen))
+            return
+        if isinstance(value, DataLoader) and "dataset" in self._words:
+            self._values.append((name, _Identity(value, None)))
+            self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
             return
         if isinstance(value, (MethodType, partial)):
             self._describe_call(name, value, depth, most)

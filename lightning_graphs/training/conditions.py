@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
+
+Values = tuple[tuple[str, Any], ...]
+
+
+def moved_values(before: Values, now: Values) -> list[str]:
+    """What changed among named values, a line each; two of them may have one name."""
+    gone = dict((Counter(before) - Counter(now)).keys())
+    new = Counter(now) - Counter(before)
+    return [f"{name}: {gone[name]!r} -> {value!r}" for name, value in new if name in gone]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,19 @@ class Conditions:
     attributes: tuple[tuple[str, Any], ...]
     gradients: tuple[bool, ...]
 
+    def holds(self, now: Conditions) -> bool:
+        """Whether what was captured under these may run now.
+
+        What other captures have read since, which comes last, is no matter.
+        """
+        return (
+            self.phase == now.phase
+            and self.hyper_parameters == now.hyper_parameters
+            and self.training == now.training
+            and self.gradients == now.gradients
+            and self.attributes == now.attributes[: len(self.attributes)]
+        )
+
     def diff(self, other: Conditions) -> list[str]:
         """What changed, a line each; empty only when equal."""
         lines = []
@@ -59,12 +82,7 @@ class Conditions:
         if self.training != other.training:
             flips = sum(a != b for a, b in zip(self.training, other.training, strict=False))
             lines.append(f"train/eval mode of {flips} module(s)")
-        known = dict(self.attributes)
-        lines += [
-            f"{name}: {known[name]!r} -> {now!r}"
-            for name, now in other.attributes
-            if name in known and known[name] != now
-        ]
+        lines += moved_values(self.attributes, other.attributes)
         if self.gradients != other.gradients:
             lines.append("which parameters have gradients from earlier steps")
         return lines

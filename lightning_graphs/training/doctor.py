@@ -159,7 +159,7 @@ class Doctor:
         outside = OutsideValues(self._module, self._own)
         tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
         self._observer.begin([*tensors, *self._module.parameters(), *self._module.buffers()])
-        with self._watching():
+        with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
         self._judge_returned(returned)

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.training.own_code import codes_in
 
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "lightning_graphs", "numpy"})
 _STARTS_BACKWARD = (torch.autograd.grad, torch.autograd.backward)
@@ -49,7 +50,7 @@ class Foresight:
         pending = [f for kind in {type(root) for root in roots} for f in _functions(kind)]
         while pending:
             function = pending.pop()
-            for code in _codes(function.__code__):
+            for code in codes_in(function.__code__):
                 if code not in self._seen:
                     self._seen.add(code)
                     pending += self._read(code, function.__globals__)
@@ -117,14 +118,6 @@ def _functions(kind: type) -> Iterator[types.FunctionType]:
                 found = inspect.unwrap(found) if callable(found) else found
             if isinstance(found, types.FunctionType):
                 yield found
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """This code and that of the functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def _is_library(name: str | None) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +17,13 @@ from lightning_graphs.training.held_values import held_in
 class Generators:
     """The states of the random generators that Python code on the host draws from.
 
-    Those of Python, numpy and torch, those that the module holds, and those that its code names.
+    Those of Python, numpy and torch, those that the module holds, and those that are added.
 
     Args:
         module: The module.
-        outside: Name and value of what is outside of it.
     """
 
-    def __init__(self, module: LightningModule, outside: Iterable[tuple[str, Any]] = ()) -> None:
+    def __init__(self, module: LightningModule) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
         self._with_torch = module.device.type != "cpu"
@@ -38,10 +36,13 @@ class Generators:
         if self._with_torch:
             name = "torch's generator of the CPU"
             found.append((name, torch.get_rng_state, torch.set_rng_state))
-        for name, held in chain(held_in(module), outside):
-            found += [(name, get, put) for get, put in self._access(held)]
         self._states = [_State(name, get, put, get()) for name, get, put in found]
-        self._before = [_comparable(state.value) for state in self._states]
+        for name, held in held_in(module):
+            self.add(name, held)
+
+    def add(self, name: str, held: Any) -> None:
+        """Look at a value, if it is a generator, as it is now."""
+        self._states += [_State(name, get, put, get()) for get, put in self._access(held)]
 
     def _access(self, held: Any) -> list[tuple[_Get, _Set]]:
         """How to read and write the state of a generator; nothing of other objects."""
@@ -59,8 +60,7 @@ class Generators:
 
     def drawn(self) -> list[str]:
         """The names of the generators that were drawn from."""
-        pairs = zip(self._states, self._before, strict=True)
-        return [state.name for state, before in pairs if _comparable(state.get()) != before]
+        return [s.name for s in self._states if _comparable(s.get()) != _comparable(s.value)]
 
     def restore(self) -> None:
         """Put the states back."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.torch_private import tables_of, version_of
 from lightning_graphs.core.values import entries
+from lightning_graphs.training.held_values import held_in
 
 
 class LooseTensors:
@@ -20,35 +23,48 @@ class LooseTensors:
 
     Args:
         module: The module.
-        held: Name and value of what is in attributes of its tree, and of what its code names
-            outside of it.
     """
 
-    def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]]) -> None:
-        known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        found: dict[int, tuple[str, Tensor]] = {}
+    def __init__(self, module: nn.Module) -> None:
+        self._known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._buffers: dict[str, Tensor] = {}
-        for name, value in held:
-            if isinstance(value, nn.Module):
-                buffers = value.named_buffers(recurse=False)
-                self._buffers |= {f"{name}.{k}": b for k, b in buffers if id(b) not in known}
-            for label, tensor in _tensors_in(value):
-                if id(tensor) not in known and _counts_writes(tensor):
-                    found.setdefault(id(tensor), (name + label, tensor))
-        self._named = list(found.values())
-        self._versions = self._now()
+        self._named: list[tuple[str, Tensor]] = []
+        self._versions: list[int] = []
+        self._kept: list[StateSnapshot] | None = None
+        for name, value in held_in(module):
+            self.add(name, value)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
+    def add(self, name: str, value: Any) -> None:
+        """Look at the tensors that are directly in a value."""
+        found: list[Tensor] = []
+        if isinstance(value, nn.Module):
+            for key, buffer in value.named_buffers(recurse=False):
+                if id(buffer) not in self._known:
+                    self._buffers[f"{name}.{key}"] = buffer
+                    found.append(buffer)
+        for label, tensor in _tensors_in(value):
+            if id(tensor) not in self._known and _counts_writes(tensor):
+                self._known.add(id(tensor))
+                self._named.append((name + label, tensor))
+                self._versions.append(version_of(tensor))
+                found.append(tensor)
+        if self._kept is not None and found:
+            self._kept.append(StateSnapshot(found))
 
-    def _now(self) -> list[int]:
-        return [version_of(tensor) for _, tensor in self._named]
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all of them back after the body, also those that are added while it runs."""
+        self._kept = [StateSnapshot([*self._buffers.values(), *(t for _, t in self._named)])]
+        try:
+            yield
+        finally:
+            kept, self._kept = self._kept, None
+            for snapshot in kept:
+                snapshot.restore()
 
     def written(self) -> dict[str, Tensor]:
         """Those that were written since this was asked last, by name."""
-        before, self._versions = self._versions, self._now()
+        before, self._versions = self._versions, [version_of(tensor) for _, tensor in self._named]
         triples = zip(self._named, before, self._versions, strict=True)
         found = {name: tensor for (name, tensor), then, now in triples if then != now}
         return {**self._buffers, **found}

@@ -1,4 +1,4 @@
-"""The values outside of a module that its code reads: globals, enclosing variables, classes."""
+"""Values outside of modules that the code of a step names: globals, closures, classes."""
 
 from __future__ import annotations
 
@@ -7,149 +7,292 @@ import dis
 import functools
 import gc
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from operator import attrgetter
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.contents import Contents, is_still
-from lightning_graphs.core.values import (
-    Absence,
-    is_object,
-    is_plain,
-    is_small_array,
-    value_of_class,
-    values_of_class,
-)
-from lightning_graphs.training.held_values import held_in_value
-from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.core.values import Absence, is_object, value_of_class
+from lightning_graphs.training.held_values import held_in, held_in_value
+from lightning_graphs.training.own_code import OwnCode, codes_in, inside_of_compiled
+from lightning_graphs.training.python_state import AttributeReads
 
-_KINDS = ("GLOBAL", "DEREF", "ATTR", "METHOD")  # of names in byte code, local ones left out
-_CONTAINERS = (dict, list, tuple, set)
-_MOST_PARTS = 64
+_DEFAULTS = attrgetter("__defaults__")
+_ENTRIES = ("training_step", "forward")  # which no code of the author's names
+_OF_SUPER = "__class__"  # the enclosing variable that super() reads
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class OutsideValues:
-    """What the names hold that a module's code reads outside of it, and what is inside of that.
+    """What the author's functions that run name outside of modules, and what is inside of that.
 
-    Looked at are the methods of the module and its submodules, the functions of their author that
-    these call, their global and enclosing variables, and the attributes of their classes.
+    Each function is looked at when it is called for the first time, before it can change anything.
 
     Args:
-        module: The module, with a training_step or without.
+        module: The module whose step or whose calls are followed.
         own: Tells the author's code from others'.
 
     Attributes:
-        held: Name and value of what was found, and of what is inside of it.
+        words: Every name in the code that ran.
     """
 
     def __init__(self, module: nn.Module, own: OwnCode) -> None:
-        search = _Search(module, own)
-        self._places = list(search.places.values())
-        self._classes = [(kind, dict(vars(kind))) for kind in search.classes]
-        self._caches = list(search.caches)
-        self._sites = {**search.reading, **search.binding}
-        self.held = list(search.held())
-        self._contents = Contents(self.held)
+        self.words: set[str] = set(_ENTRIES)
+        self._module = module
+        self._own = own
+        self._places: dict[tuple[int, str], _Place] = {}
+        self._kinds: dict[type, None] = {}
+        self._classes: dict[type, dict[str, Any]] = {}
+        self._functions: dict[FunctionType, None] = {}
+        self._caches: dict[Any, int] = {}
+        self._known: set[CodeType] = set()
+        self._reading: dict[str, CallSite] = {}
+        self._binding: dict[str, CallSite] = {}
+        self._closures: dict[CodeType, list[FunctionType]] = {}
+        self._seen = set(map(id, module.modules()))
+        self._contents = Contents(())
+        self._held: list[tuple[str, Any]] = []
+        self._listeners: list[Callable[[str, Any], object]] = [self._contents.add]
+        for child in module.modules():
+            self._look_into_class(type(child))
+        for _, value in held_in(module):
+            if is_object(value):
+                self._look_into_class(type(value))
+
+    def tell(self, *listeners: Callable[[str, Any], object]) -> None:
+        """Call these with the name and value of everything that is found, and what is inside."""
+        self._listeners += listeners
+        for name, value in self._held:
+            for tell in listeners:
+                tell(name, value)
+
+    # ------------------------------------------------------------------ following
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the functions that the body calls, in this thread.
+
+        Compiled code does not run as Python, and a profiler that somebody has set is left alone:
+        the functions of the modules concerned count as if they had run.
+        """
+        profiled = sys.getprofile() is not None
+        hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
+        for kind in {base for child in hidden for base in type(child).__mro__}:
+            for name in _ENTRIES:
+                self._assume(vars(kind).get(name))
+        if profiled:
+            yield
+            return
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if code not in self._known:
+            self._read(code, frame.f_globals)
+        if code in self._closures:
+            self._look_into_closure(code, frame.f_locals)
+
+    def _read(self, code: CodeType, table: dict[str, Any]) -> None:
+        """Look at what is behind the names in a function, and in those that are inside of it."""
+        self._known.add(code)
+        if not self._own.has(code.co_filename, table.get("__name__", "")):
+            return
+        codes = list(codes_in(code))
+        self._known.update(codes)
+        names = {name for part in codes for name in part.co_names}
+        self.words |= names
+        for part in codes:
+            line, lines = part.co_firstlineno, dict(dis.findlinestarts(part))
+            for instruction in dis.get_instructions(part):
+                line = lines.get(instruction.offset) or line
+                name, action = instruction.argval, instruction.opname
+                if name in names or name in part.co_freevars:
+                    sites = self._binding if action.startswith("STORE") else self._reading
+                    sites.setdefault(name, CallSite(part.co_filename, line, part.co_name))
+                if "GLOBAL" in action:
+                    self._add(name, table, name, names)
+        if set(code.co_freevars) - {_OF_SUPER}:
+            self._closures[code] = []
+
+    def _look_into_closure(self, code: CodeType, values: Mapping[str, Any]) -> None:
+        """Look at the enclosing variables of a function that is called with these values in them.
+
+        Nothing leads from a frame to its function, and one code may belong to many.
+        """
+
+        def is_called(function: FunctionType) -> bool:
+            pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
+            return all(_content(cell) is values.get(name, Absence.ABSENT) for name, cell in pairs)
+
+        if not any(map(is_called, self._closures[code])):
+            found = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
+            self._closures[code] = found
+        for function in filter(is_called, self._closures[code]):
+            self._look_into_cells(function)
+
+    def _look_into_cells(self, function: FunctionType) -> None:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != _OF_SUPER:
+                self._add(name, cell, "cell_contents", code.co_names)
+
+    def _is_own(self, function: FunctionType) -> bool:
+        return self._own.has(function.__code__.co_filename, function.__module__ or "")
+
+    def _assume(self, value: Any) -> None:
+        """Read a function that runs where nobody follows it, and those of the author it names."""
+        function = _function_of(value)
+        if not isinstance(function, FunctionType) or function.__code__ in self._known:
+            return
+        if not self._is_own(function):
+            return
+        code, known = function.__code__, len(self._places)
+        self._read(code, function.__globals__)
+        self._look_into_cells(function)
+        for place in list(self._places.values())[known:]:
+            self._assume(place.before)
+        for kind, before in list(self._classes.items()):
+            for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
+                self._assume(before[name])
+
+    def _add(self, name: str, owner: _Owner, key: str, names: Iterable[str]) -> None:
+        place = _Place(name, owner, key, _table(owner).get(key, Absence.ABSENT))
+        if isinstance(place.before, ModuleType):
+            if self._own.has_module(place.before.__name__):
+                for inner in set(names) & vars(place.before).keys():
+                    self._add(f"{name}.{inner}", vars(place.before), inner, ())
+        elif self._places.setdefault((id(owner), key), place) is place:
+            self._look(name, place.before)
+
+    def _look(self, name: str, value: Any) -> None:
+        """Look into a value: what it was is known from now on."""
+        function = _function_of(value)
+        if isinstance(value, type):
+            self._look_into_class(value)
+        elif isinstance(value, _LRU_CACHE):
+            self._caches.setdefault(value, value.cache_info().misses)
+        elif not isinstance(function, FunctionType):
+            if isinstance(value, Tensor):
+                self._found(name, value)
+            for label, inside in held_in_value(name, value, self._seen):
+                self._found(label, inside)
+        elif not self._is_own(function):
+            self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
+        elif function not in self._functions:
+            self._functions[function] = None
+            self._found(function.__name__, vars(function))
+            for key in vars(function):
+                self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
+
+    def _found(self, name: str, value: Any) -> None:
+        self._held.append((name, value))
+        for tell in self._listeners:
+            tell(name, value)
+        if is_object(value):
+            self._look_into_class(type(value))
+
+    def _look_into_class(self, kind: type) -> None:
+        if kind in self._kinds:
+            return
+        self._kinds[kind] = None
+        for base in kind.__mro__:
+            if base not in self._classes and self._own.has_module(base.__module__):
+                self._classes[base] = before = dict(vars(base))
+                for key, value in before.items():
+                    if not key.startswith("__"):
+                        self._look(f"{base.__name__}.{key}", value)
+                    if issubclass(base, Function):  # its backward runs in a thread of autograd
+                        self._assume(value)
+
+    # ------------------------------------------------------------------ what they have changed
 
     def changed(self) -> dict[str, CallSite]:
         """The names of what is no longer as it was, each with the author's line that has it.
 
         That is a line which binds the name, or else the first one that reads it.
         """
-        names = {place.name for place in self._places if place.is_changed()}
+        names = {place.name for place in self._places.values() if place.is_changed()}
         names.update(place.name for place in self._set_in_classes())
         return {name: self._site(name) for name in sorted(names.union(self._contents.changed()))}
 
     def _site(self, name: str) -> CallSite:
-        words = reversed(re.findall(r"\w+", name))
-        return next((self._sites[word] for word in words if word in self._sites), CallSite())
+        sites, words = {**self._reading, **self._binding}, reversed(re.findall(r"\w+", name))
+        return next((sites[word] for word in words if word in sites), CallSite())
 
     def restore(self) -> None:
         """Put everything back."""
-        for place in (*self._places, *self._set_in_classes()):
+        for place in (*self._places.values(), *self._set_in_classes()):
             if place.is_changed():
                 place.restore()
         self._contents.restore()
 
-    @contextlib.contextmanager
-    def caches_left(self) -> Iterator[None]:
-        """Empty each ``functools.lru_cache`` that the body, a capture, has put something in.
-
-        That is memory of its graph, which nothing has computed yet.
-        """
-        misses = [cache.cache_info().misses for cache in self._caches]
-        try:
-            yield
-        finally:
-            for cache, before in zip(self._caches, misses, strict=True):
-                if cache.cache_info().misses != before:
-                    cache.cache_clear()
-
     def _set_in_classes(self) -> list[_Place]:
         places = [
             _Place(f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT))
-            for kind, before in self._classes
+            for kind, before in self._classes.items()
             for key in {**before, **vars(kind)}
             if not key.startswith("__")
         ]
         return [place for place in places if place.is_changed()]
 
+    def empty_caches(self) -> None:
+        """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
 
-class NamedByCalls:
-    """What lies outside of a module and is named by the code of its calls.
-
-    That code is ``training_step``, where there is one, the forwards of the module and its
-    submodules, and the author's functions and methods that these name; hooks are not among them.
-
-    Args:
-        module: The module.
-        own: Tells the author's code from others'.
-    """
-
-    def __init__(self, module: nn.Module, own: OwnCode) -> None:
-        self._search = _Search(module, own, of_calls=True)
-
-    @property
-    def words(self) -> Collection[str]:
-        """Every name that the code reads."""
-        return self._search.reading.keys()
-
-    def values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
-        """Global and enclosing variables with values, attributes of functions and of classes.
-
-        Returns:
-            The name of each, what to call with which key for its value, and what it is bound in.
+        Nothing has computed it yet.
         """
-        for kind in self._search.named_classes():
-            for key in values_of_class(kind):
-                if key in self.words:
-                    yield f"{kind.__name__}.{key}", partial(value_of_class, kind), key, kind
-        for function in self._search.functions():
-            table = vars(function)
-            for key in table:
-                yield f"{function.__qualname__}.{key}", table.get, key, table
-        for name, values, index in self._search.defaults():
-            yield name, values.__getitem__, index, values
-        for place in self._search.places.values():
-            if _says_what_it_is(place.before):
+        for cache, misses in self._caches.items():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+                self._caches[cache] = cache.cache_info().misses
+
+    # ------------------------------------------------------------------ what a graph depends on
+
+    def read_into(self, reads: AttributeReads) -> None:
+        """Let a capture that was followed depend on all of this."""
+        for value in self._values():
+            reads.add(*value)
+        reads.read(self.words)
+        # A graph may read tensors in a cache after they have gone. The collector's view is the only
+        # one that shows what is in it.
+        found = [held for cache in self._caches for held in gc.get_referents(cache)]
+        tables = [held for held in found if isinstance(held, dict)]
+        reads.keep(found + [entry for table in tables for entry in table.values()])
+
+    def _values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
+        """The name of each value, what to call with which key for it, and what it is bound in."""
+        for kind in self._kinds:
+            own = [base for base in kind.__mro__ if base in self._classes]
+            for key in dict.fromkeys(key for base in own for key in self._classes[base]):
+                if key in self.words and not (key.startswith("__") and key.endswith("__")):
+                    held = value_of_class(kind, key)
+                    is_itself = getattr(kind, key, None) is getattr(held, "__func__", held)
+                    look: Callable[..., Any] = getattr if is_itself else value_of_class
+                    yield f"{kind.__name__}.{key}", partial(look, kind), key, kind
+        for function in self._functions:
+            if function.__defaults__ and function.__code__ in self._known:
+                yield f"{function.__qualname__}'s defaults", _DEFAULTS, function, function
+        for place in self._places.values():
+            if place.before is not Absence.ABSENT:
                 owner = place.owner
-                get = owner.get if isinstance(owner, dict) else partial(_content, owner)
+                get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
                 yield place.name, get, place.key, owner
 
-    def cached(self) -> list[Any]:
-        """What ``functools.lru_cache`` holds: a graph may read tensors in it after they have gone.
 
-        The collector's view of a cache is the only one that shows its contents.
-        """
-        found = [held for cache in self._search.caches for held in gc.get_referents(cache)]
-        tables = [held for held in found if isinstance(held, dict)]
-        return found + [entry for table in tables for entry in table.values()]
+_Owner = dict[str, Any] | CellType | type
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +300,9 @@ class _Place:
     """Where a name is bound to a value: a module's globals, a cell of a function, or a class."""
 
     name: str
-    owner: dict[str, Any] | CellType | type
+    owner: _Owner
     key: str
     before: Any
-
-    @classmethod
-    def of(cls, name: str, owner: dict[str, Any] | CellType | type, key: str) -> _Place:
-        return cls(name, owner, key, _table(owner).get(key, Absence.ABSENT))
 
     def is_changed(self) -> bool:
         return not is_still(_table(self.owner).get(self.key, Absence.ABSENT), self.before)
@@ -181,210 +320,26 @@ class _Place:
             setattr(self.owner, self.key, self.before)
 
 
-def _says_what_it_is(value: Any) -> bool:
-    """Whether a change of a value, or of what is inside of it, can be told by looking.
-
-    Of a tensor, which may change in place, it can be told whether it is another one.
-    """
-    known = is_plain(value) or is_small_array(value) or isinstance(value, Tensor)
-    return known or isinstance(value, _CONTAINERS) or is_object(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _content(cell: Any, _key: str) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is not filled yet, or not any more
-        return Absence.ABSENT
-
-
-def _table(owner: dict[str, Any] | CellType | type) -> Mapping[str, Any]:
+def _table(owner: _Owner) -> Mapping[str, Any]:
     if isinstance(owner, CellType):
-        try:
-            return {"cell_contents": owner.cell_contents}
-        except ValueError:  # it is not filled yet
-            return {}
+        return {"cell_contents": _content(owner)}
     return owner if isinstance(owner, dict) else vars(owner)
 
 
-class _Search:
-    """Follows names from the methods of a module to the values that its author's code reads.
-
-    Args:
-        module: The module.
-        own: Tells the author's code from others'.
-        of_calls: Begin with training_step and the forwards, and not with every method.
-    """
-
-    def __init__(self, module: nn.Module, own: OwnCode, *, of_calls: bool = False) -> None:
-        self.places: dict[tuple[int, str], _Place] = {}
-        self.classes: dict[type, None] = {}
-        self.caches: dict[Any, None] = {}
-        self._own = own
-        self.reading: dict[str, CallSite] = {}
-        self.binding: dict[str, CallSite] = {}
-        self._modules = {id(child) for child in module.modules()}
-        self._seen: set[FunctionType] = set()
-        self._pending: deque[FunctionType] = deque()
-        self._module_kinds: list[type] = []
-        self._followed: dict[type, None] = {}
-        self._of_calls = of_calls
-        self._module = module
-        self._follow(getattr(module, "training_step", None))
-        kinds = {base for child in module.modules() for base in type(child).__mro__}
-        if of_calls:
-            self._module_kinds = [k for k in kinds if own.has_module(k.__module__)]
-        for kind in kinds:
-            self._follow(vars(kind).get("forward") if of_calls else kind)
-        while self._pending:
-            self._read(self._pending.popleft())
-
-    @functools.cached_property
-    def _attributes(self) -> list[tuple[str, Any]]:
-        """Functions and objects in attributes of the modules: own code may call them."""
-        return [
-            (key, part)
-            for child in self._module.modules()
-            for key, value in vars(child).items()
-            for part in _parts(value)
-            if isinstance(part, (FunctionType, MethodType, functools.partial)) or is_object(part)
-        ]
-
-    def held(self) -> Iterator[tuple[str, Any]]:
-        """Name and value of what was found but for plain values, and of what is inside of it."""
-        yield from ((p.name, p.before) for p in self.places.values() if _is_tensor(p.before))
-        seen = set(self._modules)
-        values = [(place.name, place.before) for place in self.places.values()]
-        values += [(function.__name__, vars(function)) for function in self.functions()]
-        values += [
-            (f"{kind.__name__}.{key}", value)
-            for kind in self.classes
-            for key, value in vars(kind).items()
-            if not key.startswith("__")
-        ]
-        for name, value in values:
-            yield from held_in_value(name, value, seen)
-
-    def named_classes(self) -> list[type]:
-        """The author's classes that the code may name: those of modules are named by ``self``."""
-        return [*self.classes, *self._module_kinds]
-
-    def defaults(self) -> Iterator[tuple[str, tuple[Any, ...], int]]:
-        """Default values of the author's functions that can change: name, all, and which."""
-        for function in filter(self._is_own, self._seen):
-            for i, value in enumerate(function.__defaults__ or ()):
-                if isinstance(value, _CONTAINERS) or is_object(value):
-                    yield f"{function.__qualname__}'s default", function.__defaults__ or (), i
-
-    def functions(self) -> Iterator[FunctionType]:
-        """The author's functions that were found and have attributes, other than wrappers' own."""
-        for function in self._seen:
-            if vars(function) and "__wrapped__" not in vars(function) and self._is_own(function):
-                yield function
-
-    def _is_own(self, function: FunctionType) -> bool:
-        return self._own.has(function.__code__.co_filename, function.__module__ or "")
-
-    def _follow(self, value: Any) -> None:
-        """Look into a function, a class or an object, where it is the author's own."""
-        if isinstance(value, type):
-            if value in self._module_kinds:
-                return
-            if value not in self.classes and self._own.has_module(value.__module__):
-                self.classes[value] = None
-                self._follow_methods(value)
-        elif is_object(value):
-            for kind in type(value).__mro__[:-1]:
-                if not self._of_calls:
-                    self._follow(kind)
-                elif self._own.has_module(kind.__module__):
-                    self._follow_methods(kind)
-        elif hasattr(value, "cache_info") and hasattr(value, "__wrapped__"):
-            self.caches[value] = None
-            self._follow(value.__wrapped__)
-        elif callable(value):
-            function = _function_of(value)
-            if isinstance(function, FunctionType) and function not in self._seen:
-                self._seen.add(function)
-                self._pending.append(function)
-                self._follow(getattr(function, "__wrapped__", None))
-
-    def _follow_methods(self, kind: type) -> None:
-        """Look into the methods of a class: of calls, into those that Python or the code names."""
-        if kind not in self._followed:
-            self._followed[kind] = None
-            for key, attribute in vars(kind).items():
-                if not self._of_calls or key in self.reading or key.startswith("__"):
-                    self._follow(_function_of(attribute))
-
-    def _read(self, function: FunctionType) -> None:
-        if not self._is_own(function):
-            return
-        code = function.__code__
-        names = self._globals_of(code)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__":  # of super()
-                self._add(_Place.of(name, cell, "cell_contents"))
-        used = {name for part in _codes(code) for name in part.co_names}
-        for kind in (*self._module_kinds, *self._followed) if self._of_calls else ():
-            for name in used & vars(kind).keys():
-                self._follow(_function_of(vars(kind)[name]))
-        for name, value in self._attributes:
-            if name in used:
-                self._follow(value)
-        for name in names:
-            place = _Place.of(name, function.__globals__, name)
-            self._add(place)
-            if isinstance(place.before, ModuleType) and self._own.has_module(place.before.__name__):
-                table = vars(place.before)
-                for key in table.keys() & used:
-                    self._add(_Place.of(f"{name}.{key}", table, key))
-
-    def _globals_of(self, code: CodeType) -> dict[str, None]:
-        """The global names in a function's code; notes the lines of these and of other names."""
-        found: dict[str, None] = {}
-        for part in _codes(code):
-            line, lines = part.co_firstlineno, dict(dis.findlinestarts(part))
-            for instruction in dis.get_instructions(part):
-                line = lines.get(instruction.offset) or line
-                action, _, kind = instruction.opname.partition("_")
-                if kind not in _KINDS:
-                    continue
-                if kind == "GLOBAL":
-                    found[instruction.argval] = None
-                sites = self.binding if action == "STORE" else self.reading
-                site = CallSite(part.co_filename, line, part.co_name)
-                sites.setdefault(instruction.argval, site)
-        return found
-
-    def _add(self, place: _Place) -> None:
-        if self.places.setdefault((id(place.owner), place.key), place) is place:
-            self._follow(place.before)
-
-
-def _parts(value: Any) -> list[Any]:
-    """A value, or what is in a container; long ones are data."""
-    if not isinstance(value, (dict, list, tuple)):
-        return [value]
-    held = value.values() if isinstance(value, dict) else value
-    return list(held) if len(held) <= _MOST_PARTS else []
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is not filled yet
+        return Absence.ABSENT
 
 
 def _function_of(value: Any) -> Any:
     """The function behind a method, a property or a partial; other values as they are."""
     if isinstance(value, property):
         value = value.fget
-    while isinstance(value, functools.partial):
+    while isinstance(value, partial):
         value = value.func
-    return getattr(value, "__func__", value)
+    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions and comprehensions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+_BOUND = (MethodType, staticmethod, classmethod)

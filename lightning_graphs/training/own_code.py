@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from pathlib import PurePath
+from types import CodeType
+from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.torch_private import is_compiled
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
@@ -26,6 +32,43 @@ def is_lightnings(definition: object, *files: str) -> bool:
     """
     module = getattr(definition, "__module__", None)
     return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
+
+
+class CodeOfModules:
+    """Which code runs where modules of a tree are called: classes, and instances' own forwards.
+
+    Args:
+        roots: The modules, which count with their submodules.
+        graphed: The roots are called through their graphs: their own forwards are not looked at.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
+        roots = list(roots)
+        named = [item for root in roots for item in root.named_modules(prefix=type(root).__name__)]
+        inside = [item for item in named if not (graphed and item[1] in roots)]
+        self._names = [f"class of `{name}`" for name, _ in named]
+        self._names += [f"forward of `{name}`" for name, _ in inside]
+        self._modules = [module for _, module in named]
+        self._tables = [vars(module) for _, module in inside]
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*map(type, self._modules), *map(dict.get, self._tables, repeat("forward"))]
+
+    def exchanged(self) -> str:
+        """What was exchanged since, for a person to read; empty if nothing was."""
+        if (now := self._now()) == self._known:
+            return ""
+        found = zip(self._names, now, self._known, strict=True)
+        return next(f"the {name} was exchanged" for name, a, b in found if a != b)
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 class OwnCode:
@@ -50,6 +93,8 @@ class OwnCode:
         return self._verdicts[file, name]
 
     def _judge(self, file: str, name: str) -> bool:
+        if file.startswith("<"):  # made by a dataclass or the like; a notebook's module has no file
+            file = getattr(sys.modules.get(name), "__file__", None) or file
         if self._finder.is_library(file):
             return False
         if name.partition(".")[0] == self._package:
@@ -64,3 +109,9 @@ class OwnCode:
         if file is None:  # a notebook, unlike modules of C
             return name == "__main__"
         return self.has(file, name)
+
+
+def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
+    """The modules whose class compiled code checks; of the root, its compiled step is seen."""
+    compiled = filter(is_compiled, root.modules())
+    return {module for owner in compiled for module in owner.modules()} - {root}

@@ -6,8 +6,9 @@ import contextlib
 import io
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,29 +19,22 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.contents import Contents, is_still
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import (
-    attributes_watched,
-    current_autograd_node,
-    is_compiled,
-)
-from lightning_graphs.core.values import Absence, HeldValues, is_plain
+from lightning_graphs.core.torch_private import attributes_watched, current_autograd_node
+from lightning_graphs.core.values import Absence, HeldValues, is_plain, value_of_class
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.held_values import OF_ALL_MODULES, held_in, held_in_value
+from lightning_graphs.training.own_code import inside_of_compiled
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
-_FRAMEWORKS = frozenset(
-    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"}
-    | {"lightning_graphs"}
-)
-"""Packages whose code looks for attributes that are no matter of the step's author."""
-
 _LIVE_IN_LIBRARIES = frozenset(
     {"p", "momentum", "dropout", "label_smoothing", "margin", "negative_slope", "alpha", "beta"}
     | {"delta", "lambd", "threshold", "reduction", "ignore_index", "track_running_stats"}
     | {"min_val", "max_val", "value", "dim", "approximate", "log_target", "log_input", "full"}
     | {"blank", "zero_infinity", "max_norm", "norm_type"}
 )
+
+_METHODS = (FunctionType, staticmethod, classmethod)
 
 STORED = Obstacle(
     "A captured step runs no Python code: what it stores in attributes would stand still.",
@@ -72,20 +66,21 @@ class AttributeReads:
     def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
         self._held = HeldValues()
         self._kept: dict[int, Any] = {}
+        self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._thread = threading.get_ident()
         self._on_use = on_use
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
         """Look at a value outside of the module, too: ``get(key)``, bound in this owner."""
         self._held.add(name, get, key, owner)
 
-    def read(self, words: Iterable[str]) -> None:
-        """Look at what objects find in their classes, under these names."""
+    def read(self, words: Set[str]) -> None:
+        """Look at what has these names in classes of objects, and in modules that are unseen."""
         self._held.read(words)
+        for name, owner in self._unseen:
+            for key in vars(owner).keys() & words - OF_ALL_MODULES:
+                self._held.add(f"{name}.{key}", vars(owner).get, key, owner)
 
     def without(self, owners: Container[int]) -> HeldValues:
         """What was read, but for what is bound in such owners, given by their ``id``."""
@@ -133,7 +128,7 @@ class AttributeReads:
             CaptureError: the body reads an iterator, before anything is taken from it.
         """
         self._thread = threading.get_ident()
-        closed = _inside_of_compiled(module)
+        closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
         for path, owner in module.named_modules():
             name = f"self.{path}" if path else "self"
@@ -142,7 +137,9 @@ class AttributeReads:
                 for key in _LIVE_IN_LIBRARIES & table.keys():
                     if isinstance(table[key], (bool, int, float, str)):
                         self._held.add(f"{name}.{key}", table.get, key, owner)
-            elif owner not in closed and not isinstance(owner, torch.jit.ScriptModule):
+            elif owner in closed:
+                self._unseen.append((name, owner))
+            elif not isinstance(owner, torch.jit.ScriptModule):
                 exchanged.append((owner, type(owner), name))
         paths = {id(owner): name for owner, _, name in exchanged}
         watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
@@ -176,6 +173,7 @@ class AttributeReads:
         own: Any = kind
         inherited, inherited_set = own.__getattribute__, own.__setattr__
         inherited_missing = own.__getattr__
+        is_library = CallSiteFinder().is_library
         noted: set[tuple[int, str]] = set()
 
         def read(owner: Any, key: str) -> Any:
@@ -195,8 +193,8 @@ class AttributeReads:
             try:
                 return inherited_missing(owner, key)  # finds parameters, buffers and submodules
             except AttributeError:
-                asking = sys._getframe(1).f_globals.get("__name__", "")
-                if asking.partition(".")[0] not in _FRAMEWORKS and id(owner) in paths:
+                asking = sys._getframe(1).f_code.co_filename
+                if id(owner) in paths and not is_library(asking):
                     self._note_absence(owner, kind, key, paths[id(owner)])
                 raise
 
@@ -214,18 +212,20 @@ class AttributeReads:
 
     def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
         table = object.__getattribute__(owner, "__dict__")
-        if key not in table and not (is_plain(value) and _is_of_class(kind, key)):
+        of_class = value_of_class(kind, key)
+        is_method = isinstance(of_class, _METHODS)
+        if key not in table and (not (is_plain(of_class) or is_method) or _is_inherited(kind, key)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
         if self._on_use is not None:
             self._on_use(name, False)
         else:
             _refuse_iterators(name, value)
-        if key not in table:
+        if key not in table and not is_method:
             self._held.add(name, partial(getattr, owner), key, owner)
-        elif value is None:  # which a table without it gives as well
+        elif key in table and value is None:  # which a table without it gives as well
             self._held.add(name, partial(_looked_up, table, vars(kind)), key, owner)
-        else:
+        else:  # of a method, whether the instance has something else in its place
             self._held.add(name, table.get, key, owner)
 
     def _note_absence(self, owner: Any, kind: type, key: str, path: str) -> None:
@@ -251,12 +251,6 @@ def _author_of(kind: type) -> str:
     return next(written).__module__
 
 
-def _inside_of_compiled(root: nn.Module) -> set[nn.Module]:
-    """The modules whose class compiled code checks; of the root, its compiled step is seen."""
-    compiled = filter(is_compiled, root.modules())
-    return {module for owner in compiled for module in owner.modules()} - {root}
-
-
 def _refuse_iterators(name: str, value: Any) -> None:
     """Refuse to read an iterator, or something with one inside, before anything is taken from it.
 
@@ -275,47 +269,31 @@ def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) ->
     return own.get(key, of_class.get(key, Absence.ABSENT))
 
 
-def _is_of_class(kind: type, key: str) -> bool:
-    """Whether an attribute is a value that its author gave to the class: no property, no method."""
-    for base in kind.__mro__:
-        if base in (LightningModule, nn.Module):
-            return False
-        if key in vars(base):
-            return is_plain(vars(base)[key])
-    return False
+def _is_inherited(kind: type, key: str) -> bool:
+    """Whether every module of Lightning has this attribute, and so not by its author."""
+    return value_of_class(kind, key) is value_of_class(LightningModule, key)
 
 
 @contextlib.contextmanager
-def nothing_left_behind(module: LightningModule) -> Iterator[None]:
-    """Undo what the body leaves in attributes of modules and in Python's random generators.
+def nothing_left_behind(module: LightningModule, generators: Generators) -> Iterator[None]:
+    """Undo what the body leaves in attributes of modules and in random generators.
 
     Raises:
         CaptureError: the body has left something: a replay would not leave it again.
     """
-    attributes = Attributes(module)
-    with attributes.left(_refuse_stored), nothing_drawn(Generators(module)):
-        yield
+    with Attributes(module).left(_refuse_stored):
+        try:
+            yield
+        finally:
+            drawn = generators.drawn()
+            generators.restore()
+        if drawn:
+            names = ", ".join(drawn)
+            raise CaptureError(DRAWN.rule, f"training_step draws from {names}", DRAWN.remedy)
 
 
 def _refuse_stored(names: str) -> None:
     raise CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
-
-
-@contextlib.contextmanager
-def nothing_drawn(generators: Generators) -> Iterator[None]:
-    """Put these generators back after the body.
-
-    Raises:
-        CaptureError: the body has drawn from one: a replay would not draw again.
-    """
-    try:
-        yield
-    finally:
-        drawn = generators.drawn()
-        generators.restore()
-    if drawn:
-        names = ", ".join(drawn)
-        raise CaptureError(DRAWN.rule, f"training_step draws from {names}", DRAWN.remedy)
 
 
 class Attributes(Contents):

@@ -108,7 +108,6 @@ class StepRunner:
         self._kept = KeptGradients()
         self._stepping = False
         self.has_failed = False
-        self._observers = Observers.of(trainer, module)
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
         self._bind()
@@ -116,6 +115,7 @@ class StepRunner:
     def _bind(self) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
         self._optimizer: Optimizer = self._trainer.optimizers[0]
+        self._observers = Observers.of(self._trainer, self._module)
         device_type = self._pool.backend.device_type
         obstacle = capture_obstacle(
             self._module,
@@ -301,7 +301,8 @@ class StepRunner:
 
     def _fill(self, plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
         """Copy the batch in, if it and the fit are what the plan was captured from."""
-        if plan.call.signature.extra[0] != conditions:
+        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
+        if not captured.holds(conditions):
             return False
         tensors = plan.call.match((batch,), {})
         if tensors is None:
@@ -327,7 +328,6 @@ class StepRunner:
             return None
         if conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped:
             return None
-        known = len(self._reads)
         try:
             self._numbers.refuse_changing()
             if self._in_graph is not None and not len(self._cache):
@@ -342,10 +342,9 @@ class StepRunner:
             else:
                 self._refused(signature, error)
             return None
-        if len(self._reads) != known:
-            conditions = replace(conditions, attributes=self._watch.attributes())
-            signature = replace(signature, extra=(conditions,))
-            plan.call = CallPlan(signature, check_modes=True)
+        conditions = replace(conditions, attributes=self._watch.attributes())
+        signature = replace(signature, extra=(conditions,))
+        plan.call = CallPlan(signature, check_modes=True)
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)

@@ -89,7 +89,7 @@ class SideEffects:
         """Refuse what the body, watched code of one module, stores; and undo it.
 
         Args:
-            values: What the module's code reads outside of it, as it is to stay.
+            values: Follows the module's code, to see what it reads outside.
             what: What a refusal calls the body.
 
         Raises:
@@ -97,10 +97,12 @@ class SideEffects:
         """
         self._refused = None
         try:
-            yield
+            with values.followed():
+                yield
         finally:
             if changed := values.changed():
                 values.restore()
+            values.empty_caches()
         if self._refused is not None:  # caught in an `except` of its own
             raise self._refused
         if changed:
@@ -108,23 +110,6 @@ class SideEffects:
             line = next(iter(changed.values())).describe()
             observed = f"{what} changes {names}, named at {line}"
             raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
-
-
-@contextlib.contextmanager
-def nothing_done_outside(trainer: Trainer, own: OwnCode, values: OutsideValues) -> Iterator[None]:
-    """Refuse what the body, a whole step, does outside of its module.
-
-    Args:
-        trainer: The trainer.
-        own: Tells the author's code from others'.
-        values: What its code reads outside of the module.
-
-    Raises:
-        CaptureError: it prints, opens a file, logs past ``self.log``, or stores something.
-    """
-    effects = SideEffects(trainer, own)
-    with effects.watched(), effects.refused(values, "training_step"), values.caches_left():
-        yield
 
 
 @contextlib.contextmanager

@@ -38,13 +38,12 @@ from lightning_graphs.training.gradients import (
     PersistentGradients,
     gradients_set_aside,
 )
-from lightning_graphs.training.held_values import held_in
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.outside import NamedByCalls, OutsideValues
+from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.plan import StepPlan
@@ -54,12 +53,8 @@ from lightning_graphs.training.precision import (
     without_autocast_cache,
 )
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import (
-    AttributeReads,
-    nothing_drawn,
-    nothing_left_behind,
-)
-from lightning_graphs.training.side_effects import nothing_done_outside
+from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
+from lightning_graphs.training.side_effects import SideEffects
 
 
 class RaisedInCapture(CaptureError):
@@ -175,7 +170,7 @@ class StepCapture:
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 batch_left(own),
-                self._environment(recorder) as loose,
+                self._environment(recorder) as (outside, loose),
             ):
                 with segments.capturing("forward"):
                     output = self._body.run(
@@ -209,11 +204,7 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
-        named = NamedByCalls(self._module, self._own)
-        for value in named.values():
-            self._reads.add(*value)
-        self._reads.read(named.words)
-        self._reads.keep(named.cached())
+        outside.read_into(self._reads)
         output.finish_capture()
         return StepPlan(
             call=CallPlan(signature, check_modes=True),
@@ -241,10 +232,13 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(self, recorder: LogRecorder) -> Iterator[LooseTensors]:
+    def _environment(self, recorder: LogRecorder) -> Iterator[tuple[OutsideValues, LooseTensors]]:
+        loose, generators = LooseTensors(self._module), Generators(self._module)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module))
+            stack.enter_context(nothing_left_behind(self._module, generators))
             stack.enter_context(self._reads.watching(self._module))
+            outside = OutsideValues(self._module, self._own)
+            outside.tell(loose.add, generators.add)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
@@ -257,10 +251,10 @@ class StepCapture:
             if self._capturable is not None:
                 rates = self._capturable.live_rates()
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            outside = OutsideValues(self._module, self._own)
-            stack.enter_context(nothing_drawn(Generators(self._module, outside.held)))
-            stack.enter_context(nothing_done_outside(self._trainer, self._own, outside))
-            yield LooseTensors(self._module, [*held_in(self._module), *outside.held])
+            effects = SideEffects(self._trainer, self._own)
+            stack.enter_context(effects.watched())
+            stack.enter_context(effects.refused(outside, "training_step"))
+            yield outside, loose
 
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder

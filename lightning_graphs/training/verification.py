@@ -19,6 +19,7 @@ from lightning_graphs.training.agreement import Agreement, BothWays, missing_mem
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.plan import StepPlan
@@ -143,7 +144,7 @@ class Verification:
     def _surroundings(self, recorder: LogRecorder) -> Iterator[None]:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module))
+            stack.enter_context(nothing_left_behind(self._module, Generators(self._module)))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))

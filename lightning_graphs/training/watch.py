@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -20,8 +21,10 @@ from lightning_graphs.core.torch_private import (
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.own_code import CodeOfModules
 from lightning_graphs.training.python_state import AttributeReads
 
+_TRAINING = attrgetter("training")
 OF_THE_TRAINER = ("gradient clipping", *kernel_choice.NAMES)
 """Names among :meth:`FitWatch.attributes` that stand for no value of the author's."""
 
@@ -54,6 +57,7 @@ class FitWatch:
         self._modules = list(module.modules())
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
         self._hooks = _Hooks(module)
+        self._code = CodeOfModules([module])
 
     def reason_to_rebind(self) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are."""
@@ -63,6 +67,8 @@ class FitWatch:
             return error.observed
         if self._hooks.have_changed():
             return "a hook was registered or removed"
+        if exchanged := self._code.exchanged():
+            return exchanged
         if self._trainer.precision_plugin is not self._plugin:
             return "the trainer's precision was changed"
         if self._trainer.optimizers[0] is not self._optimizer:
@@ -82,7 +88,7 @@ class FitWatch:
         """
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
-        training = tuple([m.training for m in self._modules])
+        training = tuple(map(_TRAINING, self._modules))
         gradients: tuple[bool, ...] = ()
         capturable = self._capturable
         if stepping and not zeroing and capturable is not None:
@@ -100,8 +106,8 @@ class FitWatch:
         trainer = self._trainer
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
-            *self._reads.values(),
             *zip(OF_THE_TRAINER, (clipping, *KernelChoice.now()), strict=True),
+            *self._reads.values(),
         )
 
 

@@ -22,13 +22,14 @@ from torch import nn
 
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.side_effects import nothing_done_outside
+from lightning_graphs.training.side_effects import SideEffects
 from tests.training import side_effects
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.side_effects import (
     LOGGER,
     REFUSED,
     STEPS,
+    Appending,
     Counting,
     Effects,
     InASubmodule,
@@ -224,14 +225,18 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
         builtins.print, builtins.open, io.open, logging.Logger.handle, LightningModule.print,
     )  # fmt: skip
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
-    fit.module.training_step = Keeping.training_step.__get__(fit.module)
+    batch = batches()[0]
     own = OwnCode(fit.module)
-    values = OutsideValues(fit.module, own)
+    values, effects = OutsideValues(fit.module, own), SideEffects(fit.trainer, own)
     with (
         contextlib.suppress(ZeroDivisionError),
-        nothing_done_outside(fit.trainer, own, values),
+        effects.watched(),
+        effects.refused(values, "training_step"),
     ):
-        side_effects.counter, side_effects.LAST = 8, None
+        for step in (Counting.training_step, Keeping.training_step, Appending.training_step):
+            step(fit.module, batch, 0)
+        assert (side_effects.counter, STEPS) == (8, [1, 8])
+        assert side_effects.LAST is not known
         assert builtins.print is not originals[0]
         raise ZeroDivisionError
     assert (side_effects.counter, STEPS) == (7, [1])
@@ -615,7 +620,7 @@ class HoldingAFunction(ReadingAClass):
         (ReadingGlobalsInAHelper, "SCALE: 1.0 -> 2.0"),
         (OfItsOwnClass, "OfItsOwnClass.ratio: 1.0 -> 2.0"),
         (Deep, "self.settings['loss']['weights']['ce'].scale: 1.0 -> 2.0"),
-        (WithADefault, "defaulting's default[0]: 1.0 -> 2.0"),
+        (WithADefault, "defaulting's defaults[0][0]: 1.0 -> 2.0"),
         (HoldingFunctions, "SCALE: 1.0 -> 2.0"),
         (HoldingAFunction, "SCALE: 1.0 -> 2.0"),
     ],

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
@@ -32,7 +31,6 @@ from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.modules.surroundings import Surroundings
-from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
@@ -225,7 +223,6 @@ class _Capture:
         self._state = ObservedState(call)
         with self._state.restored():
             self._attributes = Attributes(call.module)
-        self._outside = OutsideValues(call.module, surroundings.own)
         self._surroundings = surroundings
         self.pool = pool = means.pool
         self.cost = CaptureCost()
@@ -257,11 +254,8 @@ class _Capture:
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
             if not warm or call.written is None:
-                loose = StateSnapshot(surroundings.loose.tensors)
-                try:
+                with surroundings.loose.kept():
                     self._left_alone(partial(capture.warm_up, 1))
-                finally:
-                    loose.restore()
             else:
                 refuse_written_arguments(capture.argument_names, call.written)
             return capture
@@ -319,8 +313,7 @@ class _Capture:
         watched.loose.written()  # by others, since
         watched.baked.stored()
         capture = passes.capture_forward if direction == "forward" else passes.capture_backward
-        with self._outside.caches_left():
-            self._explained(partial(self._left_alone, capture))
+        self._explained(partial(self._left_alone, capture))
         self._written |= watched.loose.written()
         self._stores[direction] = watched.baked.stored()
         self.cost.ms += (perf_counter() - started) * 1e3
@@ -362,5 +355,4 @@ class _Capture:
             ) from error
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:
-        module = self._call.module
-        return self._surroundings.left_alone(run, module, self._attributes, self._outside)
+        return self._surroundings.left_alone(run, self._call.module, self._attributes)

@@ -15,6 +15,7 @@ from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import in_transform
+from lightning_graphs.core.values import value_of_class
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     CaptureError,
@@ -78,24 +79,28 @@ class GraphedForward:
         stage: Shared with the other modules of the fit.
 
     Attributes:
-        original: The module's own ``forward``.
         sites: Graphs of the present step's calls.
     """
 
     def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
-        self.original: Callable[..., Any] = module.forward
-        self.__wrapped__ = self.original  # inspect.signature shows the original's arguments
+        self._own: Callable[..., Any] | None = vars(module).get("forward")
+        self.__wrapped__ = module.forward  # inspect.signature shows its arguments
         self.sites: Sequence[Site | None] = ()
         self._name = name
         self._module = module
         self._stage = stage
         self._calls = 0
         self._missing = ""
-        self._had_own = "forward" in vars(module)
         self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
             stage.investment, _replays, self._release, capacity=stage.options.max_graphs
         )
         vars(module)["forward"] = self
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own ``forward``: an instance's, or that of its class as it is now."""
+        kind = type(self._module)
+        return self._own or value_of_class(kind, "forward").__get__(self._module, kind)
 
     def begin(self, sites: Sequence[Site | None]) -> None:
         """Begin a step with these graphs."""
@@ -158,7 +163,7 @@ class GraphedForward:
         if in_transform():
             return self.original(*args, **kwargs)
         plans = self._without_autograd.plans()
-        fits = (s for s, baked in plans if s.accepts(args, kwargs) and baked.now() == baked.values)
+        fits = (s for s, baked in plans if s.accepts(args, kwargs) and baked.is_current)
         site = next(fits, None) or self._captured_without_autograd(args, kwargs)
         answer = _NONE if site is None else self._replayed(site, args, kwargs)
         return self.original(*args, **kwargs) if answer is _NONE else answer
@@ -215,8 +220,8 @@ class GraphedForward:
         self.forget()
         if vars(self._module).get("forward") is self:
             del vars(self._module)["forward"]
-            if self._had_own:
-                vars(self._module)["forward"] = self.original
+            if self._own is not None:
+                vars(self._module)["forward"] = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """The original, bound to the copied module, which no graph knows."""

@@ -18,6 +18,7 @@ from lightning_graphs.core.torch_private import (
     hooks_registered,
 )
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.conditions import moved_values
 from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
 
@@ -116,18 +117,13 @@ class StepOfModules:
 
     @property
     def is_current(self) -> bool:
-        """Whether every attribute that is in the graphs has its value of then."""
-        return self.baked.now() == self.baked.values
+        """Whether everything of Python's that is in the graphs is as it was then."""
+        return self.baked.is_current
 
     def change(self, to: StepOfModules) -> str:
         """What is different in another step, for a person to read."""
         lines = self.kind.change(to.kind)
-        known = dict(self.baked.values)
-        lines += [
-            f"{name}: {known[name]!r} -> {value!r}"
-            for name, value in to.baked.values
-            if name in known and known[name] != value
-        ]
+        lines += moved_values(self.baked.values, to.baked.values)
         return "; ".join(lines) or "a step calls its modules differently"
 
     def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:

@@ -31,8 +31,8 @@ from lightning_graphs.training.frozen import (
 )
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
-from lightning_graphs.training.outside import NamedByCalls
-from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.outside import OutsideValues
+from lightning_graphs.training.own_code import CodeOfModules, OwnCode
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
@@ -62,7 +62,10 @@ class Baked:
 
     Attributes:
         values: Their names and values at capture.
+        outside: Follows the code of the captures.
     """
+
+    outside: OutsideValues
 
     def __init__(self, root: LightningModule, own: OwnCode) -> None:
         self._root = root
@@ -73,21 +76,25 @@ class Baked:
     @contextlib.contextmanager
     def watched(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Note what the body, a capture of these modules, reads."""
-        named = NamedByCalls(nn.ModuleList(modules), self._own)
-        for value in named.values():
-            self._reads.add(*value)
-        self._reads.read(named.words)
+        modules = list(modules)
+        self._code = CodeOfModules(modules, graphed=True)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
+            self.outside = OutsideValues(nn.ModuleList(modules), self._own)
             stack.enter_context(counters_watched(trainer, reads=self._reads))
             stack.enter_context(old_gradients_watched(trainer))
             for optimizer in trainer.optimizers:
                 rates = [FrozenNumber("the learning rate")] * len(optimizer.param_groups)
                 stack.enter_context(rates_exchanged(trainer, optimizer, rates))
             yield
-        self._reads.keep(named.cached())
+        self.outside.read_into(self._reads)
         self.values = self.now()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all of this is as it was at capture, the code of the modules, too."""
+        return self.now() == self.values and not self._code.exchanged()
 
     def now(self) -> tuple[tuple[str, Any], ...]:
         """Their names and present values."""

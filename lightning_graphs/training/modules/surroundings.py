@@ -11,10 +11,8 @@ from torch import nn
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import held_in
 from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.sites import Baked
-from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.side_effects import SideEffects
@@ -28,14 +26,12 @@ class Surroundings:
 
     Attributes:
         generators: Of Python and NumPy.
-        own: Tells the author's code from others'.
         effects: What is done outside of modules.
         loose: Tensors that no module has in a table.
         baked: Watches what the captures read and set.
     """
 
     generators: Generators
-    own: OwnCode
     effects: SideEffects
     loose: LooseTensors
     baked: Baked
@@ -43,21 +39,15 @@ class Surroundings:
     @classmethod
     def of(cls, root: LightningModule, own: OwnCode, baked: Baked) -> Surroundings:
         """The surroundings of the calls that a step of this module makes."""
-        outside = OutsideValues(root, own).held
-        return cls(
-            Generators(root, outside),
-            own,
-            SideEffects(root.trainer, own),
-            LooseTensors(root, [*held_in(root), *outside]),
-            baked,
-        )
+        generators, loose = Generators(root), LooseTensors(root)
+        baked.outside.tell(generators.add, loose.add)
+        return cls(generators, SideEffects(root.trainer, own), loose, baked)
 
     def left_alone(
         self,
         run: Callable[[], Result],
         module: nn.Module,
         attributes: Attributes,
-        outside: OutsideValues,
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors.
 
@@ -65,13 +55,12 @@ class Surroundings:
             run: The part.
             module: The module that is captured.
             attributes: Its attributes.
-            outside: The global and enclosing variables of its code.
 
         Raises:
             CaptureError: names what it stores, draws from or acts on.
         """
         try:
-            with self.effects.refused(outside, "its forward"):
+            with self.effects.refused(self.baked.outside, "its forward"):
                 result = run()
         finally:
             changed = self.baked.changed_outside(set(map(id, module.modules())))
