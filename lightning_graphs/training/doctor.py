@@ -31,16 +31,15 @@ from lightning_graphs.training.body import loss_of
 from lightning_graphs.training.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.frozen import (
     COUNTER,
-    LOGGED_NUMBER,
     OLD_GRADIENTS,
-    LoggedNumbers,
     counters_watched,
     old_gradients_watched,
 )
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
-from lightning_graphs.training.logs import LOGGED_EARLY, METRIC_VALUE, metrics_of
+from lightning_graphs.training.logs import LOGGED_NUMBER, LoggedNumbers, is_live
+from lightning_graphs.training.metrics import METRIC_EARLY, METRIC_VALUE, metrics_of
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.obstacles import (
     CHANGING_NUMBER,
@@ -64,7 +63,13 @@ from lightning_graphs.training.python_state import (
 )
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
-from lightning_graphs.training.watched import Nesting, WatchedInt, draws_watched, watched_in
+from lightning_graphs.training.watched import (
+    Nesting,
+    WatchedInt,
+    draws_watched,
+    watched_counter,
+    watched_in,
+)
 
 _BETWEEN: Effect = "stays eager between them"
 
@@ -119,7 +124,9 @@ class Doctor:
         )
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
-        self._numbers = LoggedNumbers()
+        self._numbers = LoggedNumbers(
+            functools.partial(is_live, trainer), self._observer.looking_away
+        )
         self._reads = AttributeReads(self._attribute_used)
         self._attribute_sites: dict[tuple[str, bool], tuple[CallSite, Effect]] = {}
         self._drawn: set[str] = set()
@@ -209,8 +216,6 @@ class Doctor:
     def _watching(self) -> Iterator[None]:
         """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
         with contextlib.ExitStack() as stack:
-            log = self._unobserved(self._module.log)
-            stack.enter_context(replaced(self._module, "log", log))
             stack.enter_context(self._numbers.watching(self._module))
             for _, metric in self._metrics:
                 for method in ("forward", "update", "compute", "reset"):
@@ -218,7 +223,8 @@ class Doctor:
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
             stack.enter_context(self._reads.watching(self._module))
             stored = functools.partial(self._used, obstacle=STORED)
-            stack.enter_context(counters_watched(self._trainer, self._used, stored))
+            counter = functools.partial(watched_counter, self._used)
+            stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
             stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
@@ -373,7 +379,7 @@ class Doctor:
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
             if id(tensor) not in state and version_of(tensor) != version:
-                self.diagnosis.add(LOGGED_EARLY, "self.log", site)
+                self.diagnosis.add(METRIC_EARLY, "metric", site)
         self._logged.clear()
 
     def _compare(self) -> None:

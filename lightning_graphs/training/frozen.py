@@ -10,18 +10,18 @@ from functools import partial
 from types import FrameType, MethodType
 from typing import Any, NoReturn
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import Absence, is_object, is_plain
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import properties_watched, replaced
+from lightning_graphs.training.interception import properties_watched
 from lightning_graphs.training.python_state import STORED, AttributeReads
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
@@ -64,13 +64,6 @@ OLD_GRADIENTS = Obstacle(
     '    self.log("norm", norm)\n'
     "    self.norm.copy_(norm)  # a buffer, for the next step",
 )
-LOGGED_NUMBER = Obstacle(
-    "A captured step runs no Python code: a Python number that it logs would stand still.",
-    "log the tensor itself, without item() or float(), or log from on_train_batch_end; a learning "
-    "rate with the callback LearningRateMonitor",
-    kind="python-state",
-    code='self.log("loss", loss)  # the tensor',
-)
 
 
 def refuse_frozen(name: str) -> NoReturn:
@@ -85,7 +78,7 @@ def _refuse_stored(name: str) -> NoReturn:
 
 
 class StandIn(abc.ABC):
-    """Stands for a value that a captured step does not have: it may be passed on, and not be used.
+    """Stands for a value that a captured step does not have: passed on and logged, never used.
 
     It is no ``int`` or ``float``: C++ would read the value of one without asking.
     """
@@ -93,6 +86,10 @@ class StandIn(abc.ABC):
     @abc.abstractmethod
     def refuse(self) -> NoReturn:
         """Raise a :class:`CaptureError` that names the value."""
+
+    @abc.abstractmethod
+    def now(self) -> Any:
+        """The value itself, at a replay."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         self.refuse()
@@ -126,13 +123,18 @@ class FrozenNumber(StandIn):
 
     Args:
         name: What a refusal calls it.
+        read: Gives the present one.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, read: Callable[[], Any]) -> None:
         self.name = name
+        self._read = read
 
     def refuse(self) -> NoReturn:
         refuse_frozen(self.name)
+
+    def now(self) -> Any:
+        return self._read()
 
 
 def refuse_stand_ins(value: Any) -> None:
@@ -147,46 +149,51 @@ def refuse_stand_ins(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def rates_exchanged(trainer: Trainer, optimizer: Optimizer, rates: Sequence[Any]) -> Iterator[None]:
+def rates_exchanged(
+    trainer: Trainer, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
+) -> Iterator[dict[int, Callable[[], Any]]]:
     """While capturing, schedulers and parameter groups give these learning rates, a group each.
 
-    What schedulers count by is nobody's to use, and what groups hold is nobody's to set.
+    What schedulers count by is nobody's to use, and no rate where there are none of these. What
+    groups hold is nobody's to set.
+
+    Returns:
+        The ``id`` of each tensor that stands for a rate -> what gives the present rate.
 
     Raises:
         CaptureError: the body has set something in a group; all is as before.
     """
-    schedulers = [
-        config.scheduler
-        for config in trainer.lr_scheduler_configs
-        if getattr(config.scheduler, "optimizer", None) is optimizer
-        and hasattr(config.scheduler, "_last_lr")
-    ]
-    last = [scheduler._last_lr for scheduler in schedulers]
+    numbers: dict[int, Callable[[], Any]] = {}
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     groups = optimizer.param_groups
     before = [dict(group) for group in groups]
-    counts = [
-        (vars(config.scheduler), key, vars(config.scheduler)[key])
-        for config in trainer.lr_scheduler_configs
+
+    def stand_in(index: int, read: Callable[[], Any]) -> Any:
+        if rates is None:
+            return FrozenNumber("the learning rate", read)
+        rate = rates[index].detach()
+        numbers[id(rate)] = read
+        return rate
+
+    places: list[tuple[Any, str, Any]] = [
+        (table, key, FrozenNumber(f"{key} of a scheduler", _reading(table, key)))
+        for table in map(vars, schedulers)
         for key in ("last_epoch", "_step_count")
-        if key in vars(config.scheduler)
+        if key in table
     ]
-    for table, key, _ in counts:
-        table[key] = FrozenNumber(f"{key} of a scheduler")
-    for scheduler in schedulers:
-        scheduler._last_lr = list(rates)
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-    given = [_values(group) for group in groups]
-    try:
-        yield
-        left = [_values(group) for group in groups]
-    finally:
-        for table, key, count in counts:
-            table[key] = count
-        for scheduler, rates_before in zip(schedulers, last, strict=True):
-            scheduler._last_lr = rates_before
-        for group, known in zip(groups, before, strict=True):
-            group.update(known)
+    for table in map(vars, schedulers):
+        if table.get("optimizer") is optimizer and "_last_lr" in table:
+            last = [stand_in(i, _reading(table, "_last_lr", i)) for i in range(len(groups))]
+            places.append((table, "_last_lr", last))
+    places += [(group, "lr", stand_in(i, _reading(group, "lr"))) for i, group in enumerate(groups)]
+    with exchanged(places):
+        given = [_values(group) for group in groups]
+        try:
+            yield numbers
+            left = [_values(group) for group in groups]
+        finally:
+            for group, known in zip(groups, before, strict=True):
+                group.update(known)
     moved = {key for a, b in zip(given, left, strict=True) for key in a if a[key] != b[key]}
     if moved:
         raise CaptureError(
@@ -207,12 +214,53 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def numbers_exchanged(
+    optimizer: Optimizer, keys: Sequence[Collection[str]]
+) -> contextlib.AbstractContextManager[None]:
+    """While capturing a forward pass, these numbers of the parameter groups are nobody's to use.
+
+    Args:
+        optimizer: The optimizer.
+        keys: Of each group, those that move without another capture.
+    """
+
+    def stand_in(group: dict[str, Any], key: str) -> Any:
+        name, value = f"{key} of the optimizer", group[key]
+        if isinstance(value, (tuple, list)):  # betas
+            return tuple(FrozenNumber(name, _reading(group, key, i)) for i in range(len(value)))
+        return FrozenNumber(name, _reading(group, key))
+
+    pairs = zip(optimizer.param_groups, keys, strict=False)
+    return exchanged(
+        [(group, key, stand_in(group, key)) for group, names in pairs for key in names]
+    )
+
+
+def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
+    """Gives what a table holds, or an item of it, when it is asked."""
+    return lambda: table[key][index[0]] if index else table[key]
+
+
+@contextlib.contextmanager
+def exchanged(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Put values into tables, and take them back."""
+    before = [table[key] for table, key, _ in places]
+    try:
+        for table, key, value in places:
+            table[key] = value
+        yield
+    finally:
+        for (table, key, _), value in zip(reversed(places), reversed(before), strict=True):
+            table[key] = value
+
+
 @contextlib.contextmanager
 def counters_watched(
     trainer: Trainer,
     on_read: Callable[[str], object] = refuse_frozen,
     on_store: Callable[[str], object] = _refuse_stored,
     reads: AttributeReads | None = None,
+    counter: Callable[[str, Callable[[], Any]], Any] | None = None,
 ) -> Iterator[None]:
     """While capturing, reading a counter or another moving value of the trainer is refused.
 
@@ -226,6 +274,8 @@ def counters_watched(
         on_read: Called with the name of what moves; where it returns, the read goes on.
         on_store: Called with the name of what is set; likewise.
         reads: Learns what can be compared.
+        counter: What a counter is read as, in place of ``on_read``: it is called with the name
+            and what gives the value.
     """
     original = type(trainer)
     is_library = CallSiteFinder().is_library
@@ -236,6 +286,8 @@ def counters_watched(
 
         def read(owner: Trainer) -> Any:
             if key in _COUNTERS:
+                if counter is not None:
+                    return counter(f"trainer.{key}", partial(inherited.__get__, owner))
                 on_read(f"trainer.{key}")
             elif not is_library(sys._getframe(1).f_code.co_filename):
                 _note(owner, key, on_read, reads)
@@ -345,40 +397,3 @@ def _uses_no_gradient(frame: FrameType, harmless: Collection[str]) -> bool:
     """Whether a library that reads or sets ``.grad`` computes nothing from it."""
     module = frame.f_globals.get("__name__", "")
     return module.startswith((_COMPILER, _OURS)) or frame.f_code.co_name in harmless
-
-
-class LoggedNumbers:
-    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-        self.changing: dict[str, CallSite] = {}
-
-    @contextlib.contextmanager
-    def watching(self, module: LightningModule) -> Iterator[None]:
-        """Look at the numbers that pass through ``module.log``."""
-        log = module.log
-
-        def watched(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(value, (int, float)):
-                if self._values.get(name, value) != value:
-                    self.changing[name] = CallSiteFinder().here()
-                self._values[name] = value
-            return log(name, value, *args, **kwargs)
-
-        with replaced(module, "log", watched):
-            yield
-
-    def refuse_changing(self) -> None:
-        """Refuse to capture a step that logs a number which changes.
-
-        Raises:
-            CaptureError: names the key and the line.
-        """
-        for name, site in self.changing.items():
-            raise CaptureError(
-                LOGGED_NUMBER.rule,
-                f"self.log({name!r}, ...) logged different numbers during warm-up, at "
-                f"{site.describe()}",
-                LOGGED_NUMBER.remedy,
-            )

@@ -7,12 +7,16 @@ have had these names and signatures since Lightning 2.0; they are looked up on t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+
+from lightning_graphs.training.own_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
 
@@ -84,3 +88,38 @@ def properties_watched(owner: Any, properties: Mapping[str, property]) -> Iterat
         yield
     finally:
         owner.__class__ = original
+
+
+@contextlib.contextmanager
+def log_exchanged(
+    module: LightningModule, log: Callable[..., None]
+) -> Iterator[Callable[..., None]]:
+    """Let ``self.log`` of a module end in ``log``: below what overrides it, and ``super().log``.
+
+    Args:
+        module: The module; others log as ever.
+        log: Called with Lightning's own function, bound to the module, and with the arguments.
+
+    Returns:
+        Lightning's own function, bound to the module.
+    """
+    base: Any = next(
+        kind
+        for kind in type(module).__mro__
+        if "log" in vars(kind) and is_lightnings(kind, "core.module")
+    )
+    original = base.log
+    own = functools.partial(original, module)
+
+    @functools.wraps(original)
+    def exchanged(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if owner is module:
+            log(own, *args, **kwargs)
+        else:
+            original(owner, *args, **kwargs)
+
+    base.log = exchanged
+    try:
+        yield own
+    finally:
+        base.log = original

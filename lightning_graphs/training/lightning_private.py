@@ -6,6 +6,8 @@ is slower and gives the same values.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
@@ -13,13 +15,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.own_code import is_lightnings
 
-_KNOWN_VERSIONS = ("2.5.", "2.6.")
-
-
-def _is_known() -> bool:
-    return lightning.__version__.startswith(_KNOWN_VERSIONS)
+_IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
 
 
 def training_results(trainer: Trainer) -> Any | None:
@@ -29,7 +28,7 @@ def training_results(trainer: Trainer) -> Any | None:
     most of it in checks of what a captured step cannot change; updating the entry that it made
     costs a tenth. Fallback: ``LightningModule.log``.
     """
-    if not _is_known():
+    if not _IS_KNOWN:
         return None
     return getattr(trainer.fit_loop.epoch_loop, "_results", None)
 
@@ -37,6 +36,36 @@ def training_results(trainer: Trainer) -> Any | None:
 def result_key(name: str) -> str:
     """Under which key :func:`training_results` keeps what ``training_step`` logs as ``name``."""
     return f"training_step.{name}"
+
+
+@contextlib.contextmanager
+def kept_log_caught(trainer: Trainer, log: Callable[..., None]) -> Iterator[None]:
+    """Let Lightning's own ``log`` end in another one, for who has kept it from before: bound to
+    the module, or in a ``partial``.
+
+    It checks its arguments and makes tensors of numbers before it comes here. Fallback: the whole
+    of it runs in the capture.
+
+    Args:
+        trainer: The trainer.
+        log: Takes the arguments of ``LightningModule.log``, all but the first two by name.
+    """
+    results = training_results(trainer)
+    if results is None:
+        yield
+        return
+    connector = trainer._logger_connector
+    current = connector._current_fx
+
+    def caught(_: str, name: str, value: Any, *, logger: bool, **options: Any) -> None:
+        del options["sync_dist_fn"]
+        log(name, value, logger=None if logger else False, **options)
+
+    with replaced(results, "log", caught), replaced(results, "reset", lambda **_: None):
+        try:
+            yield
+        finally:
+            connector._current_fx = current
 
 
 def batch_size_of(results: Any, entry: Any, given: int | None) -> int:
@@ -80,7 +109,7 @@ def announce_optimizer_step(trainer: Trainer, module: LightningModule, optimizer
 
     Profilers and debuggers see it called as ever. Fallback: not to call what does nothing.
     """
-    if _is_known():
+    if _IS_KNOWN:
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
 
@@ -90,7 +119,7 @@ def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: An
 
     Fallback: the public hooks by themselves, unseen by profilers.
     """
-    if _is_known():
+    if _IS_KNOWN:
         trainer.precision_plugin._after_closure(module, optimizer)
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -3,116 +3,115 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.core.torch_private import clone_all, version_of
+from lightning_graphs.core.torch_private import current_autograd_node, version_of
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.frozen import StandIn
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.frozen import StandIn, refuse_stand_ins
+from lightning_graphs.training.interception import log_exchanged, replaced
 from lightning_graphs.training.lightning_private import (
     batch_size_of,
+    kept_log_caught,
     result_key,
     training_results,
 )
+from lightning_graphs.training.metrics import METRIC_EARLY, MetricCall, metrics_of
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.watched import WatchedInt
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
-METRIC_VALUE = Obstacle(
-    "The value of a metric is not part of a captured step: metrics are updated after it.",
-    "hand it to self.log only, or compute what the loss needs with torch functions",
-    kind="metric-value",
-    code='self.log("accuracy", self.accuracy(logits, y))  # and nothing else with its value',
+LOGGED_NUMBER = Obstacle(
+    "A captured step runs no Python code: a Python number that it logs would stand still.",
+    "log the tensor itself, without item() or float(), or log from on_train_batch_end",
+    kind="python-state",
+    code='self.log("loss", loss)  # the tensor',
 )
-LOGGED_EARLY = Obstacle(
-    "What a captured step logs is read after the step.",
-    "hand over a copy: value.clone()",
-    kind="logged-early",
-    code='self.log("loss", loss.clone())',
+LOGGED_INSIDE = Obstacle(
+    "A replay runs no Python code: what a graphed module logs, or a hook in the backward pass, "
+    "would stand still.",
+    "log it in training_step, with what the module returns; or leave the module out (exclude)",
+    kind="python-state",
+    code='self.log("norm", norm)  # in training_step, with what the module returns',
 )
 
 
-class Deferred(StandIn):
-    """What a metric returns while a step is captured: it has no value before the replay."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.value: Any = None
-
-    def refuse(self) -> NoReturn:
-        observed = f"the value of {self.name} is used in training_step"
-        raise CaptureError(METRIC_VALUE.rule, observed, METRIC_VALUE.remedy)
-
-
-class _MetricCall:
-    """A call of a metric that every replay makes again, on copies of its tensors."""
-
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:
-        self._function = function
-        self._template, self._tensors = _template(args, kwargs)
-        self._result = Deferred(name)
-        self._items: dict[str, Deferred] | None = None
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, Mapping | nn.ModuleDict):
-            keys = owner.keys()  # a MetricCollection returns a dict
-            self._items = {key: Deferred(f"{name}[{key!r}]") for key in keys}
-
-    @property
-    def result(self) -> Deferred | dict[str, Deferred]:
-        """What the call returns while a step is captured."""
-        return self._result if self._items is None else dict(self._items)
-
-    def reissue(self) -> None:
-        args, kwargs = substitute(self._template, clone_all(self._tensors))
-        value = self._function(*args, **kwargs)
-        self._result.value = value
-        for key, deferred in (self._items or {}).items():
-            deferred.value = value[key] if value is not None else None
+def refuse_log(*_: Any, **__: Any) -> NoReturn:
+    """Stand for ``self.log`` where nothing could call it again."""
+    observed = f"self.log is called at {CallSiteFinder().here().describe()}"
+    raise CaptureError(LOGGED_INSIDE.rule, observed, LOGGED_INSIDE.remedy)
 
 
 class _LogCall:
-    """A call of ``self.log`` that every replay makes again.
+    """A call of ``self.log`` that is made again, with another value each time.
 
     The first one of an epoch goes through ``LightningModule.log``, which makes and resets the entry
-    of the key; the others update the entry.
+    of the key; the others update the entry, at a tenth of the price.
+
+    Args:
+        module: The module that logs.
+        log: Lightning's own function, bound to it.
+        name: The key.
+        options: All other arguments but the value, by name.
+        value: What every replay logs: memory of the graph, or a metric.
+        now: Gives the present value in its place; None if it is the value.
     """
 
-    def __init__(self, module: LightningModule, args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        log: Callable[..., None],
+        name: str,
+        options: dict[str, Any],
+        value: Any = None,
+        now: Callable[[], Any] | None = None,
+    ) -> None:
         self._module = module
-        self._log = module.log
-        bound = _LOG_SIGNATURE.bind(module, *args, **kwargs)
-        self.name: str = bound.arguments["name"]
-        self.value: Any = bound.arguments["value"]
-        self.prog_bar = bool(bound.arguments.get("prog_bar", False))
-        self._batch_size: int | None = bound.arguments.get("batch_size")
-        self._template, self._tensors = _template(args, kwargs)
-        self._scalar: Tensor | None = None
-        if isinstance(self.value, Tensor):
-            self._scalar = self.value.detach().squeeze()
-        elif isinstance(self.value, (int, float)):
-            self._scalar = torch.tensor(self.value, dtype=torch.get_default_dtype())
-        self._known_size: int | None = None
+        self._results = training_results(module.trainer)
+        self._key = result_key(name)
+        self._log = log
+        self._now = now
+        self._size: Any = None
+        self.name = name
+        self.options = options
+        self.value = value
+
+    def log(self, value: Any, size: Any = None) -> Any:
+        """Log a value; the batch size that weights it, if it is known.
+
+        Args:
+            value: A scalar tensor; or what ``LightningModule.log`` takes, which gets it then.
+            size: What this has returned for a batch of the same size.
+        """
+        results = self._results
+        entry = results.get(self._key) if results is not None else None
+        if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
+            self._log(self.name, value, **self.options)
+            return None
+        if size is None:
+            size = batch_size_of(results, entry, self.options.get("batch_size"))
+        results.update_metrics(self._key, value.detach().squeeze().to(entry.value.device), size)
+        return size
 
     def reissue(self) -> None:
-        results = training_results(self._module.trainer)
-        entry = results.get(result_key(self.name)) if results is not None else None
-        if results is None or entry is None or entry.has_reset or self._scalar is None:
-            args, kwargs = substitute(self._template, clone_all(self._tensors))
-            self._log(*map(_value, args), **{key: _value(v) for key, v in kwargs.items()})
-            return
-        if self._known_size is None:
-            self._known_size = batch_size_of(results, entry, self._batch_size)
-            self._scalar = self._scalar.to(entry.value.device)
-        results.update_metrics(result_key(self.name), self._scalar, self._known_size)
+        """Make the call again, after a replay."""
+        value = self.value
+        if self._now is not None:
+            value = self._now()
+            if isinstance(value, Number):
+                value = _tensor_of(value, self._module.device)
+        self._size = self.log(value, self._size)
 
 
 class LogRecorder:
@@ -121,49 +120,76 @@ class LogRecorder:
     Args:
         module: The module that is being captured.
         progress: Where values for the progress bar are mirrored to; None to read them directly.
+        numbers: Knows which Python numbers change from step to step.
+
+    Attributes:
+        live: The ``id`` of each tensor that stands for a number of the trainer -> what gives the
+            present number.
     """
 
-    def __init__(self, module: LightningModule, progress: ProgressValues | None = None) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        progress: ProgressValues | None = None,
+        numbers: LoggedNumbers | None = None,
+    ) -> None:
         self._module = module
         self._progress = progress
-        self._calls: list[_MetricCall | _LogCall] = []
+        self._numbers = numbers
+        self._calls: list[MetricCall | _LogCall] = []
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
         self._state = frozenset(t.untyped_storage().data_ptr() for t in state)
+        self._dtype = torch.get_default_dtype()
+        self.live: Mapping[int, Callable[[], Any]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Replace ``log`` of the module and the entry points of its metrics by recorders."""
+        """Record what ends in ``LightningModule.log``, and the entry points of metrics."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(self._module, "log", self._record_log))
+            log = stack.enter_context(log_exchanged(self._module, self._record_log))
+            caught = functools.partial(self._record_log, log)
+            stack.enter_context(kept_log_caught(self._module.trainer, caught))
             for name, metric in metrics_of(self._module):
                 for method in ("forward", "update", "compute", "reset"):
                     recorder = self._metric_recorder(metric, method, f"metric `{name}`")
                     stack.enter_context(replaced(metric, method, recorder))
             yield
 
-    def _record_log(self, *args: Any, **kwargs: Any) -> None:
-        args, kwargs = self._own("self.log", args, kwargs)
-        del vars(self._module)["log"]  # the call must know the real one
-        try:
-            self._calls.append(_LogCall(self._module, args, kwargs))
-        finally:
-            vars(self._module)["log"] = self._record_log
+    def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if current_autograd_node() is not None:
+            refuse_log()
+        self._dtype = torch.get_default_dtype()  # precision plugins set it for the step's own code
+        arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
+        refuse_stand_ins(arguments)
+        device, now = self._module.device, self.live.get(id(value))
+        if isinstance(value, StandIn):
+            now = value.now
+        elif now is None and isinstance(value, Number):
+            if self._numbers is not None:
+                self._numbers.refuse_changing(name)
+            value = _tensor_of(value, device)
+        elif now is None and isinstance(value, Tensor):
+            # The rest of the step may change it in place. On the host nothing would copy it again.
+            value = value.detach().clone() if value.device == device else value.detach()
+        self._calls.append(_LogCall(self._module, log, name, arguments, value, now))
 
     def _metric_recorder(self, metric: Any, method: str, name: str) -> Callable[..., Any]:
         function = getattr(metric, method)
 
         def record(*args: Any, **kwargs: Any) -> Any:
+            self._dtype = torch.get_default_dtype()
             args, kwargs = self._own(name, args, kwargs)
-            call = _MetricCall(function, args, kwargs, name)
+            call = MetricCall(function, args, kwargs, name)
             self._calls.append(call)
             return call.result
 
         return record
 
     def _own(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The arguments with copies of what the rest of the step will change.
+        """The arguments of a metric, with copies of what the rest of the step will change.
 
         They are read after the whole step. Parameters and buffers have other values by then.
         """
@@ -179,62 +205,118 @@ class LogRecorder:
         """Copy what the progress bar shows to the host; a part of the captured step.
 
         Raises:
-            CaptureError: a recorded value was changed in place since.
+            CaptureError: a tensor given to a metric was changed in place since.
         """
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
                 observed = f"a tensor given to {name} is changed in place afterwards"
-                raise CaptureError(LOGGED_EARLY.rule, observed, LOGGED_EARLY.remedy)
+                raise CaptureError(METRIC_EARLY.rule, observed, METRIC_EARLY.remedy)
         self._versions.clear()
         if self._progress is not None:
-            shown = [c for c in self._calls if isinstance(c, _LogCall) and c.prog_bar]
-            values = {c.name: c.value for c in shown if isinstance(c.value, Tensor)}
+            shown = [call for call in self._calls if isinstance(call, _LogCall)]
+            values = {c.name: c.value for c in shown if c.options.get("prog_bar")}
+            values = {name: v for name, v in values.items() if isinstance(v, Tensor)}
             self._mirrored = self._progress.capture(values)
 
     def reissue(self) -> None:
         """Make the recorded calls again, on the values that the replay computed."""
-        for call in self._calls:
-            call.reissue()
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            for call in self._calls:
+                call.reissue()
+        finally:
+            torch.set_default_dtype(dtype)
         if self._progress is not None:
             self._progress.mirrored = self._mirrored
 
 
 class QuickLog:
-    """Stands for ``self.log`` in steps that are no graph as a whole, at a tenth of its price.
+    """Stands for ``LightningModule.log`` in steps that are no graph as a whole, at a lower price.
 
     The first call of a key in an epoch, and every one that differs from the last in more than the
-    value, goes through ``LightningModule.log``; the others update the entry that it made.
+    value, goes through Lightning's function; the others update the entry that it made.
 
     Args:
-        module: The module, in whose ``training_step`` it stands.
+        module: The module.
+        is_stepping: Whether its ``training_step`` is running.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, is_stepping: Callable[[], bool]) -> None:
         self._module = module
-        self._known: dict[str, dict[str, Any]] = {}
+        self._is_stepping = is_stepping
+        self._known: dict[str, _LogCall] = {}
 
-    def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Around the module's ``training_step``."""
-        return replaced(self._module, "log", self)
+    def __call__(
+        self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
+    ) -> None:
+        """``LightningModule.log``, which is the first argument."""
+        known = self._known.get(name) if self._is_stepping() and not rest else None
+        if known is not None and known.options == options and _is_scalar(value):
+            known.log(value)
+            return
+        log(name, value, *rest, **options)
+        if not rest and all(type(v) in _PLAIN for v in options.values()):
+            self._known[name] = _LogCall(self._module, log, name, options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """``LightningModule.log``."""
-        if len(args) == 2 and self._known.get(args[0]) == kwargs and _is_scalar(args[1]):
-            results = training_results(self._module.trainer)
-            key = result_key(args[0])
-            entry = results.get(key) if results is not None else None
-            if results is not None and entry is not None and not entry.has_reset:
-                value = args[1].detach().squeeze().to(entry.value.device)
-                size = batch_size_of(results, entry, kwargs.get("batch_size"))
-                results.update_metrics(key, value, size)
-                return
-        del vars(self._module)["log"]  # the call must know the real one
-        try:
-            self._module.log(*args, **kwargs)
-        finally:
-            vars(self._module)["log"] = self
-        if len(args) == 2 and all(type(v) in _PLAIN for v in kwargs.values()):
-            self._known[args[0]] = kwargs
+
+class LoggedNumbers:
+    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured.
+
+    Args:
+        is_live: Whether a captured step would log the present one.
+        around: Entered around Lightning's own ``log``.
+    """
+
+    def __init__(
+        self,
+        is_live: Callable[[Any], bool] = lambda _: False,
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._is_live = is_live
+        self._around = around
+        self._values: dict[str, Any] = {}
+        self.changing: dict[str, CallSite] = {}
+
+    def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
+        """Look at the numbers that a module logs."""
+        return log_exchanged(module, self._watched)
+
+    def _watched(
+        self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(value, Number) and not self._is_live(value):
+            if self._values.get(name, value) != value:
+                self.changing[name] = CallSiteFinder().here()
+            self._values[name] = value
+        with self._around():
+            log(name, value, *args, **kwargs)
+
+    def refuse_changing(self, name: str) -> None:
+        """Refuse to capture a number that is logged under this name and changes.
+
+        Raises:
+            CaptureError: names the key and the line.
+        """
+        if name in self.changing:
+            raise CaptureError(
+                LOGGED_NUMBER.rule,
+                f"self.log({name!r}, ...) logged different numbers during warm-up, at "
+                f"{self.changing[name].describe()}",
+                LOGGED_NUMBER.remedy,
+            )
+
+
+def is_live(trainer: Trainer, number: Any) -> bool:
+    """Whether a number is a counter of the trainer, or a rate of an optimizer, as it is read."""
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return isinstance(number, WatchedInt) or any(number is group["lr"] for group in groups)
+
+
+def _tensor_of(number: Any, device: torch.device) -> Tensor:
+    """What ``LightningModule.log`` makes of a Python number, without a copy from the host."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 _PLAIN = (bool, int, str, type(None))
@@ -242,27 +324,3 @@ _PLAIN = (bool, int, str, type(None))
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
-
-
-def _template(args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-    """Arguments of a call with detached tensors in them, and those tensors in order."""
-    tensors = [leaf.detach() for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-    return substitute((args, kwargs), tensors), tensors
-
-
-def _value(argument: Any) -> Any:
-    return argument.value if isinstance(argument, Deferred) else argument
-
-
-def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
-    """The outermost torchmetrics objects of a module; none if torchmetrics was never imported."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return []
-    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
-    found: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(child, kinds) and not inside:
-            found.append((name, child))
-    return found

@@ -21,7 +21,6 @@ from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
-from lightning_graphs.training.frozen import LoggedNumbers
 from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.investment import Investment
@@ -32,6 +31,7 @@ from lightning_graphs.training.lightning_private import (
     skips_backward,
     takes_no_closure,
 )
+from lightning_graphs.training.logs import LoggedNumbers
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
@@ -150,6 +150,7 @@ class StepRunner:
             self._observers,
             self._reads,
             self._progress,
+            self._numbers,
         )
         verify = self._verify
         self._every = verify if isinstance(verify, int) else 0
@@ -329,7 +330,6 @@ class StepRunner:
         if conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped:
             return None
         try:
-            self._numbers.refuse_changing()
             if self._in_graph is not None and not len(self._cache):
                 self._in_graph.gather_state()
             with self._investment.paying(), capture_cost(self._pool.backend) as cost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
+    numbers_exchanged,
     old_gradients_watched,
     rates_exchanged,
 )
@@ -39,7 +40,7 @@ from lightning_graphs.training.gradients import (
     gradients_set_aside,
 )
 from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.logs import LoggedNumbers, LogRecorder
 from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -55,6 +56,9 @@ from lightning_graphs.training.precision import (
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 from lightning_graphs.training.side_effects import SideEffects
+
+
+_HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 
 
 class RaisedInCapture(CaptureError):
@@ -74,6 +78,7 @@ class StepCapture:
         observers: Who looks in between.
         reads: Learns which attributes the captured steps read.
         progress: Mirror of the values for the progress bar; None without a GPU.
+        logged: Knows which Python numbers change from step to step.
     """
 
     def __init__(
@@ -87,8 +92,10 @@ class StepCapture:
         observers: Observers,
         reads: AttributeReads,
         progress: ProgressValues | None,
+        logged: LoggedNumbers,
     ) -> None:
         self._reads = reads
+        self._logged = logged
         self._progress = progress
         self._trainer = trainer
         self._module = module
@@ -146,7 +153,7 @@ class StepCapture:
     ) -> StepPlan:
         inputs = StaticInputs(tensors)
         own = substitute(batch, inputs.tensors)
-        arguments = (own, *map(_frozen, rest))
+        arguments = (own, *map(self._frozen, rest))
         adds = not phase.zeroing or self._observers.own_zero_grad
         targets = GradientTargets(
             self._optimizer,
@@ -156,7 +163,7 @@ class StepCapture:
             adds=adds,
             holds=phase.stepping and not phase.zeroing,
         )
-        recorder = LogRecorder(self._module, self._progress)
+        recorder = LogRecorder(self._module, self._progress, self._logged)
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
@@ -242,15 +249,13 @@ class StepCapture:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            stack.enter_context(counters_watched(self._trainer, reads=self._reads))
+            counters = counters_watched(self._trainer, reads=self._reads, counter=FrozenNumber)
+            stack.enter_context(counters)
             stack.enter_context(replaced(self._body, "forward", self._forward))
             stack.enter_context(replaced(self._body, "_backward", self._backward))
-            rates: list[Any] = [FrozenNumber("the learning rate")] * len(
-                self._optimizer.param_groups
-            )
-            if self._capturable is not None:
-                rates = self._capturable.live_rates()
-            stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
+            rates = None if self._capturable is None else self._capturable.live_rates()
+            exchanged = rates_exchanged(self._trainer, self._optimizer, rates)
+            recorder.live = stack.enter_context(exchanged)
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
@@ -260,8 +265,24 @@ class StepCapture:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
-        with old_gradients_watched(self._trainer), watched, self._unseen():
+        numbers = numbers_exchanged(self._optimizer, self._open_keys())
+        with old_gradients_watched(self._trainer), watched, numbers, self._unseen():
             return StepBody.forward(self._body, arguments, recorder)
+
+    def _open_keys(self) -> Sequence[Collection[str]]:
+        """The numbers in each parameter group that may move without another capture."""
+        if self._capturable is not None:
+            return ()
+        return [
+            {key for key in _HYPER_PARAMETERS if _is_plain(group.get(key))}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _frozen(self, value: Any) -> Any:
+        if type(value) is not int:
+            return value
+        loop = self._trainer.fit_loop.epoch_loop
+        return FrozenNumber("batch_idx", lambda: loop.batch_idx)
 
     def _backward(self, loss: Tensor) -> None:
         with self._casts.together(loss), self._unseen():
@@ -339,10 +360,6 @@ def refuse_iterator(batch: Any) -> None:
         )
 
 
-def _frozen(value: Any) -> Any:
-    return FrozenNumber("batch_idx") if type(value) is int else value
-
-
 def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
     """Take back what a step that asks for gradients of its batch has made of static inputs."""
     for own, given in zip(inputs, batch, strict=True):
@@ -372,3 +389,8 @@ def state_as_known(optimizer: Optimizer) -> Iterator[None]:
             f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
             "let it take one more eager step; parameters that were unfrozen need one",
         )
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return all(type(v) in (int, float) for v in values)

@@ -79,6 +79,15 @@ def watched_in(value: Any) -> Iterator[WatchedInt]:
         yield from watched_in([value.start, value.stop, value.step])
 
 
+def watched_counter(note: Note, name: str, read: Callable[[], Any]) -> Any:
+    """The value of a counter that is read, which tells when it is used."""
+    value = read()
+    if type(value) is int:
+        return WatchedInt(value, name, note)
+    note(name)
+    return value
+
+
 class Nesting:
     """Whether code runs inside of a submodule, or in the step around them.
 

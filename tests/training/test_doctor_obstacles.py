@@ -83,13 +83,26 @@ class UsedScore(Scored):
         return self.loss(batch) * (2 - score)  # used
 
 
-class ChangedAfterLog(Net):
+class ChangedAfterwards(Scored):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        share = loss.detach().clone()
-        self.log("share", share)  # logged early
-        share.mul_(2)
-        return loss
+        guess = self.net(batch["x"]).detach()
+        self.log("share", guess.mean())
+        self.accuracy(guess, batch["y"])  # too early
+        guess.mul_(2)
+        return self.loss(batch)
+
+
+class LoggingNumbers(Net):
+    """Logs numbers that a captured step logs anew."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("index", batch_idx)
+        self.log("steps", self.global_step)
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.loss(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.01 / (1 + batch_idx)
 
 
 class EmptyTensor(Net):
@@ -144,9 +157,15 @@ class TestSingleObstacles:
         assert "def on_before_optimizer_step" in row.code
         compare(eager, fit, replayed=False)
 
-    def test_a_logged_tensor_that_changes_afterwards(self, backend: str, tmp_path: Path) -> None:
-        (row,) = rows(examined(backend, tmp_path, module=ChangedAfterLog), "logged-early")
-        assert row.line == line(ChangedAfterLog.training_step, "logged early")
+    def test_a_tensor_of_a_metric_that_changes_afterwards(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        (row,) = rows(examined(backend, tmp_path, module=ChangedAfterwards), "logged-early")
+        assert row.line == line(ChangedAfterwards.training_step, "too early")
+
+    def test_numbers_that_are_logged_anew(self, backend: str, tmp_path: Path) -> None:
+        fit = examined(backend, tmp_path, module=LoggingNumbers)
+        assert fit.capture.diagnosis == Diagnosis(steps=3)
 
     def test_an_empty_tensor_is_no_copy(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path, module=EmptyTensor)

@@ -115,24 +115,6 @@ def test_a_logged_parameter_has_its_value_before_the_step(backend: str, tmp_path
     compare(*fit_twice(backend, tmp_path, module=Temperature))
 
 
-class InPlaceAfterLog(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        logged = loss.detach().clone()
-        self.log("value", logged, on_step=True, on_epoch=True)
-        logged.mul_(100)
-        return loss
-
-
-def test_a_value_changed_after_it_was_logged_is_refused(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"module": InPlaceAfterLog, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=r"given to self\.log is changed in place afterwards"):
-        captured.run()
-    compare(eager, captured, replayed=False)
-
-
 class Counting(Net):
     """Logs a Python number that is another one in every step."""
 

@@ -117,3 +117,37 @@ def test_a_metric_value_in_the_loss_is_refused(backend: str, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="the value of metric `accuracy` is used in training_step"):
         captured.run()
     compare(eager, captured, replayed=False)
+
+
+class ChangedAfterwards(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        value = loss.detach().clone()
+        self.mean.update(value)
+        value.mul_(100)
+        return loss
+
+
+class OfTheIndex(Scored):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.mean.update(loss, batch_idx)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (ChangedAfterwards, "given to metric `mean` is changed in place afterwards"),
+        (OfTheIndex, r"batch_idx is read at .*test_metrics.py"),
+    ],
+)
+def test_what_a_metric_is_given_is_refused(
+    backend: str, tmp_path: Path, module: Any, said: str
+) -> None:
+    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)

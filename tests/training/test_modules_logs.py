@@ -55,5 +55,5 @@ def test_lightnings_own_function_is_called_once_an_epoch(
 
     monkeypatch.setattr(LightningModule, "log", log)
     compare(*fit_twice(backend, tmp_path, module=logging_net(on_epoch=True), capture=CAPTURE))
-    # 20 eager steps; then 3 of warm-up, the first after it, and the first of the second epoch.
-    assert calls.count("value") == 20 + 3 + 1 + 1
+    # 20 eager steps; then 3 of warm-up, and the first of the second epoch.
+    assert calls.count("value") == 20 + 3 + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.foresight import requests_watched
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
-from lightning_graphs.training.interception import StrategyCalls
+from lightning_graphs.training.interception import StrategyCalls, log_exchanged
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.schedule import Schedule
@@ -52,7 +52,7 @@ class ModuleRunner:
         self._calls = calls
         self._statistics = statistics
         self._warmup_left = warmup_steps
-        self._log = QuickLog(module)
+        self._log = ExitStack()
         gradients = PersistentGradients()
         schedule = Schedule(module, options)
         # First: it may refuse the options, and changes nothing.
@@ -73,6 +73,10 @@ class ModuleRunner:
                 investment,
             )
 
+        stage = self._graphs.stage
+        quick = QuickLog(module, lambda: stage.stepping)
+        self._log.enter_context(log_exchanged(module, quick))
+
     @property
     def capturable(self) -> CapturableOptimizer | None:
         """What keeps the optimizer capturable; None if its step runs eagerly."""
@@ -84,6 +88,7 @@ class ModuleRunner:
             self._update.close()
             self._update = None
         self._graphs.close()
+        self._log.close()
 
     # ------------------------------------------------------------------ strategy methods
 
@@ -97,7 +102,7 @@ class ModuleRunner:
         stage = self._graphs.stage
         stage.stepping = True
         try:
-            with self._log.installed(), self._requests():
+            with self._requests():
                 return self._calls.training_step(*args, **kwargs)
         finally:
             stage.stepping = False

@@ -24,11 +24,13 @@ from lightning_graphs.core.values import HeldValues
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.frozen import (
-    FrozenNumber,
     counters_watched,
     old_gradients_watched,
     rates_exchanged,
 )
+from lightning_graphs.training.interception import log_exchanged
+from lightning_graphs.training.lightning_private import kept_log_caught
+from lightning_graphs.training.logs import refuse_log
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
@@ -85,8 +87,9 @@ class Baked:
             stack.enter_context(counters_watched(trainer, reads=self._reads))
             stack.enter_context(old_gradients_watched(trainer))
             for optimizer in trainer.optimizers:
-                rates = [FrozenNumber("the learning rate")] * len(optimizer.param_groups)
-                stack.enter_context(rates_exchanged(trainer, optimizer, rates))
+                stack.enter_context(rates_exchanged(trainer, optimizer))
+            stack.enter_context(log_exchanged(self._root, refuse_log))
+            stack.enter_context(kept_log_caught(trainer, refuse_log))
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
