@@ -14,7 +14,7 @@ from lightning_graphs.training.statistics import Statistics, difference
 from lightning_graphs.training.step import RaisedInCapture
 from lightning_graphs.training.watch import OF_THE_TRAINER
 
-_PATIENCE = 12
+_PATIENCE = 32
 """How many eager steps in a row are taken before it is said why."""
 
 Kind = TypeVar("Kind")

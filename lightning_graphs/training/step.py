@@ -57,7 +57,6 @@ from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 from lightning_graphs.training.side_effects import SideEffects
 
-
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 
 

@@ -298,7 +298,7 @@ def test_memory_that_moves_in_every_step_is_not_chased(backend: str, tmp_path: P
         module=FrozenNorm,
         capture=named("blocks.1"),
         callbacks=lambda: [RebindingAlways()],
-        data=lambda: batches(100),
+        data=lambda: batches(140),
         max_epochs=1,
         validation=0,
     )

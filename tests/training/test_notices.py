@@ -100,7 +100,7 @@ def test_an_attribute_that_keeps_changing_is_named_once(
 ) -> None:
     options: dict[str, Any] = {
         "module": moving(every),
-        "data": lambda: lengths(*[8] * (40 if every == 1 else 80))(),
+        "data": lambda: lengths(*[8] * (50 if every == 1 else 120))(),
         "capture": {"warmup_steps": 1, "on_failure": "eager"},
     }
     with pytest.warns(UserWarning, match=KEEPS_CHANGING):
