@@ -260,9 +260,10 @@ class StateSnapshot:
 
     Args:
         tensors: What to save. Kept, and never changed before :meth:`restore`.
+        on_host: Keep the copies in memory of the host.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         self._tensors = list(tensors)
         self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
         views: dict[torch.device, dict[int, Tensor]] = {}
@@ -271,8 +272,9 @@ class StateSnapshot:
                 of_device = views.setdefault(tensor.device, {})
                 if address and address not in of_device:
                     of_device[address] = _storage_bytes(tensor)
+            copies = _copies_on_host if on_host else clone_all
             self._saved = [
-                (list(own.values()), clone_all(list(own.values()))) for own in views.values() if own
+                (list(own.values()), copies(list(own.values()))) for own in views.values() if own
             ]
         self._copies = {
             view.data_ptr(): copy
@@ -286,11 +288,11 @@ class StateSnapshot:
         Raises:
             KeyError: its storage was not saved.
         """
-        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         address = tensor.untyped_storage().data_ptr()
         if not address:
-            return view.reshape(tensor.shape)
+            return torch.empty_like(tensor)
         storage = self._copies[address].untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def restore(self) -> None:
@@ -310,7 +312,15 @@ class StateSnapshot:
                 )
         with torch.no_grad():
             for views, values in self._saved:
-                torch._foreach_copy_(views, values)
+                if values[0].device == views[0].device:
+                    torch._foreach_copy_(views, values)
+                else:
+                    for view, value in zip(views, values, strict=True):
+                        view.copy_(value)
+
+
+def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.to("cpu", copy=True) for tensor in tensors]
 
 
 def _empty_like(tensor: Tensor, device: torch.device | None) -> Tensor:

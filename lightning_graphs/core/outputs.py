@@ -95,6 +95,10 @@ class OutputPlan:
         """Whether a caller still holds what a lent output was at the last replay."""
         return any(lent.is_kept for lent in self._lent.values())
 
+    def give_away(self) -> Any:
+        """The return value of a call after which there is no replay: without copies."""
+        return self._build([tensor.detach() for tensor in self._tensors])
+
     def _take(self, indices: Sequence[int]) -> list[Tensor]:
         if self._static:
             return [self._tensors[i].detach() for i in indices]

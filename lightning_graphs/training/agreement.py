@@ -20,6 +20,7 @@ from lightning_graphs.training.differences import (
     difference,
     size,
 )
+from lightning_graphs.training.memory import MemoryBudget
 
 _RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
@@ -27,7 +28,6 @@ _REMEDY = (
     "(a context variable, the state of a library, a file): make them tensors or attributes"
 )
 _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Agreement:
 
     Args:
         tolerance: How much a replay may differ.
-        device: Where the results are.
+        budget: Says where there is no room for copies.
         where: Opens the message of a mismatch: ``at step 5``.
         say: Told, once for each check, what could not be compared.
     """
@@ -64,12 +64,12 @@ class Agreement:
     def __init__(
         self,
         tolerance: Tolerance,
-        device: torch.device,
+        budget: MemoryBudget,
         where: str,
         say: Callable[[str], None],
     ) -> None:
         self._tolerance = tolerance
-        self._device = device
+        self._budget = budget
         self._where = where
         self._say = say
 
@@ -140,7 +140,7 @@ class Agreement:
         for result in results:
             if result.name in wanted:
                 needed += result.value.numel() * result.value.element_size()
-                if missing_memory(self._device, needed):
+                if not self._budget.has_room(needed):
                     return
                 yield result
 
@@ -174,15 +174,3 @@ def tolerance_of(trainer: Trainer) -> Tolerance:
     """The rule for whole steps of a fit, in its arithmetic."""
     precision = str(trainer.precision_plugin.precision)
     return Tolerance(trainer.strategy.root_device.type, _ARITHMETIC.get(precision))
-
-
-def missing_memory(device: torch.device, needed: int) -> str:
-    """Why there is no room for so many bytes; empty if there is."""
-    if device.type != "cuda":
-        return ""
-    if torch.cuda.mem_get_info(device)[0] <= needed:
-        torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0]
-    if free > needed:
-        return ""
-    return f"a copy of the state takes {needed // _MIB} MiB, and {free // _MIB} MiB are free"

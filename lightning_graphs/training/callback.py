@@ -19,11 +19,13 @@ from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.investment import Investment, steps_left
+from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.reporter import FitReporter
+from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
@@ -66,6 +68,8 @@ class GraphCapture(Callback):
         verify: Run a captured step eagerly as well, from the same state, and compare everything
             that both computed: ``"first"``: after each capture; K: after each capture and at every
             K-th optimizer step; ``"off"``: never. A replay that differs follows ``on_failure``.
+        memory: How much more GPU memory than eager steps all that is ours may take, as a part of
+            their peak; ``"auto"``: 0.35. What does not fit runs eagerly, or is not verified.
         profit_gate: Steps are timed. Nothing is captured that is not expected to pay off, and
             where replayed steps turn out not to be faster than eager ones, the callback switches
             itself off and says so. With False it captures whatever comes back.
@@ -92,6 +96,7 @@ class GraphCapture(Callback):
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
         verify: Literal["first", "off"] | int = "first",
+        memory: float | Literal["auto"] = "auto",
         profit_gate: bool = True,
         log_metrics: bool = False,
         doctor: bool = False,
@@ -108,6 +113,7 @@ class GraphCapture(Callback):
             on_failure=on_failure,
             backend=backend,
             verify=verify,
+            memory=memory,
             profit_gate=profit_gate,
             log_metrics=log_metrics,
             doctor=doctor,
@@ -185,11 +191,15 @@ class GraphCapture(Callback):
             stack.enter_context(flattened_once())
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
+            options, statistics = self.options, self.statistics
             investment = Investment(
-                self.options, self.statistics, partial(steps_left, trainer), timed=name == "cuda"
+                options, statistics, partial(steps_left, trainer), timed=name == "cuda"
             )
+            budget = MemoryBudget(device, options.memory)
+            raises = options.on_failure == "raise"
+            retry = EagerRetry(trainer, pl_module, calls, statistics, budget, raises=raises)
             runner = runner_for(
-                Fit(trainer, pl_module, self.options, pool, self.statistics, progress, investment)
+                Fit(trainer, pl_module, options, pool, statistics, progress, investment, retry)
             )
             stack.callback(runner.close)
 
@@ -201,7 +211,8 @@ class GraphCapture(Callback):
                 self._runner = None
 
             self.statistics.backend = name
-            reporter = FitReporter(trainer, self.options, self.statistics, runner, switch_off)
+            reporter = FitReporter(trainer, options, statistics, retry, switch_off)
+            retry.attach(runner, reporter.switch_off)
             intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy, calls)
             self._fit = stack.pop_all()

@@ -181,6 +181,10 @@ class PersistentGradients:
                 self._buffers[parameter] = empty_gradient(parameter).zero_()
         return [self._buffers[parameter] for parameter in parameters]
 
+    def clear(self) -> None:
+        """Let go of all buffers: no graph writes them any more."""
+        self._buffers.clear()
+
 
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.

@@ -33,6 +33,28 @@ def training_results(trainer: Trainer) -> Any | None:
     return getattr(trainer.fit_loop.epoch_loop, "_results", None)
 
 
+def logs_kept(trainer: Trainer) -> Callable[[], None]:
+    """Keep what ``self.log`` has collected in this epoch; the result puts it back.
+
+    Nothing public does. Fallback: nothing is put back, and what a step that ran out of memory had
+    logged by then is logged twice.
+    """
+    results = training_results(trainer)
+    tables = [] if results is None else [results, vars(results), *map(vars, results.values())]
+    before = [(table, dict(table)) for table in tables]
+    connector = getattr(trainer, "_logger_connector", None)
+    hook = getattr(connector, "_current_fx", None)
+
+    def put_back() -> None:
+        for table, values in before:
+            table.clear()
+            table.update(values)
+        if connector is not None:
+            connector._current_fx = hook
+
+    return put_back
+
+
 def result_key(name: str) -> str:
     """Under which key :func:`training_results` keeps what ``training_step`` logs as ``name``."""
     return f"training_step.{name}"

@@ -51,10 +51,15 @@ class LooseTensors:
         if self._kept is not None and found:
             self._kept.append(StateSnapshot(found))
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Put all of them back after the body, also those that are added while it runs."""
-        self._kept = [StateSnapshot([*self._buffers.values(), *(t for _, t in self._named)])]
+        self._kept = [StateSnapshot(self.tensors)]
         try:
             yield
         finally:

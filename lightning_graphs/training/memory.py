@@ -1,17 +1,124 @@
-"""Memory around a capture: tensors that warm-up steps have strewn are moved together."""
+"""Memory around a capture: how much of it is ours, and how what is there is used well."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.torch_private import storage_uses
+from lightning_graphs.errors import CaptureError
 
 _WORTH_A_MOVE = 0.05
 """The part of the reserved memory that lies unused between tensors."""
 _AT_ONCE = 2**28  # bytes: what a move needs beside the tensors
+_AUTO = 0.35
+"""How much more than eager steps all that is ours may take, as a part of their peak."""
+_SMALL = 0.1
+"""Up to which part of that peak a copy of the state is kept on the GPU."""
+_SHARED = True
+"""Whether eager code that runs between two replays may take the memory of their graphs."""
+_MIB = 2**20
+_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether somebody found no memory: torch's allocator, the driver, a library."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the lists that follow."""
+    return str(error).partition("\n")[0]
+
+
+class NoRoomError(CaptureError):
+    """A capture finds no memory, or none that it may take: a smaller one may."""
+
+
+def no_room(what: str, observed: str) -> NoRoomError:
+    """The error for what was to be captured, and for what was observed."""
+    return NoRoomError(
+        f"{what} needs memory of its own, beside that of eager steps.",
+        observed,
+        "allow fewer graphs (max_graphs), or make the batch smaller",
+    )
+
+
+class MemoryBudget:
+    """How much memory of a GPU all that is ours may take; on a CPU nobody counts.
+
+    Args:
+        device: The device.
+        share: How much more than the peak of eager steps, as a part of it.
+    """
+
+    def __init__(self, device: torch.device, share: float | Literal["auto"] = "auto") -> None:
+        self._device = device if device.type == "cuda" else None
+        self._share = _AUTO if share == "auto" else share
+        self._peak = self._activations = 0
+
+    @property
+    def _limit(self) -> int:
+        return int((1 + self._share) * self._peak)
+
+    def require_room(self, what: str) -> None:
+        """Ahead of a capture; the first one looks at what eager steps took.
+
+        Raises:
+            NoRoomError: it would take more than may be taken.
+        """
+        if self._device is None:
+            return
+        taken = torch.cuda.memory_allocated(self._device)
+        if not self._peak:
+            self._peak = torch.cuda.max_memory_allocated(self._device)
+            self._activations = self._peak - taken
+        if taken + self._activations > self._limit:
+            raise no_room(
+                what,
+                f"{taken // _MIB} MiB are taken, a step takes {self._activations // _MIB} MiB "
+                f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
+            )
+
+    def is_small(self, nbytes: int) -> bool:
+        """Whether a copy of so many bytes may lie on the device; larger ones lie on the host."""
+        return self._device is None or nbytes <= _SMALL * self._peak
+
+    def has_room(self, needed: int) -> bool:
+        """Whether so many bytes more may be taken, and are there."""
+        if self._device is None:
+            return True
+        if self._room() <= needed:
+            torch.cuda.empty_cache()
+        return self._room() > needed
+
+    def _room(self) -> int:
+        free = torch.cuda.mem_get_info(self._device)[0]
+        return min(free, self._limit - torch.cuda.memory_reserved(self._device))
+
+
+@contextlib.contextmanager
+def memory_of(graph: CUDAGraph) -> Iterator[None]:
+    """Let the body take its memory from the pool of a graph, which lies idle between replays.
+
+    What the body makes must be gone, or of no use any more, by the next replay.
+    """
+    if graph.backend.name != "cuda" or not _SHARED:
+        yield
+        return
+    # It asks a pool for its id only, and torch makes no object of a graph's pool. It is for this
+    # thread alone, in which the backward pass runs then.
+    pool = torch.cuda.use_mem_pool(SimpleNamespace(id=graph.pool()))  # type: ignore[arg-type]
+    with torch.autograd.set_multithreading_enabled(False), pool:
+        yield
 
 
 def gather(tensors: Iterable[Tensor]) -> None:

@@ -32,6 +32,7 @@ class Options:
     on_failure: OnFailure = "eager"
     backend: BackendChoice = "auto"
     verify: Verify = "first"
+    memory: float | Literal["auto"] = "auto"
     profit_gate: bool = True
     log_metrics: bool = False
     doctor: bool = False
@@ -49,6 +50,13 @@ class Options:
             _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
         if self.verify not in ("first", "off"):
             _require_at_least("verify", self.verify, 1, "every so many steps; or 'first' or 'off'")
+        memory = self.memory
+        if memory != "auto" and (isinstance(memory, (bool, str)) or not memory >= 0):
+            raise OptionError(
+                "memory is a part of the peak of eager steps, or 'auto'.",
+                f"memory={memory!r}",
+                "write memory=0.35 for a third more than eager steps take",
+            )
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
         _require_bool("eval_graphs", self.eval_graphs)

@@ -72,6 +72,12 @@ class StepPlan:
         if graph in self.stores:
             set_again(self.stores[graph])
 
+    def hand_out(self, *, copies: bool = True) -> Any:
+        """After a replay of ``forward``: set attributes, log, and return what the step returns."""
+        self.store("forward")
+        self.logs.reissue()
+        return self.outputs.hand_out() if copies else self.outputs.give_away()
+
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""
         if self.adds:

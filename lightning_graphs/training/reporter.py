@@ -60,6 +60,8 @@ class FitReporter:
 
     def _settled(self) -> None:
         """Say what the graphs gain, once it is known, and be out of the way from then on."""
+        if self._off_since is not None:
+            return
         intercept(self._trainer.strategy, self._handler)
         slower = not self._judge()
         rank_zero_info(summary_line(self._statistics.report()))
@@ -71,10 +73,14 @@ class FitReporter:
                 hint = ". GraphCapture(profit_gate=True) switches itself off then"
             rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
         if slower and self._decides:
-            self._switch_off()
-            self._off_since = self._batches()
-            self._statistics.note(f"switched off by profit_gate: {self._statistics.verdict}")
+            self.switch_off(f"switched off by profit_gate: {self._statistics.verdict}")
         self._log()
+
+    def switch_off(self, reason: str) -> None:
+        """Release the graphs, let the steps run eagerly from now on, and say why."""
+        self._switch_off()
+        self._off_since = self._batches()
+        self._statistics.note(reason)
 
     def _is_verified(self) -> bool:
         """Whether the coming step is compared with the eager one, which takes time."""

@@ -22,7 +22,6 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.gradients import KeptGradients
-from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
@@ -32,6 +31,7 @@ from lightning_graphs.training.lightning_private import (
     takes_no_closure,
 )
 from lightning_graphs.training.logs import LoggedNumbers
+from lightning_graphs.training.memory import NoRoomError
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
@@ -41,6 +41,7 @@ from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
 from lightning_graphs.training.verification import Verification
@@ -59,12 +60,12 @@ class StepRunner:
     Args:
         trainer: The trainer.
         module: Its module.
-        calls: The strategy's own methods.
         options: The callback's options.
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
         progress: Mirror of the values for the progress bar; None without a GPU.
         investment: Decides which steps are worth a capture.
+        retry: Has the strategy's own methods, and repeats a step that finds no memory.
 
     Attributes:
         capturable: What keeps the optimizer capturable; None if it cannot be captured.
@@ -76,17 +77,18 @@ class StepRunner:
         self,
         trainer: Trainer,
         module: LightningModule,
-        calls: StrategyCalls,
         options: Options,
         pool: GraphPool,
         statistics: Statistics,
         progress: ProgressValues | None,
         investment: Investment,
+        retry: EagerRetry,
     ) -> None:
+        self._retry = retry
         self._progress = progress
         self._trainer = trainer
         self._module = module
-        self._calls = calls
+        self._calls = retry.calls
         self._pool = pool
         self._statistics = statistics
         self._verify = options.verify
@@ -132,13 +134,9 @@ class StepRunner:
         if obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
+        own, observers = self._retry.own, self._observers
         body = StepBody(
-            self._trainer,
-            self._module,
-            self._calls,
-            self._optimizer,
-            self._in_graph,
-            self._observers,
+            self._trainer, self._module, own, self._optimizer, self._in_graph, observers
         )
         self._capture = StepCapture(
             self._trainer,
@@ -152,13 +150,11 @@ class StepRunner:
             self._progress,
             self._numbers,
         )
-        verify = self._verify
+        verify, parts = self._verify, (self._trainer, self._module, body, self._optimizer)
         self._every = verify if isinstance(verify, int) else 0
-        self._verification = (
-            Verification(self._trainer, self._module, body, self._optimizer, self._in_graph)
-            if verify != "off"
-            else None
-        )
+        self._verification = None
+        if verify != "off":
+            self._verification = Verification(*parts, self._in_graph, self._retry.budget)
         self._watch = FitWatch(
             self._trainer, self._module, self._optimizer, self._in_graph, self._reads
         )
@@ -173,10 +169,16 @@ class StepRunner:
         for graph in plan.graphs:
             self._pool.release(graph)
 
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
+        return "graphs" if len(self._cache) else ""
+
     def close(self) -> None:
         """Release every graph and give the optimizer back as it came; may be called again."""
         self._active = self._last = None
         self._cache.clear()
+        self._capture.persistent.clear()
         vars(self._optimizer).pop("zero_grad", None)
         if self.capturable is not None:
             self.capturable.restore()
@@ -330,6 +332,7 @@ class StepRunner:
         if conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped:
             return None
         try:
+            self._retry.before_capture(args)
             if self._in_graph is not None and not len(self._cache):
                 self._in_graph.gather_state()
             with self._investment.paying(), capture_cost(self._pool.backend) as cost:
@@ -398,9 +401,7 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
-        plan.store("forward")
-        plan.logs.reissue()
-        returned = plan.outputs.hand_out()
+        returned = self._retry.handed_out(plan)
         if plan.proof is not None:
             self._prove(plan, plan.proof, returned)
         return returned
@@ -428,7 +429,8 @@ class StepRunner:
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:
             self._cache.refuse(signature)
-        self.has_failed |= not len(self._cache)
+        # What finds no memory as a whole finds none for the arguments of its submodules.
+        self.has_failed |= not (len(self._cache) or isinstance(error, NoRoomError))
         self._notices.refused(error, has_graphs=not self.has_failed)
 
 

@@ -12,12 +12,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.training.interception import StepHandler, StrategyCalls, calls_of
+from lightning_graphs.training.interception import StepHandler
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.runner import StepRunner
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.uncapturable import obstacle_in
@@ -29,6 +30,10 @@ class Runner(StepHandler, Protocol):
     @property
     def capturable(self) -> CapturableOptimizer | None:
         """What keeps the optimizer capturable at present."""
+
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
 
     def close(self) -> None:
         """Release every graph and give back what was changed; may be called again."""
@@ -46,6 +51,7 @@ class Fit:
         statistics: Where decisions are counted.
         progress: Mirror of the values for the progress bar; None without a GPU.
         investment: Decides what is worth a capture.
+        retry: Has the strategy's own methods, and repeats a step that finds no memory.
     """
 
     trainer: Trainer
@@ -55,28 +61,25 @@ class Fit:
     statistics: Statistics
     progress: ProgressValues | None
     investment: Investment
+    retry: EagerRetry
 
     def step_runner(self) -> StepRunner:
         """Graphs of whole steps."""
-        calls = calls_of(self.trainer.strategy)
         return StepRunner(
             self.trainer,
             self.module,
-            calls,
             self.options,
             self.pool,
             self.statistics,
             self.progress,
             self.investment,
+            self.retry,
         )
 
-    def module_runner(
-        self, calls: StrategyCalls | None = None, *, warmed_up: bool = False
-    ) -> ModuleRunner:
+    def module_runner(self, *, warmed_up: bool = False) -> ModuleRunner:
         """Graphs of submodules.
 
         Args:
-            calls: The strategy's own methods, where they are exchanged already.
             warmed_up: The optimizer has stepped often enough.
         """
         if self.progress is not None:
@@ -84,17 +87,17 @@ class Fit:
         return ModuleRunner(
             self.trainer,
             self.module,
-            calls or calls_of(self.trainer.strategy),
             self.options,
             self.pool,
             self.statistics,
             self.investment,
+            self.retry,
             warmup_steps=0 if warmed_up else self.options.warmup_steps,
         )
 
 
 def runner_for(fit: Fit) -> Runner:
-    """The runner that the options ask for; the strategy's methods must not be exchanged yet."""
+    """The runner that the options ask for."""
     if fit.options.scope == "step":
         return fit.step_runner()
     if fit.options.scope == "modules" or fit.options.modules:
@@ -131,7 +134,6 @@ class AutoRunner:
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit
-        self._calls = calls_of(fit.trainer.strategy)
         self._runner: StepRunner | ModuleRunner = replace(
             fit, options=replace(fit.options, on_failure="eager")
         ).step_runner()
@@ -140,6 +142,11 @@ class AutoRunner:
     def capturable(self) -> CapturableOptimizer | None:
         """What keeps the optimizer capturable at present."""
         return self._runner.capturable
+
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
+        return self._runner.held
 
     def close(self) -> None:
         """Release every graph and give back what was changed; may be called again."""
@@ -167,5 +174,5 @@ class AutoRunner:
                 "GraphCapture: submodules become graphs, since the whole step cannot be one"
             )
             runner.close()
-            self._runner = self._fit.module_runner(self._calls, warmed_up=True)
+            self._runner = self._fit.module_runner(warmed_up=True)
         return self._runner

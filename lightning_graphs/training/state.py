@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.tree import flatten
 from lightning_graphs.training.differences import Result, difference
+from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.precision import scaler_of
 
 
@@ -27,6 +28,7 @@ class StepState:
         loose: Other tensors that the step writes, by name.
         forward_only: Leave out what only backward pass and optimizer step change: parameters,
             gradients, the optimizer's state and the loss scale.
+        budget: Whether there is room for a copy on the device.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class StepState:
         optimizer: Optimizer,
         loose: Mapping[str, Tensor],
         *,
+        budget: MemoryBudget,
         forward_only: bool = False,
     ) -> None:
         self._optimizer = optimizer
+        self._budget = budget
         self._device = module.device
         self._buffers = dict(module.named_buffers())
         self._loose = dict(loose)
@@ -47,38 +51,37 @@ class StepState:
         self._gradients = [p.grad for p in self._parameters.values()]
         self._state = {} if forward_only else {p: dict(s) for p, s in optimizer.state.items()}
         self._forward_only = forward_only
-        self._tensors = [
+        found = [
             *self._buffers.values(),
             *self._loose.values(),
             *self._parameters.values(),
-            # No graph adds to a sparse gradient: it is never written in place.
-            *(g for g in self._gradients if g is not None and g.layout is torch.strided),
+            *(g for g in self._gradients if g is not None),
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
+        # No graph adds to a sparse gradient: it is never written in place.
+        self._tensors = [tensor for tensor in found if tensor.layout is torch.strided]
         self._snapshot: StateSnapshot | None = None
         self._generators: list[Tensor] = []
         self._scale: dict[str, Any] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a copy."""
-        storages = [t.untyped_storage() for t in self._tensors]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Copy the state; put it back at the end, whatever happened."""
-        self._snapshot = StateSnapshot(self._tensors)
-        self._generators = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            self._generators.append(torch.cuda.get_rng_state(self._device))
-        if self._scaler is not None:
-            self._scale = self._scaler.state_dict()
+        self.keep()
         try:
             yield
         finally:
             self.restore()
             self._snapshot = None
+
+    def keep(self) -> None:
+        """Copy the state: on the device where that is small, else in memory of the host."""
+        self._snapshot = snapshot(self._tensors, self._budget)
+        self._generators = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            self._generators.append(torch.cuda.get_rng_state(self._device))
+        if self._scaler is not None:
+            self._scale = self._scaler.state_dict()
 
     def restore(self) -> None:
         """Put the state back as it was when it was copied."""
@@ -104,7 +107,7 @@ class StepState:
     def moved(self, tensor: Tensor) -> float:
         """How far a tensor of the state is from its copy, as a Euclidean norm."""
         assert self._snapshot is not None
-        return difference(tensor, self._snapshot.saved(tensor)).norm
+        return difference(tensor, self._snapshot.saved(tensor).to(tensor.device)).norm
 
     def results(self, returned: Any) -> list[Result]:
         """What a step returned and what it changed, in the order of its computation.
@@ -131,6 +134,13 @@ class StepState:
         if self._scaler is not None:
             found.append(Result("the loss scale", torch.tensor(self._scaler.get_scale())))
         return found
+
+
+def snapshot(tensors: Sequence[Tensor], budget: MemoryBudget) -> StateSnapshot:
+    """Copies of these tensors: on the device where they are small, else in memory of the host."""
+    storages = [t.untyped_storage() for t in tensors]
+    size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+    return StateSnapshot(tensors, on_host=not budget.is_small(size))
 
 
 def outputs(returned: Any) -> list[Result]:

@@ -42,6 +42,7 @@ from lightning_graphs.training.gradients import (
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LoggedNumbers, LogRecorder
 from lightning_graphs.training.loose_tensors import LooseTensors
+from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
@@ -78,6 +79,9 @@ class StepCapture:
         reads: Learns which attributes the captured steps read.
         progress: Mirror of the values for the progress bar; None without a GPU.
         logged: Knows which Python numbers change from step to step.
+
+    Attributes:
+        persistent: The gradients that outlive a replay.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class StepCapture:
         self._optimizer = optimizer
         self._capturable = capturable
         self._observers = observers
-        self._persistent = PersistentGradients()
+        self.persistent = PersistentGradients()
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._casts = StepCasts(trainer, module)
@@ -136,8 +140,8 @@ class StepCapture:
         self._asked.clear()
         try:
             return self._captured(batch, tensors, rest, signature, phase)
-        except CaptureError:
-            if not (self._is_unseen and self._asked):
+        except CaptureError as error:
+            if isinstance(error, NoRoomError) or not (self._is_unseen and self._asked):
                 raise
             self._is_unseen = False
             return self._captured(batch, tensors, rest, signature, phase)
@@ -150,19 +154,6 @@ class StepCapture:
         signature: Signature,
         phase: Phase,
     ) -> StepPlan:
-        inputs = StaticInputs(tensors)
-        own = substitute(batch, inputs.tensors)
-        arguments = (own, *map(self._frozen, rest))
-        adds = not phase.zeroing or self._observers.own_zero_grad
-        targets = GradientTargets(
-            self._optimizer,
-            [p for p in self._module.parameters() if p.requires_grad],
-            self._persistent,
-            keeps=self._keeps_gradients(phase),
-            adds=adds,
-            holds=phase.stepping and not phase.zeroing,
-        )
-        recorder = LogRecorder(self._module, self._progress, self._logged)
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
@@ -172,6 +163,19 @@ class StepCapture:
             segments.cut(name)
 
         try:
+            inputs = StaticInputs(tensors)
+            own = substitute(batch, inputs.tensors)
+            arguments = (own, *map(self._frozen, rest))
+            adds = not phase.zeroing or self._observers.own_zero_grad
+            targets = GradientTargets(
+                self._optimizer,
+                [p for p in self._module.parameters() if p.requires_grad],
+                self.persistent,
+                keeps=self._keeps_gradients(phase),
+                adds=adds,
+                holds=phase.stepping and not phase.zeroing,
+            )
+            recorder = LogRecorder(self._module, self._progress, self._logged)
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
@@ -188,17 +192,12 @@ class StepCapture:
                     )
                 gradients, others = targets.attached()
             _reset_autograd(inputs.tensors, tensors)
-        except torch.OutOfMemoryError as error:
-            segments.abandon()
-            raise CaptureError(
-                "A captured step needs memory of its own, beside that of eager steps.",
-                str(error).partition("\n")[0],
-                "allow fewer graphs (max_graphs), or make the batch smaller",
-            ) from error
         except Exception as error:
             segments.abandon()
             if isinstance(error, GraphError):
                 raise
+            if is_out_of_memory(error):
+                raise no_room("A captured step", first_line(error)) from error
             site = CallSiteFinder().of_exception(error)
             raise RaisedInCapture(
                 "A step is captured by running its code, with stand-ins for what has no value yet.",

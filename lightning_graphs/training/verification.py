@@ -15,12 +15,18 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.tree import substitute
-from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory, tolerance_of
+from lightning_graphs.training.agreement import Agreement, BothWays, tolerance_of
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.memory import (
+    MemoryBudget,
+    first_line,
+    is_out_of_memory,
+    memory_of,
+)
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
@@ -33,7 +39,8 @@ class Verification:
     """Runs captured steps both ways from one state, and compares.
 
     A check runs the step eagerly, keeps a fingerprint of everything that it computed and changed,
-    goes back, replays, and compares: two steps' time and one copy of the state. Where bits differ,
+    goes back, replays, and compares: two steps' time and one copy of the state, and the memory of
+    the graphs serves the eager step as well. Where bits differ,
     it runs the step eagerly once or twice more and replays once more, now with copies of the
     tensors that differ, and asks :class:`~lightning_graphs.training.differences.Tolerance`.
     Afterwards everything is as before the check. Hooks do not run, logs do not reach Lightning and
@@ -46,6 +53,7 @@ class Verification:
         body: What a step computes.
         optimizer: The trainer's optimizer.
         capturable: Makes its step capturable; None if it is not captured.
+        budget: What memory may be taken.
     """
 
     def __init__(
@@ -55,12 +63,14 @@ class Verification:
         body: StepBody,
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
+        budget: MemoryBudget,
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._body = body
         self._optimizer = optimizer
         self._capturable = capturable
+        self._budget = budget
         self._device = module.device
         self._said = False
         self._tolerance = tolerance_of(trainer)
@@ -82,19 +92,21 @@ class Verification:
         batch = self._tensors(plan, args)
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        state = StepState(self._trainer, self._module, self._optimizer, plan.written)
-        missing = missing_memory(self._device, state.nbytes)
-        if not missing:
-            try:
-                with state.kept():
-                    self._compare(plan, args, state)
-                return
-            except torch.OutOfMemoryError as error:
-                missing = str(error).partition("\n")[0]
-            finally:
-                plan.inputs.copy_in(batch)
-                if self._device.type == "cuda":
-                    torch.cuda.empty_cache()  # of the eager step and the copy of the state
+        state = StepState(
+            self._trainer, self._module, self._optimizer, plan.written, budget=self._budget
+        )
+        try:
+            with state.kept():
+                self._compare(plan, args, state)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            missing = first_line(error)
+        finally:
+            plan.inputs.copy_in(batch)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()  # of the eager step and the copy of the state
         self._leave_proof(plan, args, missing)
 
     # ------------------------------------------------------------------ everything
@@ -111,7 +123,7 @@ class Verification:
 
     def _agreement(self) -> Agreement:
         where = f"at step {self._trainer.global_step}"
-        return Agreement(self._tolerance, self._device, where, self._say_once)
+        return Agreement(self._tolerance, self._budget, where, self._say_once)
 
     # ------------------------------------------------------------------ the two ways
 
@@ -123,7 +135,7 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
-        with self._surroundings(recorder):
+        with self._surroundings(recorder), memory_of(plan.forward):
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())
@@ -168,18 +180,25 @@ class Verification:
     def _leave_proof(self, plan: StepPlan, args: tuple[Any, ...], missing: str) -> None:
         """Compute what ``training_step`` returns; the coming replay is compared with it."""
         state = StepState(
-            self._trainer, self._module, self._optimizer, plan.written, forward_only=True
+            self._trainer,
+            self._module,
+            self._optimizer,
+            plan.written,
+            budget=self._budget,
+            forward_only=True,
         )
         runs = []
         try:
             with state.kept():
                 for _ in range(2):
                     recorder, arguments = LogRecorder(self._module), self._arguments(plan, args)
-                    with self._surroundings(recorder), torch.no_grad():
+                    with self._surroundings(recorder), torch.no_grad(), memory_of(plan.forward):
                         output, _ = self._body.forward(arguments, recorder)
                     runs.append(outputs(output.hand_out()))
                     state.restore()
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             self._say_once(f"a captured step was not verified: {missing}")
             return
         self._say_once(f"of a captured step only the forward pass was verified: {missing}")

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.training import agreement
 from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
+from lightning_graphs.training.memory import MemoryBudget
+
+BUDGET = MemoryBudget(torch.device("cpu"))
 
 
 def compared(eager: list[float], replayed: list[float]) -> list[str]:
@@ -19,7 +21,7 @@ def compared(eager: list[float], replayed: list[float]) -> list[str]:
     def run(way: str) -> list[Result]:
         return [Result("x", torch.tensor([next(values[way])]))]
 
-    rule = Agreement(Tolerance("cpu", None), torch.device("cpu"), "at step 3", said.append)
+    rule = Agreement(Tolerance("cpu", None), BUDGET, "at step 3", said.append)
     rule.require(BothWays(lambda: run("eager"), lambda: run("replayed"), lambda: None))
     assert [list(left) for left in values.values()] == [[], []]
     return said
@@ -40,7 +42,7 @@ def test_noise_of_eager_runs_is_asked_for() -> None:
 
 
 def test_without_memory_for_copies_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "missing_memory", lambda *_: "none is free")
+    monkeypatch.setattr(MemoryBudget, "has_room", lambda *_: False)
     said = compared([1.0, 1.0], [2.0, 2.0])
     assert said == ["not every tensor was verified: no memory for copies"]
 
@@ -51,6 +53,6 @@ def test_a_result_of_one_way_only_is_named() -> None:
         lambda: [Result("y", torch.ones(1))],
         lambda: None,
     )
-    rule = Agreement(Tolerance("cpu", None), torch.device("cpu"), "at step 3", print)
+    rule = Agreement(Tolerance("cpu", None), BUDGET, "at step 3", print)
     with pytest.raises(VerificationError, match="at step 3, only the eager step has x"):
         rule.require(ways)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
+from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
+from lightning_graphs.training import state
 from lightning_graphs.training.agreement import Agreement, BothWays
-from lightning_graphs.training.modules import checking, update_checks
+from lightning_graphs.training.memory import MemoryBudget
+from lightning_graphs.training.modules import checking
 from lightning_graphs.training.modules.checking import CallChecks
 from lightning_graphs.training.modules.update_checks import UpdateChecks
 from tests.training import fits
@@ -201,8 +204,15 @@ def test_a_check_that_is_interrupted_leaves_nothing(
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for checks in (checking, update_checks):
-        monkeypatch.setattr(checks, "missing_memory", lambda *_: "9 MiB are free")
+    own = state.snapshot
+
+    def snapshot(tensors: Sequence[Tensor], budget: MemoryBudget) -> StateSnapshot:
+        if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            raise torch.OutOfMemoryError("9 MiB are free")
+        return own(tensors, budget)
+
+    for owner in (checking, state):
+        monkeypatch.setattr(owner, "snapshot", snapshot)
 
 
 @pytest.mark.usefixtures("no_memory")

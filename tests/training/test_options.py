@@ -19,6 +19,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("capture_after", -1, "capture_after is a whole number of at least 0"),
     ("max_graphs", 0, "max_graphs is a whole number of at least 1"),
     ("max_graphs", "8", "write max_graphs=1 or more"),
+    ("memory", -0.5, "memory is a part of the peak of eager steps, or 'auto'"),
+    ("memory", "1.0", "write memory=0.35"),
+    ("memory", True, "memory is a part of the peak"),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_graphs import VerificationError
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.training import verification
+from lightning_graphs.training.state import StepState
 from tests.training.fits import FullTrace, Net, Trace, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_verification import HIDDEN, Everything, ReadsGlobal
@@ -18,7 +18,14 @@ from tests.training.test_verification import HIDDEN, Everything, ReadsGlobal
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "missing_memory", lambda *_: "9 MiB are free")
+    own = StepState.keep
+
+    def keep(state: StepState) -> None:
+        if not state._forward_only:
+            raise torch.OutOfMemoryError("9 MiB are free")
+        own(state)
+
+    monkeypatch.setattr(StepState, "keep", keep)
 
 
 @pytest.mark.usefixtures("no_memory")

@@ -27,6 +27,7 @@ from lightning_graphs.core.torch_private import (
     has_gradient_hooks,
 )
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
 from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
@@ -338,14 +339,9 @@ class _Capture:
                 return run()
         except GraphError as error:
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
-        except torch.OutOfMemoryError as error:
-            raise CallRefused(
-                call,
-                "A captured module needs memory of its own, beside that of eager steps.",
-                str(error).partition("\n")[0],
-                "allow fewer graphs (max_graphs), or make the batch smaller",
-            ) from error
         except Exception as error:
+            if is_out_of_memory(error):
+                raise no_room("A captured module", first_line(error)) from error
             site = CallSiteFinder().of_exception(error)
             raise CallRefused(
                 call,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_graphs.core.autograd_graph import gradients_kept_apart
@@ -16,13 +15,15 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import without_hooks
 from lightning_graphs.core.tree import flatten, substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
-from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory
+from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.memory import first_line, is_out_of_memory, memory_of
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.python_state import Attributes
+from lightning_graphs.training.state import snapshot
 
 
 class CallDiffers(VerificationError):
@@ -88,22 +89,21 @@ class CallChecks:
     def _compared(self, site: Site, *, whole: bool, again: bool) -> str:
         """Compare, if memory allows; why it does not, or nothing."""
         call = site.call
-        run = _CallRun(self._schedule.root, site, whole=whole, again=again)
-        device = run.device
-        if whole and (missing := missing_memory(device, run.nbytes)):
-            return missing
-        agreement = Agreement(
-            Tolerance(device.type, call.autocast), device, self._schedule.where, self._schedule.say
-        )
+        schedule = self._schedule
+        run = _CallRun(schedule, site, whole=whole, again=again)
+        tolerance = Tolerance(run.device.type, call.autocast)
+        agreement = Agreement(tolerance, schedule.budget, schedule.where, schedule.say)
         try:
             with run.kept():
                 agreement.require(BothWays(run.eager, run.replayed, run.restore))
-        except torch.OutOfMemoryError as error:
-            return str(error).partition("\n")[0]
         except GraphError as error:
             if again and isinstance(error, ReplayError):
                 raise
             raise CallDiffers(call, error.rule, error.observed, error.remedy) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return first_line(error)
         return ""
 
 
@@ -111,14 +111,15 @@ class _CallRun:
     """One captured call with its arguments, and the state that it changes.
 
     Args:
-        root: The user's module.
+        schedule: Knows the user's module, and where copies are kept.
         site: The graphs of the call.
         whole: With its backward pass; otherwise only buffers are kept, not parameters.
         again: The arguments are those of the latest replay.
     """
 
-    def __init__(self, root: LightningModule, site: Site, *, whole: bool, again: bool) -> None:
-        self._root = root
+    def __init__(self, schedule: Schedule, site: Site, *, whole: bool, again: bool) -> None:
+        self._root = root = schedule.root
+        self._budget = schedule.budget
         self._site = site
         call = site.call
         signature, tensors = Signature.of(call.args, call.kwargs)
@@ -153,16 +154,10 @@ class _CallRun:
         """Where the call runs."""
         return self._root.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a copy of state and arguments."""
-        storages = [t.untyped_storage() for t in (*self._state, *self._samples)]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Copy the state; put it back at the end, whatever happened."""
-        self._snapshot = StateSnapshot(self._state)
+        self._snapshot = snapshot(self._state, self._budget)
         self._generators = [torch.get_rng_state()]
         if self.device.type == "cuda":
             self._generators.append(torch.cuda.get_rng_state(self.device))
@@ -199,10 +194,11 @@ class _CallRun:
             CaptureError: by itself it does not run.
         """
         try:
-            return self._run(self._site.graphed.original, direct=False)
-        except torch.OutOfMemoryError:
-            raise
+            with memory_of(self._site.graphed.forward_graph):
+                return self._run(self._site.graphed.original, direct=False)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise CaptureError(
                 "A captured call is verified by running the module's own forward again, by itself.",
                 f"{type(error).__name__}: {str(error).splitlines()[0]}",

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.foresight import requests_watched
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
-from lightning_graphs.training.interception import StrategyCalls, log_exchanged
+from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.schedule import Schedule
@@ -20,6 +20,7 @@ from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics
 
 
@@ -29,11 +30,11 @@ class ModuleRunner:
     Args:
         trainer: The trainer.
         module: Its module.
-        calls: The strategy's own methods.
         options: The callback's options.
         pool: Owner of graphs, memory and stream.
         statistics: Where decisions are counted.
         investment: Decides what is worth a capture.
+        retry: Has the strategy's own methods, and repeats a step that finds no memory.
         warmup_steps: Steps that run eagerly first.
     """
 
@@ -41,20 +42,20 @@ class ModuleRunner:
         self,
         trainer: Trainer,
         module: LightningModule,
-        calls: StrategyCalls,
         options: Options,
         pool: GraphPool,
         statistics: Statistics,
         investment: Investment,
+        retry: EagerRetry,
         *,
         warmup_steps: int,
     ) -> None:
-        self._calls = calls
+        self._calls = retry.calls
         self._statistics = statistics
         self._warmup_left = warmup_steps
         self._log = ExitStack()
-        gradients = PersistentGradients()
-        schedule = Schedule(module, options)
+        self._gradients = gradients = PersistentGradients()
+        schedule = Schedule(module, options, retry.budget)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(
             module, options, pool, gradients, statistics, schedule, investment
@@ -64,7 +65,7 @@ class ModuleRunner:
             self._update = CapturedUpdate(
                 trainer,
                 module,
-                calls,
+                retry.own,
                 options,
                 pool.beside(),
                 gradients,
@@ -82,6 +83,11 @@ class ModuleRunner:
         """What keeps the optimizer capturable; None if its step runs eagerly."""
         return self._update.capturable if self._update is not None else None
 
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
+        return self._graphs.held
+
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""
         if self._update is not None:
@@ -89,6 +95,7 @@ class ModuleRunner:
             self._update = None
         self._graphs.close()
         self._log.close()
+        self._gradients.clear()
 
     # ------------------------------------------------------------------ strategy methods
 

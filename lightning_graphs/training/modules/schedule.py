@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.warned import stacklevel_of_user
 
@@ -15,10 +16,12 @@ class Schedule:
     Args:
         root: The user's module, attached to its trainer.
         options: The callback's options.
+        budget: What memory may be taken.
     """
 
-    def __init__(self, root: LightningModule, options: Options) -> None:
+    def __init__(self, root: LightningModule, options: Options, budget: MemoryBudget) -> None:
         self.root = root
+        self.budget = budget
         self.is_on = options.verify != "off"
         self._every = options.verify if isinstance(options.verify, int) else 0
         self._said: set[str] = set()

@@ -16,6 +16,7 @@ from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.memory import NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
@@ -65,6 +66,7 @@ class ModuleGraphs:
     Attributes:
         stage: What decides over the calls while a step runs.
         watches_requests: Graphs write gradients of which autograd knows nothing.
+        held: What may leave too little memory for a step that was not replayed yet; or empty.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ModuleGraphs:
         own = OwnCode(module)
         self._means = Means(module, own, pool, gradients.of, original_forward, direct=direct)
         self._checks = CallChecks(schedule)
+        self._budget = schedule.budget
         self.stage = Stage(
             options, replace(self._means, pool=apart), statistics, self._checks, investment
         )
@@ -108,6 +111,7 @@ class ModuleGraphs:
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
         self._waiting = Waiting(options, statistics, self._difference)
+        self.held = ""
 
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""
@@ -155,6 +159,8 @@ class ModuleGraphs:
         if step is not None and is_due and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
+        held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""
+        self.held = held if step is None else "first replay" if step is new else ""
         if step is None:
             self._begin_eagerly()
             return
@@ -267,7 +273,8 @@ class ModuleGraphs:
             observed.left -= 1  # values may take turns
             return None
         self._observed = None
-        if not fits and (searched or not self._surrounds(kind) or self._is_captured(kind)):
+        captured = any(step.is_current for step in self._plans_of(kind))  # with present values
+        if not fits and (searched or captured or not self._surrounds(kind)):
             return None
         if self._choice.learn(observation):
             self._patience = 0
@@ -286,7 +293,9 @@ class ModuleGraphs:
             if known or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:
-                    self._give_up(search)
+                    self._search = None
+                    self._complete.add(kind)
+                    self._statistics.note(search.reason)
                 return None
             self._search = None
         with self._investment.paying():
@@ -297,20 +306,28 @@ class ModuleGraphs:
         now = self._flags.now()
         return now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
 
-    def _is_captured(self, kind: StepKind) -> bool:
-        """Whether steps of this kind with the present values have graphs."""
-        return any(step.is_current for step in self._plans_of(kind))
-
     def _capture(
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
     ) -> StepOfModules | None:
-        captured = None
+        captured: CapturedCalls | None = None
         while calls and captured is None:
             baked = Baked(self._means.root, self._means.own)  # a refused call has read too much
             try:
+                self._budget.require_room("A captured module")
                 with baked.watched(dict.fromkeys(call.module for call in calls)):
                     found = capture_calls(calls, observation, self._means, baked)
-                captured = self._verified(found)
+                try:
+                    self._checks.check(found)
+                except BaseException:
+                    found.release(self._statistics)
+                    raise
+                captured = found
+            except NoRoomError as error:
+                if self._options.on_failure == "raise":
+                    raise
+                self._statistics.note(f"a step runs eagerly: {error}")
+                self._cache.refuse((kind, self._read(kind)))
+                return None
             except (CallRefused, CallDiffers) as error:
                 is_named = bool(self._options.modules) or isinstance(error, CallDiffers)
                 if self._options.on_failure == "raise" and is_named:
@@ -336,14 +353,6 @@ class ModuleGraphs:
         self._cache.add(step.key, step)
         self._last = step
         return step
-
-    def _verified(self, captured: CapturedCalls) -> CapturedCalls:
-        try:
-            self._checks.check(captured)
-        except BaseException:
-            captured.release(self._statistics)
-            raise
-        return captured
 
     def _is_wrong(self, step: StepOfModules) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
@@ -382,11 +391,6 @@ class ModuleGraphs:
             if kind not in self._complete:
                 left = _SEARCH
                 self._search = Search(kind, left, self.stage.missed)
-
-    def _give_up(self, search: Search) -> None:
-        self._search = None
-        self._complete.add(search.kind)
-        self._statistics.note(search.reason)
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = False

@@ -8,11 +8,12 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_graphs.training.agreement import Agreement, BothWays, missing_memory, tolerance_of
+from lightning_graphs.training.agreement import Agreement, BothWays, tolerance_of
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.memory import first_line, is_out_of_memory
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.python_state import Attributes
@@ -65,12 +66,8 @@ class UpdateChecks:
         """
         if not self._schedule.is_on:
             return
-        root, say = self._schedule.root, self._schedule.say
-        state = StepState(self._trainer, root, self._optimizer, {})
-        if missing := missing_memory(root.device, state.nbytes):
-            say(_UNVERIFIED, missing)
-            return
-
+        root, say, budget = self._schedule.root, self._schedule.say, self._schedule.budget
+        state = StepState(self._trainer, root, self._optimizer, {}, budget=budget)
         attributes, python = Attributes(root), Generators(root)
 
         def restore() -> None:
@@ -89,7 +86,7 @@ class UpdateChecks:
             replay()
             return state.results(None)
 
-        agreement = Agreement(tolerance_of(self._trainer), root.device, self._schedule.where, say)
+        agreement = Agreement(tolerance_of(self._trainer), budget, self._schedule.where, say)
         try:
             with state.kept():
                 try:
@@ -97,8 +94,10 @@ class UpdateChecks:
                 finally:
                     attributes.restore()
                     python.restore()
-        except torch.OutOfMemoryError as error:
-            say(_UNVERIFIED, str(error).partition("\n")[0])
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            say(_UNVERIFIED, first_line(error))
         finally:
             if root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the copy of the state

@@ -31,6 +31,7 @@ from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
+from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.update_checks import UpdateChecks
 from lightning_graphs.training.moves import Moves
@@ -214,13 +215,9 @@ class CapturedUpdate:
             return self._capture(capturable)
         except GraphError:
             raise
-        except torch.OutOfMemoryError as error:
-            raise CaptureError(
-                "A captured optimizer step needs memory of its own, beside that of eager steps.",
-                str(error).partition("\n")[0],
-                "allow fewer graphs (max_graphs), or make the batch smaller",
-            ) from error
         except Exception as error:
+            if is_out_of_memory(error):
+                raise no_room("A captured optimizer step", first_line(error)) from error
             site = CallSiteFinder().of_exception(error)
             raise CaptureError(
                 "An optimizer step is captured by running its code.",

@@ -1,0 +1,355 @@
+"""A step that finds no memory because of us: it runs once more, eagerly, and the fit goes on so."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.contents import Contents
+from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.training.body import loss_of
+from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import held_in, held_in_value
+from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
+from lightning_graphs.training.lightning_private import logs_kept
+from lightning_graphs.training.loose_tensors import LooseTensors
+from lightning_graphs.training.memory import MemoryBudget, first_line, is_out_of_memory
+from lightning_graphs.training.plan import StepPlan
+from lightning_graphs.training.precision import scaler_of
+from lightning_graphs.training.state import StepState
+from lightning_graphs.training.statistics import Statistics
+
+_OURS = frozenset({"forward", "log"})
+"""Attributes of modules that stand for methods while graphs or their code run."""
+
+
+class StepBegin:
+    """What a step finds as it begins, to be put back.
+
+    Buffers and other tensors that it may write, the batch among them; generators, attributes,
+    metrics and logs; ``.grad`` of every parameter, and with ``gradients`` its values. Parameters
+    and the optimizer's state are what they are until the optimizer steps.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        args: Of ``training_step``.
+        budget: What memory may be taken.
+        gradients: The gradients that there are may be added to.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        args: tuple[Any, ...],
+        budget: MemoryBudget,
+        *,
+        gradients: bool,
+    ) -> None:
+        self.args = args
+        self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
+        self._modules = list(module.modules())
+        batch = list(held_in_value("batch", args, set()))
+        self._python = Contents([*held_in(module), *batch])
+        self._generators = Generators(module)
+        self._put_logs_back = logs_kept(trainer)
+        found = LooseTensors(module)
+        for name, value in batch:
+            found.add(name, value)
+        tensors = found.tensors
+        if gradients:
+            tensors += [g for _, g, _ in self._parameters if g is not None]
+        loose = {str(i): tensor for i, tensor in enumerate(tensors)}
+        self._state = StepState(
+            trainer, module, trainer.optimizers[0], loose, budget=budget, forward_only=True
+        )
+        self._state.keep()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._state.restore()
+        for parameter, gradient, trainable in self._parameters:
+            parameter.requires_grad_(trainable)
+            parameter.grad = gradient
+        self.restore_python()
+
+    def restore_python(self) -> None:
+        """Put back what is no tensor, and what was logged."""
+        tables = list(map(vars, self._modules))
+        ours = [{key: table[key] for key in _OURS & table.keys()} for table in tables]
+        self._python.restore()
+        for table, now in zip(tables, ours, strict=True):
+            for key in _OURS & table.keys():
+                del table[key]
+            table.update(now)
+        self._generators.restore()
+        self._put_logs_back()
+
+
+class HoldsMemory(StepHandler, Protocol):
+    """What runs the steps of a fit."""
+
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
+
+
+class EagerRetry:
+    """Stands before what runs the steps of a fit, and between it and the strategy's own methods.
+
+    A step may find no memory because of us where it is observed, captured, verified or replayed for
+    the first time, or runs eagerly while graphs hold theirs, and no batch as large did before. Then
+    all that is ours is released, what the step has done is undone, and it runs once more. An
+    optimizer step is repeated by itself, and so is a backward pass, after the forward pass that it
+    belongs to: no hook is called twice. A step that finds no memory then would not find it without
+    us either.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        own: The strategy's own methods.
+        statistics: Where steps are counted.
+        budget: What memory may be taken.
+        raises: The error is raised instead.
+
+    Attributes:
+        own: The strategy's own methods.
+        budget: What memory may be taken.
+        calls: The same methods, for steps that are not captured.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        own: StrategyCalls,
+        statistics: Statistics,
+        budget: MemoryBudget,
+        *,
+        raises: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self.own = own
+        self._statistics = statistics
+        self.budget = budget
+        self._raises = raises
+        self._manual = not module.automatic_optimization
+        self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
+        self._begin: StepBegin | None = None
+        self._running = False  # the step's own code
+        # What is held, after how many captures, and the largest batch that was trained beside it.
+        self._beside: tuple[str, int] | None = None
+        self._size = 0
+        self._fits: dict[tuple[str, int], int] = {}
+        self._reason = ""
+        self._update_fits = -1  # beside the graphs of so many captures
+
+    def attach(self, runner: HoldsMemory, switch_off: Callable[[str], None]) -> None:
+        """Take the place of what runs the steps.
+
+        Args:
+            runner: Runs them.
+            switch_off: Releases everything, says why, and lets steps run eagerly from now on.
+        """
+        self._runner = runner
+        self._switch_off = switch_off
+        self.backward = runner.backward
+        self.optimizer_step = runner.optimizer_step
+
+    def before_capture(self, args: tuple[Any, ...]) -> None:
+        """To be called ahead of the capture of a whole step.
+
+        Raises:
+            NoRoomError: there is too little memory for it.
+        """
+        self.budget.require_room("A captured step")
+        self._keep(args)
+
+    def _keep(self, args: tuple[Any, ...]) -> None:
+        self._begin = StepBegin(
+            self._trainer, self._module, args, self.budget, gradients=self._manual
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, and once more if need be."""
+        if self._reason:  # of the step before, which its graph has computed
+            self._statistics.eager += 1
+            self._give_up(self._reason)
+            return self.own.training_step(*args, **kwargs)
+        self._forget()
+        counted = self._statistics.eager, self._statistics.replayed
+        try:
+            return self._runner.training_step(*args, **kwargs)
+        except Exception as error:
+            if not self._may_retry(error) or (self._running and self._begin is None):
+                raise
+            reason = first_line(error)
+        self._statistics.eager, self._statistics.replayed = counted[0] + 1, counted[1]
+        self._undo()
+        self._give_up(reason)
+        return self.own.training_step(*args, **kwargs)
+
+    def _forget(self) -> None:
+        """Begin another step: the one before has ended well."""
+        if self._begin is not None and self._beside is not None:
+            self._fits[self._beside] = self._size
+        self._begin, self._beside, self._running = None, None, False
+
+    def _undo(self) -> None:
+        if self._begin is not None:
+            self._begin.restore()
+
+    def handed_out(self, plan: StepPlan) -> Any:
+        """What a step returns that was replayed.
+
+        Where there is no memory for a copy it returns the graph's own tensors, and the graphs are
+        released before the next step.
+        """
+        try:
+            return plan.hand_out()
+        except Exception as error:
+            if not self._may_retry(error) or self._begin is None:
+                raise
+            self._reason = first_line(error)
+        self._begin.restore_python()
+        return plan.hand_out(copies=False)
+
+    def _may_retry(self, error: Exception) -> bool:
+        return is_out_of_memory(error) and not self._raises
+
+    def _give_up(self, reason: str) -> None:
+        self._reason, self._begin = "", None
+        self._switch_off(
+            f"steps run eagerly from now on: one found no memory beside what graphs hold: {reason}"
+        )
+        gc.collect()  # what the error's traceback holds
+        if self._module.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------ the strategy's own methods
+
+    def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._runner.held
+        if self._begin is None and held:
+            self._size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
+            self._beside = held, self._statistics.captures
+            if self._size > self._fits.get(self._beside, -1):
+                self._keep(args)
+        self._running = True
+        return self.own.training_step(*args, **kwargs)
+
+    def _go_back(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        plugin = self._trainer.precision_plugin
+        if self._begin is None or self._manual:
+            return self.own.backward(closure_loss, optimizer, *args, **kwargs)
+        backward = partial(self._backward, plugin.backward, closure_loss)
+        with replaced(plugin, "backward", backward):
+            return self.own.backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward(
+        self,
+        own: Callable[..., None],
+        closure_loss: Tensor,
+        loss: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """The backward pass without the hooks around it."""
+        begin, now = self._begin, None
+        assert begin is not None
+        keep = partial(
+            StepBegin, self._trainer, self._module, begin.args, self.budget, gradients=True
+        )
+        try:
+            now = keep()
+            own(loss, *args, **kwargs)
+            return
+        except Exception as error:
+            if not self._may_retry(error):
+                raise
+            reason = first_line(error)
+        for tensor in (closure_loss, loss):
+            tensor.detach_()  # what is left of the autograd graph goes, whoever has the loss
+        self._give_up(reason)
+        now = now or keep()
+        begin.restore()
+        with replaced(self._module, "log", _nothing):
+            returned = self.own.training_step(*begin.args)
+        fresh = loss_of(returned) / self._trainer.accumulate_grad_batches
+        del returned
+        now.restore()
+        scaler = scaler_of(self._trainer.precision_plugin)
+        own(fresh if scaler is None else scaler.scale(fresh), *args, **kwargs)
+
+    def _update(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self._manual:  # what came before this step cannot be undone any more
+            self._begin = None
+        captures = self._statistics.captures
+        if self._manual or self._update_fits == captures:
+            return self.own.optimizer_step(optimizer, closure, model, **kwargs)
+        with replaced(optimizer, "step", partial(self._step, optimizer, optimizer.step)):
+            result = self.own.optimizer_step(optimizer, closure, model, **kwargs)
+        if self._begin is not None:  # the next one takes no more
+            self._update_fits = captures
+        return result
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        own: Callable[..., Any],
+        closure: Callable[[], Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The optimizer step without the hooks around it."""
+        undo: Callable[[], None] | None = None
+        results = []
+
+        def keep() -> None:
+            nonlocal undo
+            if self._begin is not None and not _takes_no_memory(optimizer):
+                undo = _nothing
+                state = StepState(self._trainer, self._module, optimizer, {}, budget=self.budget)
+                state.keep()
+                undo = state.restore
+
+        def counted() -> Any:
+            assert closure is not None
+            results.append(closure())
+            if len(results) == 1:
+                keep()
+            return results[-1]
+
+        if closure is None:
+            keep()
+        try:
+            return own(None if closure is None else counted, **kwargs)
+        except Exception as error:
+            if not self._may_retry(error) or undo is None or len(results) > 1:
+                raise
+            reason = first_line(error)
+        self._give_up(reason)
+        undo()
+        return own(None if closure is None else partial(results.__getitem__, 0), **kwargs)
+
+
+def _takes_no_memory(optimizer: Optimizer) -> bool:
+    groups = optimizer.param_groups
+    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+    return all(group.get("fused") for group in groups) and all(
+        parameter in optimizer.state for parameter in parameters
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for what must not happen: ``self.log`` in a forward pass that is run again."""

@@ -1,0 +1,55 @@
+"""How much memory may be taken, for a GPU whose allocator says what the test lets it say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_graphs.training.memory import MemoryBudget, NoRoomError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """MiB that are allocated, were at most, are reserved and are free."""
+    says = {"allocated": 40, "peak": 100, "reserved": 100, "free": 1000}
+    for name, key in (
+        ("memory_allocated", "allocated"),
+        ("max_memory_allocated", "peak"),
+        ("memory_reserved", "reserved"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda _, key=key: says[key] * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (says["free"] * MIB, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return says
+
+
+def test_captures_stay_within_their_part_of_the_peak(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"), 0.25)
+    budget.require_room("A captured step")  # what eager steps took beside the state: 60
+    allocator |= {"allocated": 65, "peak": 200}  # a later peak is ours
+    budget.require_room("A captured step")
+    allocator["allocated"] = 66
+    observed = "66 MiB are taken, a step takes 60 MiB beside, and memory=0.25 allows 125 MiB"
+    with pytest.raises(NoRoomError, match=observed):
+        budget.require_room("A captured step")
+
+
+def test_free_memory_is_not_taken_because_it_is_there(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step")
+    assert budget.has_room(34 * MIB)
+    assert not budget.has_room(35 * MIB)
+    allocator["free"] = 20
+    assert budget.has_room(19 * MIB)
+    assert not budget.has_room(20 * MIB)
+    assert budget.is_small(10 * MIB)
+    assert not budget.is_small(10 * MIB + 1)
+
+
+def test_a_cpu_has_no_budget() -> None:
+    budget = MemoryBudget(torch.device("cpu"), 0.0)
+    budget.require_room("A captured step")
+    assert budget.has_room(2**60)
+    assert budget.is_small(2**60)
