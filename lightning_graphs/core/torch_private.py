@@ -423,3 +423,13 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     No public API tells whether somebody still holds an alias of a tensor's memory.
     """
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[int]]:
+    """A function that tells the same of many storages, and keeps them."""
+    addresses = [storage._cdata for storage in storages]
+
+    def uses() -> list[int]:
+        return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
+
+    return uses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, gt, is_
 from sys import getrefcount
 
 import torch
@@ -13,7 +13,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.gradients import empty_gradient
+from lightning_graphs.core.torch_private import clone_all, storage_uses_of
 from lightning_graphs.training.interception import replaced
+
+KEPT_LATE = (
+    "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
+    "copy, p.grad.clone()"
+)
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
@@ -60,7 +66,8 @@ class AttachedGradients:
         parameters: Parameters that have a gradient after the captured step.
         buffers: Their gradients.
         others: Parameters that have none.
-        shared: Other graphs write the same buffers.
+        copied: Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
+            shares nothing with them.
     """
 
     def __init__(
@@ -69,50 +76,66 @@ class AttachedGradients:
         buffers: Sequence[Tensor],
         others: Sequence[Parameter] = (),
         *,
-        shared: bool = False,
+        copied: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.buffers = list(buffers)
         self.others = list(others)
-        self._shared = shared
-        self._references: list[int] | None = None
+        self.copied = copied
+        strided = (buffer for buffer in self.buffers if buffer.layout is torch.strided)
+        self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
 
-    def attach(self, *, zeroed: bool = False) -> None:
+    def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation.
 
         Args:
-            zeroed: The step zeroes gradients, so parameters that got none have none.
+            attached: It is the buffers.
+            zeroed: The step zeroes gradients, so parameters that got none have none, and others
+                new ones.
         """
-        if not self._are_attached():
-            for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
-                parameter.grad = buffer
+        if self.copied:
+            self._copy_out(zeroed)
+        elif not (attached or self.are_attached()):
+            self._attach(self.buffers)
         if zeroed:
             for parameter in self.others:
                 parameter.grad = None
 
-    def leave_kept(self) -> None:
-        """Ahead of a replay, give gradients that somebody has kept memory of their own.
+    def _attach(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
 
-        In eager training each step makes new ones. Only the tensors themselves are known to be
-        kept, not others over the same memory (``p.grad.detach()``), and not where steps add up.
+    def _copy_out(self, zeroed: bool) -> None:
+        """As autograd: new gradients, or in place what is added to the old ones."""
+        now = [None if zeroed else p.grad for p in self.parameters]
+        targets = [gradient for gradient in now if gradient is not None]
+        sources = [b for g, b in zip(now, self.buffers, strict=True) if g is not None]
+        new = iter(clone_all([b for g, b in zip(now, self.buffers, strict=True) if g is None]))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+        self._attach([next(new) if g is None else g for g in now])
+
+    def uses(self, *, attached: bool) -> list[int]:
+        """How many use each gradient, by itself or by other tensors over its memory.
+
+        Where ``.grad`` is a gradient, that counts for one, or for none in older versions of torch.
+        So it is always counted while it is.
+
+        Args:
+            attached: ``.grad`` is the buffers.
         """
-        if self._shared:
-            return
-        references = list(map(getrefcount, self.buffers))
-        if references == self._references:
-            return
-        if self._references is None:  # nobody has seen them yet
-            self._references = references
-            return
-        for i, (now, before) in enumerate(zip(references, self._references, strict=True)):
-            if now > before:
-                kept = self.buffers[i]
-                self.buffers[i] = kept.detach()
-                kept.data = kept.clone()
+        before = None if attached else list(map(_gradient, self.parameters))
+        if before is not None:
+            self._attach(self.buffers)
+        found = [*map(getrefcount, self.buffers), *self._memory_uses()]
+        if before is not None:
+            self._attach(before)
+        return found
 
     def adopt(self) -> None:
         """Bring the gradients that there are into the buffers, None as zero, and attach them."""
-        if self._are_attached():
+        if self.are_attached():
             return
         missing, sources, targets = [], [], []
         for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
@@ -124,14 +147,16 @@ class AttachedGradients:
             else:
                 sources.append(gradient)
                 targets.append(buffer)
-            parameter.grad = buffer
+            if not self.copied:
+                parameter.grad = buffer
         with torch.no_grad():
             if missing:
                 torch._foreach_zero_(missing)
             if sources:
                 torch._foreach_copy_(targets, sources)
 
-    def _are_attached(self) -> bool:
+    def are_attached(self) -> bool:
+        """Whether ``.grad`` is the buffers."""
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
 
     def complete(self) -> bool:
@@ -142,25 +167,45 @@ class AttachedGradients:
 
 
 class KeptGradients:
-    """Gradients that outlive their step because somebody has kept them, as eager training allows.
+    """Notices gradients that somebody keeps past their step: the next replay would overwrite them.
 
-    The graphs of a pool write each other's memory.
+    In eager training each step makes new ones.
+
+    Attributes:
+        are_copied: Somebody has kept some: from now on gradients are copies.
+        attached: The gradients that ``.grad`` was when they were looked at last, if it was.
     """
 
     def __init__(self) -> None:
-        self._written: AttachedGradients | None = None
+        self.are_copied = False
+        self.attached: AttachedGradients | None = None
+        self._shown: AttachedGradients | None = None
+        self._uses: list[int] = []
 
-    def leave(self, coming: AttachedGradients | None = None) -> None:
-        """Leave those that were kept to their keepers, with memory of their own.
+    def show(self, gradients: AttachedGradients | None) -> None:
+        """Note what ``.grad`` is from now on, before anybody sees it; None: nothing of a graph."""
+        if gradients is not self._shown:
+            self._shown = None if gradients is None or gradients.copied else gradients
+            self.count()
 
-        Args:
-            coming: What a replay is about to write; None where no replay follows.
-        """
-        if self._written is not None and self._written is not coming:
-            self._written.leave_kept()
-        if coming is not None:
-            coming.leave_kept()
-        self._written = coming
+    def count(self) -> None:
+        """Count anew, since a capture has made users of its own."""
+        shown = self._shown
+        self._uses = shown.uses(attached=shown.are_attached()) if shown is not None else []
+
+    def look(self) -> bool:
+        """Whether somebody keeps what was shown last; to be asked ahead of a replay."""
+        shown, self.attached = self._shown, None
+        if shown is None:
+            return False
+        if shown.are_attached():
+            self.attached = shown
+        now = shown.uses(attached=self.attached is shown)
+        if now == self._uses:
+            return False
+        found = any(map(gt, now, self._uses))
+        self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
+        return found
 
 
 class PersistentGradients:
@@ -198,6 +243,7 @@ class GradientTargets:
         keeps: Gradients outlive the step.
         adds: Gradients are added to those of earlier steps.
         holds: The optimizer step is captured, and reads gradients of earlier steps too.
+        copied: Somebody keeps gradients.
     """
 
     def __init__(
@@ -209,7 +255,9 @@ class GradientTargets:
         keeps: bool,
         adds: bool,
         holds: bool,
+        copied: bool,
     ) -> None:
+        self._copied = copied
         optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**optimized, **dict.fromkeys(trainable)})
         self._inside = [p in optimized for p in self.parameters]
@@ -250,5 +298,5 @@ class GradientTargets:
         mine = [p for p, i in zip(self.parameters, self._inside, strict=True) if i is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         others = [p for p in mine if p.grad is None]
-        shared = any(buffer is not None for buffer in self._buffers)
-        return AttachedGradients([p for p, _ in used], [g for _, g in used], others, shared=shared)
+        copied = self._copied and inside
+        return AttachedGradients([p for p, _ in used], [g for _, g in used], others, copied=copied)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.own_code import is_lightnings
+from lightning_graphs.training.profiling import has_cheap_contexts
 
 _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
 
@@ -127,11 +128,11 @@ def updates_loggers(trainer: Trainer) -> bool:
 
 
 def announce_optimizer_step(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-    """Call ``on_before_optimizer_step`` where nobody overrides it.
+    """Call ``on_before_optimizer_step`` where nobody overrides it, so that profilers see it called.
 
-    Profilers and debuggers see it called as ever. Fallback: not to call what does nothing.
+    Without one, nobody does. Fallback: not to call what does nothing.
     """
-    if _IS_KNOWN:
+    if _IS_KNOWN and not has_cheap_contexts(trainer):
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -111,10 +111,14 @@ class CapturableOptimizer:
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
         self._groups = optimizer.param_groups
-        self._known_members = self._members()
-        self._known_state: list[Any] | None = None
-        self._known_entries: list[tuple[Any, str, Any]] = []
         self._state = optimizer.state
+        self._epoch = -1
+        self._lists = [group["params"] for group in self._groups]
+        self._lengths = list(map(len, self._lists))
+        self._members = list(chain.from_iterable(self._lists))
+        self._entries: list[tuple[Any, str, Any]] | None = None
+        self._witnesses: list[tuple[Any, dict[str, Any], list[Any]]] = []
+        self._count = 0
         self._move_steps(to_host=False)
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
@@ -161,15 +165,39 @@ class CapturableOptimizer:
             for group, flags in zip(groups, given, strict=True):
                 group.update(flags)
 
-    def replaced(self) -> bool:
-        """Whether ``load_state_dict`` or ``add_param_group`` put other state in its place."""
+    def replaced(self, epoch: int) -> bool:
+        """Whether ``load_state_dict``, ``add_param_group`` or a hand put other state in its place.
+
+        Those who put other tensors there do so for a whole group: in the middle of an epoch, one
+        parameter of each stands for the others.
+
+        Args:
+            epoch: The present epoch, at the begin of which everything is looked at.
+        """
         optimizer = self.optimizer
-        return (
+        if (
             optimizer.param_groups is not self._groups
             or optimizer.state is not self._state
             or len(self._groups) != len(self._rates)
-            or not _are_same(self._members(), self._known_members)
-            or self._state_was_replaced()
+        ):
+            return True
+        if epoch == self._epoch and self._seems_untouched():
+            return False
+        self._epoch = epoch
+        members = list(chain.from_iterable([group["params"] for group in self._groups]))
+        same = len(members) == len(self._members) and all(map(is_, members, self._members))
+        return not same or self._state_was_replaced()
+
+    def _seems_untouched(self) -> bool:
+        for parameter, state, values in self._witnesses:
+            now = self._state.get(parameter)
+            if now is not state or not all(map(is_, state.values(), values)):
+                return False
+        lists = map(itemgetter("params"), self._groups)
+        return (
+            all(map(is_, lists, self._lists))
+            and list(map(len, self._lists)) == self._lengths
+            and (self._entries is None or len(self._state) == self._count)
         )
 
     def gather_state(self) -> None:
@@ -179,25 +207,22 @@ class CapturableOptimizer:
 
     def remember_state(self) -> None:
         """From now on other tensors in the place of these are a replacement; at every capture."""
-        self._known_state = self._state_now()
-        self._known_entries = [
-            (parameter, key, value)
-            for parameter, state in self._state.items()
-            for key, value in state.items()
+        self._count = len(self._state)
+        self._entries = [
+            (p, k, value) for p, own in self._state.items() for k, value in own.items()
         ]
+        firsts = (next(filter(self._state.__contains__, params), None) for params in self._lists)
+        states = ((p, self._state[p]) for p in firsts if p is not None)
+        self._witnesses = [(p, state, list(state.values())) for p, state in states]
 
     def _state_was_replaced(self) -> bool:
-        known = self._known_state
-        if known is None or _are_same(self._state_now(), known):
+        if self._entries is None:
             return False
-        for parameter, key, value in self._known_entries:
+        for parameter, key, value in self._entries:
             if self._state.get(parameter, {}).get(key) is not value:
                 return True
         self.remember_state()  # a parameter that was unfrozen has made its own
         return False
-
-    def _members(self) -> list[Any]:
-        return list(chain.from_iterable([group["params"] for group in self._groups]))
 
     def _state_now(self) -> list[Any]:
         return list(chain.from_iterable([state.values() for state in self._state.values()]))
@@ -209,13 +234,20 @@ class CapturableOptimizer:
 
     def refresh(self) -> None:
         """Bring the learning rates up to date; no work while they stand still."""
+        moved = []
         for i, group in enumerate(self._groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # a scheduler fills it in place
                 self._rates[i].copy_(rate)
             elif rate != self._filled[i]:
-                self._rates[i].fill_(rate)
                 self._filled[i] = rate
+                moved.append(i)
+        if len(moved) == 1:
+            self._rates[moved[0]].fill_(self._filled[moved[0]])
+        elif moved:  # two launches for all: numbers travel as arguments of the kernel
+            rates = [self._rates[i] for i in moved]
+            torch._foreach_zero_(rates)
+            torch._foreach_add_(rates, [self._filled[i] for i in moved])
 
     def live_rates(self) -> list[Tensor]:
         """The learning rates on the device, a group each: for a capture to read."""
@@ -261,10 +293,6 @@ class CapturableOptimizer:
         """Whether the optimizer itself keeps the ``step`` counters of a group on the CPU."""
         on_device = group.get("capturable") or group.get("fused")
         return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
-
-
-def _are_same(now: list[Any], known: list[Any]) -> bool:
-    return len(now) == len(known) and all(map(is_, now, known))
 
 
 _LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})

@@ -84,7 +84,11 @@ class StepPlan:
             self.gradients.adopt()
         self.outside.adopt()
 
-    def attach(self) -> None:
-        """Make ``.grad`` of every parameter what it is after the backward pass."""
-        self.gradients.attach(zeroed=not self.adds)
+    def attach(self, *, attached: bool = False) -> None:
+        """Make ``.grad`` of every parameter what it is after the backward pass.
+
+        Args:
+            attached: For those of the optimizer it is so already.
+        """
+        self.gradients.attach(zeroed=not self.adds, attached=attached)
         self.outside.attach()

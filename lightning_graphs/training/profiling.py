@@ -35,6 +35,11 @@ def cheap_contexts(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+def has_cheap_contexts(trainer: Trainer) -> bool:
+    """Whether :func:`cheap_contexts` has found that nothing is profiled."""
+    return vars(trainer.profiler).get("profile") is _Unrecorded  # type: ignore[attr-defined]
+
+
 class _Unrecorded(contextlib.ContextDecorator):
     """What ``Profiler.profile`` gives: a context, and a decorator."""
 

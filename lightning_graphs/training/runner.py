@@ -21,7 +21,7 @@ from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
-from lightning_graphs.training.gradients import KeptGradients
+from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
@@ -149,6 +149,7 @@ class StepRunner:
             self._reads,
             self._progress,
             self._numbers,
+            copies_gradients=self._kept.are_copied,
         )
         verify, parts = self._verify, (self._trainer, self._module, body, self._optimizer)
         self._every = verify if isinstance(verify, int) else 0
@@ -156,13 +157,13 @@ class StepRunner:
         if verify != "off":
             self._verification = Verification(*parts, self._in_graph, self._retry.budget)
         self._watch = FitWatch(
-            self._trainer, self._module, self._optimizer, self._in_graph, self._reads
+            self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
         )
 
     def _release(self, plan: StepPlan) -> None:
         if self._last is plan:
             self._last = None
-        self._kept.leave()
+        self._kept.show(None)
         self._statistics.released(plan.forward)
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
@@ -223,7 +224,8 @@ class StepRunner:
         assert self._in_graph is not None
         captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
         moved = self._in_graph.hyper_parameters() != captured.hyper_parameters
-        if moved or self._in_graph.replaced() or not plan.gradients.complete():
+        replaced = self._in_graph.replaced(self._trainer.current_epoch)
+        if moved or replaced or not plan.gradients.complete():
             self._capture.update_eagerly(plan)
             return
         plan.gradients.adopt()
@@ -244,10 +246,14 @@ class StepRunner:
         else:  # the base class only calls the hooks; the scale may have moved on in the graph
             Precision.pre_backward(plugin, closure_loss, self._module)
         if plan.backward is not None:
+            if self._kept.look():
+                self._statistics.note(KEPT_LATE)
             plan.adopt()
             plan.backward.replay()
             plan.store("backward")
-        plan.attach()
+        # Where the backward pass is no graph of its own, nobody can have changed it since.
+        plan.attach(attached=plan.backward is None and self._kept.attached is plan.gradients)
+        self._kept.show(plan.gradients)
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
             self._active = None
@@ -351,6 +357,7 @@ class StepRunner:
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)
+        self._kept.count()
         self._last = plan
         plan.inputs.copy_in(tensors)
         plan.unverified = self._verification is not None
@@ -359,7 +366,6 @@ class StepRunner:
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._verification is not None:
-            self._kept.leave(plan.gradients)
             plan.unverified = False
             try:
                 with self._investment.verifying():
@@ -396,7 +402,6 @@ class StepRunner:
             self._in_graph.refresh()
         if plan.backward is None:
             plan.adopt()
-        self._kept.leave(plan.gradients)
         plan.forward.replay()
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.

@@ -79,6 +79,7 @@ class StepCapture:
         reads: Learns which attributes the captured steps read.
         progress: Mirror of the values for the progress bar; None without a GPU.
         logged: Knows which Python numbers change from step to step.
+        copies_gradients: Somebody keeps gradients past their step.
 
     Attributes:
         persistent: The gradients that outlive a replay.
@@ -96,7 +97,10 @@ class StepCapture:
         reads: AttributeReads,
         progress: ProgressValues | None,
         logged: LoggedNumbers,
+        *,
+        copies_gradients: bool,
     ) -> None:
+        self._copies_gradients = copies_gradients
         self._reads = reads
         self._logged = logged
         self._progress = progress
@@ -174,6 +178,7 @@ class StepCapture:
                 keeps=self._keeps_gradients(phase),
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
+                copied=self._copies_gradients,
             )
             recorder = LogRecorder(self._module, self._progress, self._logged)
             with (

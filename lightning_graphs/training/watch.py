@@ -20,6 +20,7 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.conditions import Conditions, Phase
+from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.own_code import CodeOfModules
 from lightning_graphs.training.python_state import AttributeReads
@@ -38,6 +39,7 @@ class FitWatch:
         optimizer: Its optimizer.
         capturable: What keeps the optimizer capturable; None if its step runs eagerly.
         reads: The attributes that captured steps have read.
+        kept: Notices gradients that are kept.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class FitWatch:
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
         reads: AttributeReads,
+        kept: KeptGradients,
     ) -> None:
+        self._kept = kept
         self._trainer = trainer
         self._plugin = trainer.precision_plugin
         self._optimizer = optimizer
@@ -74,10 +78,13 @@ class FitWatch:
         if self._trainer.optimizers[0] is not self._optimizer:
             return "the optimizer was replaced"
         if self._capturable is not None:
-            if self._capturable.replaced():
+            if self._capturable.replaced(self._trainer.current_epoch):
                 return "the optimizer's state or parameter groups were replaced"
             if has_step_hooks(self._optimizer):
                 return "a step hook was registered on the optimizer"
+        if self._kept.look():
+            self._kept.are_copied = True
+            return "a gradient of an earlier step is kept, and is copied now"
         return None
 
     def conditions(self, stepping: bool) -> Conditions:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_graphs.training.optimizers import CapturableOptimizer
 from tests.training.fits import (
     FullTrace,
     GradientTrace,
@@ -464,6 +466,56 @@ def test_state_that_is_replaced_between_two_graphs(
             return optim.AdamW(self.net.parameters(), lr=0.01, fused=True)
 
     compare(*fit_twice(backend, tmp_path, module=Replacing))
+
+
+class FreshMoments(Net):
+    """Before the step with this number, puts new moments in the place of those of the last bias."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(lambda m: optim.AdamW(m.parameters(), lr=RATE, fused=True))
+        self.step = step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.step:
+            state = self.trainer.optimizers[0].state[self.net[4].bias]
+            state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_state_of_one_parameter_is_looked_at_when_an_epoch_begins(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    module, capture = lambda: FreshMoments(10), {"scope": scope}
+    compare(*fit_twice(backend, tmp_path, module=module, capture=capture, max_epochs=3))
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+def test_learning_rates_reach_the_device_in_two_operators_at_most(groups: int) -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(groups)]
+    optimizer = optim.AdamW([{"params": [w], "lr": 0.1 * i} for i, w in enumerate(weights)])
+    capturable = CapturableOptimizer(optimizer, torch.device("cpu"))
+    for step in range(3):
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.3 / (i + step + 1)
+        with Operators() as operators:
+            rates = capturable.live_rates()
+        assert [rate.item() for rate in rates] == [g["lr"] for g in optimizer.param_groups]
+        assert 0 < len(operators.names) <= 2
+        with Operators() as operators:
+            capturable.refresh()
+        assert operators.names == []
+
+
+class Operators(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")

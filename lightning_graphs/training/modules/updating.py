@@ -168,7 +168,7 @@ class CapturedUpdate:
         plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
-        if capturable.replaced():
+        if capturable.replaced(self._trainer.current_epoch):
             self._rebind("the optimizer's state or parameter groups were replaced")
             return None
         if not same_pointers(self._parameters, self._addresses, self._indices):
