@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.contents import Contents, is_still
+from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.core.values import Absence, is_object, value_of_class
 from lightning_graphs.training.held_values import held_in, held_in_value
 from lightning_graphs.training.own_code import OwnCode, codes_in, inside_of_compiled
@@ -63,9 +64,15 @@ class OutsideValues:
         self._listeners: list[Callable[[str, Any], object]] = [self._contents.add]
         for child in module.modules():
             self._look_into_class(type(child))
+            for hook in module_hooks(child):
+                self._assume(hook)
         for _, value in held_in(module):
             if is_object(value):
                 self._look_into_class(type(value))
+        for parameter in module.parameters():  # their hooks run in a thread of autograd's
+            for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
+                for hook in table.values() if isinstance(table, dict) else ():
+                    self._assume(hook)
 
     def tell(self, *listeners: Callable[[str, Any], object]) -> None:
         """Call these with the name and value of everything that is found, and what is inside."""
@@ -83,6 +90,9 @@ class OutsideValues:
         Compiled code does not run as Python, and a profiler that somebody has set is left alone:
         the functions of the modules concerned count as if they had run.
         """
+        for kind in set(map(type, self._module.modules())):  # those that watch reads are others
+            if self._own.has_module(kind.__module__):
+                self._classes.setdefault(kind, dict(vars(kind)))
         profiled = sys.getprofile() is not None
         hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
         for kind in {base for child in hidden for base in type(child).__mro__}:

@@ -93,8 +93,10 @@ class OwnCode:
         return self._verdicts[file, name]
 
     def _judge(self, file: str, name: str) -> bool:
-        if file.startswith("<"):  # made by a dataclass or the like; a notebook's module has no file
-            file = getattr(sys.modules.get(name), "__file__", None) or file
+        if file.startswith("<"):  # a notebook, or made by a dataclass or the like for a module
+            if name not in sys.modules:
+                return False
+            file = getattr(sys.modules[name], "__file__", None) or file
         if self._finder.is_library(file):
             return False
         if name.partition(".")[0] == self._package:

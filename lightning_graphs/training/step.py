@@ -244,11 +244,11 @@ class StepCapture:
     @contextlib.contextmanager
     def _environment(self, recorder: LogRecorder) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
+        outside = OutsideValues(self._module, self._own)
+        outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(nothing_left_behind(self._module, generators))
             stack.enter_context(self._reads.watching(self._module))
-            outside = OutsideValues(self._module, self._own)
-            outside.tell(loose.add, generators.add)
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))

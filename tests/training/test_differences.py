@@ -108,7 +108,7 @@ class HiddenInOneLayer(Net):
         FACTOR["now"] = 1.0 + (self.trainer.global_step >= 9) / 64
 
 
-FACTOR = {"now": 1.0}
+FACTOR = Hidden()
 
 
 def test_a_wrong_gradient_is_named_though_the_loss_is_right(backend: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import signal
 import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ def _interrupts() -> Iterator[None]:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[CUDAGraph]]:
     """Every graph that is made."""
     made: list[weakref.ref[CUDAGraph]] = []
+    hidden = ContextVar("made", default=made)  # or captured code would be found to change it
     original = CUDAGraph.__init__
 
     def counted(self: CUDAGraph, *args: Any, **kwargs: Any) -> None:
-        made.append(weakref.ref(self))
+        hidden.get().append(weakref.ref(self))
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(CUDAGraph, "__init__", counted)

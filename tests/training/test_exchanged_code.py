@@ -344,6 +344,8 @@ class Unseen(nn.Module):
         super().__init__()
         self.linear, self.kind, self.weight = nn.Linear(8, 8), kind, 1.0
         self.compiled = torch.compile(weighted, backend="eager")
+        if kind == "hook":
+            self.linear.weight.register_hook(weighted)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(x)
@@ -353,6 +355,8 @@ class Unseen(nn.Module):
             found = self.compiled(hidden)
         elif self.kind == "attribute":
             found = hidden * self.weight
+        elif self.kind == "hook":
+            found = hidden
         else:
             found = weighted(hidden)
         return found
@@ -369,7 +373,7 @@ def _weigh(module: Any) -> None:
 @pytest.mark.filterwarnings("ignore")  # the compiler looks into hooks and graphs, and says so
 @pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize(
-    "kind", ["backward", "compiled", "attribute", "compiled function", "profiled"]
+    "kind", ["backward", "compiled", "attribute", "compiled function", "hook", "profiled"]
 )
 def test_values_of_code_that_runs_unseen(
     backend: str, tmp_path: Path, kind: str, scope: str

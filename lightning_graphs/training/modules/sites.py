@@ -80,10 +80,10 @@ class Baked:
         """Note what the body, a capture of these modules, reads."""
         modules = list(modules)
         self._code = CodeOfModules(modules, graphed=True)
+        self.outside = OutsideValues(nn.ModuleList(modules), self._own)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
-            self.outside = OutsideValues(nn.ModuleList(modules), self._own)
             stack.enter_context(counters_watched(trainer, reads=self._reads))
             stack.enter_context(old_gradients_watched(trainer))
             for optimizer in trainer.optimizers:
