@@ -257,7 +257,7 @@ def peak_memory() -> float:
         return float("nan")
     peak = torch.cuda.max_memory_reserved() / 2**20
     torch.cuda.reset_peak_memory_stats()
-    return peak
+    return peak or float("nan")  # nothing was on the GPU
 
 
 def describe_environment() -> str:

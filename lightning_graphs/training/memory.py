@@ -19,6 +19,8 @@ _WORTH_A_MOVE = 0.05
 _AT_ONCE = 2**28  # bytes: what a move needs beside the tensors
 _AUTO = 0.35
 """How much more than eager steps all that is ours may take, as a part of their peak."""
+_LEAST = 2**28
+"""Bytes beside that peak that small models may take in any case: libraries take as much."""
 _SMALL = 0.1
 """Up to which part of that peak a copy of the state is kept on the GPU."""
 _SHARED = True
@@ -67,7 +69,7 @@ class MemoryBudget:
 
     @property
     def _limit(self) -> int:
-        return int((1 + self._share) * self._peak)
+        return max(int((1 + self._share) * self._peak), self._peak + _LEAST)
 
     def require_room(self, what: str) -> None:
         """Ahead of a capture; the first one looks at what eager steps took.

@@ -59,15 +59,17 @@ class Waiting(Generic[Kind]):
             Whether it is time to say it.
         """
         self._in_a_row += 1
-        self._statistics.waiting = line = f"steps run eagerly: {why_not}"
         before, self._before = self._before, kind
-        if self._is_said or not (at_once or self._in_a_row > self._tolerated):
+        is_time = at_once or self._in_a_row > self._tolerated
+        if self._is_said or not (is_time or not self._statistics.replayed):
             return False
-        self._is_said = True
-        if say:
-            change = self._difference(before, kind) if before is not None else ""
-            self._statistics.note(line + (change and f". The last two steps differ: {change}"))
-        return True
+        change = self._difference(before, kind) if before is not None else ""
+        further = f". The last two steps differ: {change}" if change else ""
+        self._statistics.waiting = f"steps run eagerly: {why_not}{further}"
+        if is_time and say:
+            self._statistics.note(self._statistics.waiting)
+        self._is_said |= is_time
+        return is_time
 
 
 class Notices:

@@ -51,7 +51,8 @@ class Options:
         if self.verify not in ("first", "off"):
             _require_at_least("verify", self.verify, 1, "every so many steps; or 'first' or 'off'")
         memory = self.memory
-        if memory != "auto" and (isinstance(memory, (bool, str)) or not memory >= 0):
+        is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
+        if memory != "auto" and not (is_number and float(memory) >= 0):
             raise OptionError(
                 "memory is a part of the peak of eager steps, or 'auto'.",
                 f"memory={memory!r}",

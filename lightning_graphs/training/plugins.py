@@ -96,13 +96,14 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
+        keys = list(values) if isinstance(values, dict) else []
     except RecursionError:
         raise unreadable(place, "its brackets are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark is not None else place
         raise unreadable(where, getattr(error, "problem", None) or str(error)) from None
-    if not isinstance(values, dict | None):
+    if not isinstance(values, dict | None) or not all(isinstance(key, str) for key in keys):
         raise OptionError(
             f"{VARIABLE} is 0, 1, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",

@@ -58,7 +58,7 @@ def test_shapes_that_come_and_go_never_own_more_than_their_share(
     # Two signatures of two modules, and the graph of the optimizer step.
     assert max(counting[1].alive) <= 2 * 2 + 1
     assert captured.statistics.captures == 2
-    assert captured.statistics.replayed > 24 * 2 // 3 - 4
+    assert captured.statistics.replayed >= 12
     assert 'batch["x"]: f32[4,8] -> f32[5,8]' in captured.statistics.recaptures[0]
     (reason,) = captured.statistics.fallbacks
     assert "max_graphs=2 allows no more graphs; raise it, or pad" in reason

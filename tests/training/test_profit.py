@@ -100,7 +100,9 @@ class TestInAFit:
         self, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         eager = prepare(backend, tmp_path, False, max_epochs=3).run()
-        fit = prepare(backend, tmp_path, True, max_epochs=3, capture={"profit_gate": True})
+        fit = prepare(
+            backend, tmp_path, True, max_epochs=3, capture={"profit_gate": True, "capture_after": 2}
+        )
         taken_over: list[bool] = []
 
         def look(trainer: Any, *_: Any) -> None:
@@ -129,7 +131,7 @@ class TestInAFit:
         replay: float,
         gate: bool,
     ) -> None:
-        fit = prepare(backend, tmp_path, True, capture={"profit_gate": gate})
+        fit = prepare(backend, tmp_path, True, capture={"profit_gate": gate, "capture_after": 2})
         given(monkeypatch, fit, 1.0, replay).run()
         assert (fit.statistics.eager, fit.statistics.replayed) == (5, 15)
         assert fit.statistics.fallbacks == []
@@ -165,7 +167,7 @@ class TestInAFit:
     def test_a_rehearsal_is_not_judged(
         self, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fit = prepare(backend, tmp_path, True, capture={"profit_gate": True})
+        fit = prepare(backend, tmp_path, True, capture={"profit_gate": True, "capture_after": 2})
         given(monkeypatch, fit, 1.0, 9.0, meaningful=False).run()
         assert fit.statistics.replayed == 15
         assert fit.capture.report.verdict == ""
