@@ -86,6 +86,9 @@ class _LogCall:
         self.name = name
         self.options = options
         self.value = value
+        self._scalar: Tensor | None = None
+        if isinstance(value, Tensor) and now is None:
+            self._scalar = value.detach().squeeze()
 
     def log(self, value: Any, size: Any = None) -> Any:
         """Log a value; the batch size that weights it, if it is known.
@@ -101,12 +104,14 @@ class _LogCall:
             return None
         if size is None:
             size = batch_size_of(results, entry, self.options.get("batch_size"))
-        results.update_metrics(self._key, value.detach().squeeze().to(entry.value.device), size)
+        if value is not self._scalar:
+            value = value.detach().squeeze()
+        results.update_metrics(self._key, value.to(entry.value.device), size)
         return size
 
     def reissue(self) -> None:
         """Make the call again, after a replay."""
-        value = self.value
+        value = self.value if self._scalar is None else self._scalar
         if self._now is not None:
             value = self._now()
             if isinstance(value, Number):
