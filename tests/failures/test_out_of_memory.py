@@ -146,6 +146,9 @@ class Logging(Net):
         self.register_buffer("seen", torch.zeros(()))
         self.loose = torch.zeros(())
 
+    def on_train_start(self) -> None:
+        self.loose = self.loose.to(self.device)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += 1
         self.loose += 1
