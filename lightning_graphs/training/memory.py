@@ -19,10 +19,8 @@ _WORTH_A_MOVE = 0.05
 _AT_ONCE = 2**28  # bytes: what a move needs beside the tensors
 _AUTO = 0.35
 """How much more than eager steps all that is ours may take, as a part of their peak."""
-_LEAST = 2**28
-"""Bytes beside that peak that small models may take in any case: libraries take as much."""
-_SMALL = 0.1
-"""Up to which part of that peak a copy of the state is kept on the GPU."""
+_LEAST, _LEAST_SHARE = 2**31, 0.05
+"""Bytes that small models may take beside that peak in any case, and no more of all there is."""
 _SHARED = True
 """Whether eager code that runs between two replays may take the memory of their graphs."""
 _MIB = 2**20
@@ -69,7 +67,10 @@ class MemoryBudget:
 
     @property
     def _limit(self) -> int:
-        return max(int((1 + self._share) * self._peak), self._peak + _LEAST)
+        assert self._device is not None
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        least = min(_LEAST, int(_LEAST_SHARE * total))
+        return max(int((1 + self._share) * self._peak), self._peak + least)
 
     def require_room(self, what: str) -> None:
         """Ahead of a capture; the first one looks at what eager steps took.
@@ -89,10 +90,6 @@ class MemoryBudget:
                 f"{taken // _MIB} MiB are taken, a step takes {self._activations // _MIB} MiB "
                 f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
             )
-
-    def is_small(self, nbytes: int) -> bool:
-        """Whether a copy of so many bytes may lie on the device; larger ones lie on the host."""
-        return self._device is None or nbytes <= _SMALL * self._peak
 
     def has_room(self, needed: int) -> bool:
         """Whether so many bytes more may be taken, and are there."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ MIB = 2**20
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """MiB that are allocated, were at most, are reserved and are free."""
-    says = {"allocated": 40, "peak": 100, "reserved": 100, "free": 1000}
+    says = {"allocated": 40, "peak": 100, "reserved": 100, "free": 1000, "total": 0}
     for name, key in (
         ("memory_allocated", "allocated"),
         ("max_memory_allocated", "peak"),
@@ -22,6 +24,11 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         monkeypatch.setattr(torch.cuda, name, lambda _, key=key: says[key] * MIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (says["free"] * MIB, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(total_memory=says["total"] * MIB),
+    )
     return says
 
 
@@ -44,12 +51,17 @@ def test_free_memory_is_not_taken_because_it_is_there(allocator: dict[str, int])
     allocator["free"] = 20
     assert budget.has_room(19 * MIB)
     assert not budget.has_room(20 * MIB)
-    assert budget.is_small(10 * MIB)
-    assert not budget.is_small(10 * MIB + 1)
+
+
+def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int]) -> None:
+    allocator["total"] = 8000
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step")
+    assert budget.has_room(399 * MIB)
+    assert not budget.has_room(400 * MIB)
 
 
 def test_a_cpu_has_no_budget() -> None:
     budget = MemoryBudget(torch.device("cpu"), 0.0)
     budget.require_room("A captured step")
     assert budget.has_room(2**60)
-    assert budget.is_small(2**60)

@@ -338,6 +338,7 @@ class _Capture:
             with torch.inference_mode(False), self._state.restored():
                 return run()
         except GraphError as error:
+            self._surroundings.baked.outside.empty_caches()  # of the run that explains the refusal
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
         except Exception as error:
             if is_out_of_memory(error):
