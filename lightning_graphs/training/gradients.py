@@ -125,13 +125,18 @@ class AttachedGradients:
         Args:
             attached: ``.grad`` is the buffers.
         """
-        before = None if attached else list(map(_gradient, self.parameters))
-        if before is not None:
+        before = [] if attached else self._others_attached()
+        if before:
             self._attach(self.buffers)
         found = [*map(getrefcount, self.buffers), *self._memory_uses()]
-        if before is not None:
-            self._attach(before)
+        for parameter, gradient in before:
+            parameter.grad = gradient
         return found
+
+    def _others_attached(self) -> list[tuple[Parameter, Tensor | None]]:
+        """Parameters whose ``.grad`` is not their buffer, and what it is; no use of any buffer."""
+        pairs = zip(self.parameters, self.buffers, strict=True)
+        return [(p, p.grad) for p, buffer in pairs if p.grad is not buffer]
 
     def adopt(self) -> None:
         """Bring the gradients that there are into the buffers, None as zero, and attach them."""

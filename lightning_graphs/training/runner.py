@@ -213,6 +213,7 @@ class StepRunner:
                     return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
                 plan.gradients.adopt()
                 plan.unscale.replay()
+                plan.gradients.attach()  # copies follow in place
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
         else:
@@ -232,6 +233,8 @@ class StepRunner:
         self._in_graph.refresh()
         assert plan.step is not None
         plan.step.replay()
+        if plan.scaling:  # a fused step unscales by itself what nobody has unscaled before it
+            plan.gradients.attach()
         plan.store("step")
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

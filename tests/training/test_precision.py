@@ -187,7 +187,25 @@ def test_hooks_under_scaling_change_and_remove_gradients_and_move_numbers(
                 self.trainer.optimizers[0].param_groups[0]["weight_decay"] = step / 16
 
     setattr(Meddling, hook, Meddling.meddle)
-    fit_scaled(backend, tmp_path, name, kind=Meddling, data=overflowing, **in_scope(scope))
+    options: dict[str, Any] = {"kind": Meddling, "data": overflowing, **in_scope(scope)}
+    _, captured = fit_scaled(backend, tmp_path, name, **options)
+    assert not any("is kept" in reason for reason in captured.statistics.recaptures)
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused"])
+def test_kept_gradients_under_scaling(backend: str, tmp_path: Path, name: str, hook: str) -> None:
+    """Copies of the graph's gradients are unscaled as they are."""
+
+    class Keeping(Overflowing):
+        def keep(self, *_: Any) -> None:
+            self.kept = self.net[4].weight.grad
+
+    setattr(Keeping, hook, Keeping.keep)
+    _, captured = fit_scaled(
+        backend, tmp_path, name, kind=Keeping, data=overflowing, trace=FullTrace
+    )
+    assert any("is kept" in reason for reason in captured.statistics.recaptures)
 
 
 class SeesTheLoss(Trace):
