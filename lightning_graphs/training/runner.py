@@ -112,14 +112,18 @@ class StepRunner:
         self.has_failed = False
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
+        self._optimizer: Optimizer = trainer.optimizers[0]
+        self._obstacle: str | None = None
         self._bind()
 
     def _bind(self) -> None:
         """Look at the optimizer, parameters and modules as they are now."""
-        self._optimizer: Optimizer = self._trainer.optimizers[0]
+        if self._trainer.optimizers[0] is not self._optimizer:
+            self._optimizer, self._obstacle = self._trainer.optimizers[0], None
         self._observers = Observers.of(self._trainer, self._module)
         device_type = self._pool.backend.device_type
-        obstacle = capture_obstacle(
+        # Once eager it stays so: it may be in the middle of its own step.
+        obstacle = self._obstacle = self._obstacle or capture_obstacle(
             self._module,
             self._optimizer,
             device_type,
@@ -192,7 +196,9 @@ class StepRunner:
     ) -> Any:
         """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
         if optimizer is not self._optimizer:
-            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+            if optimizer is not self._trainer.optimizers[0]:
+                return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+            self._rebind(self._watch.reason_to_rebind() or "")  # ahead of its step, not within it
         # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
         own = is_lightnings_closure(closure)
         if not own and not takes_no_closure(closure) and self._in_graph is not None:

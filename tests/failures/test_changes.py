@@ -202,6 +202,36 @@ def test_change(backend: str, tmp_path: Path, cell: str) -> None:
     assert_nothing_lost(eager, captured)
 
 
+class Hooked(Net):
+    """Its optimizer has a step hook, which no graph would call."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.handle = optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
+def test_what_kept_the_optimizer_eager_goes(backend: str, tmp_path: Path) -> None:
+    """It stays eager: that is found while it steps."""
+
+    def change(trainer: Any, module: Any) -> None:
+        module.handle.remove()
+        move_first(trainer, module)
+
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Hooked,
+        capture=STEP,
+        callbacks=lambda: [Changing(change)],
+        max_epochs=3,
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 12
+    assert "step" not in vars(captured.trainer.optimizers[0])
+
+
 @pytest.fixture
 def _kernels_as_before() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
