@@ -295,6 +295,7 @@ def adds_to_index(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.loss(batch)
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly. a scheduler")
 @pytest.mark.parametrize("step", [reads_decay, adds_to_index])
 def test_numbers_that_are_used_are_refused(backend: str, tmp_path: Path, step: Any) -> None:
     options: dict[str, Any] = {
