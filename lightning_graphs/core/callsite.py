@@ -85,7 +85,8 @@ class CallSiteFinder:
         """Whether a file is part of torch, Lightning or this package."""
         verdict = self._is_library.get(filename)
         if verdict is None:
-            verdict = filename.startswith(LIBRARY_ROOTS + GENERATED)
+            # A path in sys.path may be `project/.` or `tests/..`; code keeps it as it is.
+            verdict = os.path.normpath(filename).startswith(LIBRARY_ROOTS + GENERATED)
             self._is_library[filename] = verdict
         return verdict
 

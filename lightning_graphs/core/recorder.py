@@ -6,6 +6,8 @@ capture are read off it, and a failed capture is explained by running the code o
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,8 +200,13 @@ class Recorder(TorchDispatchMode):
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
         self._function_rules: _FunctionRules | None = None
+        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _R) -> _R:
+        if "torch._dynamo" in sys.modules:
+            # Compiled code runs eagerly under a dispatch mode. torch 2.13 keeps that so afterwards,
+            # or raises with fullgraph=True, unless it is told to.
+            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()  # type: ignore[no-untyped-call]
         self._scopes.start()
         if self._strict:
@@ -214,6 +221,7 @@ class Recorder(TorchDispatchMode):
             self._function_rules = None
         self._scopes.stop()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._compiler.close()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a Python function of torch, unless a rule refuses it."""

@@ -188,13 +188,18 @@ def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     return [hook for table in hook_tables(module) for hook in table.values()]
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``.
+COMPILED_CALL = "_compiled_call_impl"
+"""Where ``module.compile()`` leaves what calls of the module run, and nothing else."""
 
-    The latter leaves a private attribute and nothing else.
-    """
-    optimized = type(module).__module__.startswith("torch._dynamo.")
-    return optimized or getattr(module, "_compiled_call_impl", None) is not None
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called; torch has no public reader."""
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``."""
+    return type(module).__module__.startswith("torch._dynamo.") or is_compiled_in_place(module)
 
 
 def has_compiled_anything() -> bool:

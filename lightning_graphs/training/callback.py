@@ -53,8 +53,8 @@ class GraphCapture(Callback):
             (``"encoder.layers.*"``), or names of classes. By default the largest that a step calls
             once and that can be captured.
         exclude: Submodules that are left out, named likewise.
-        eval_graphs: Submodules have graphs for calls without autograd outside of training steps,
-            too, as in validation.
+        eval_graphs: Submodules have graphs for calls without autograd in validation steps,
+            too.
         warmup_steps: Real training steps that run eagerly before the first capture.
         capture_after: How often a batch signature (structure, shapes, dtypes) must have been seen
             after the warm-up before it gets a graph of its own. By default it gets one as soon as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -101,8 +102,9 @@ class OwnCode:
             return False
         if name.partition(".")[0] == self._package:
             return True
+        path = os.path.normpath(file)
         return not (
-            file.startswith(self._standard) or _INSTALLED.intersection(PurePath(file).parts)
+            path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
         )
 
     def has_module(self, name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,29 @@ class TestWhatIsNotBelieved:
         x = torch.ones(1, 2, device=device)
         with pytest.raises(CaptureError, match=r"torch\.compile"):
             _recorded(lambda: net(x))
+
+    @pytest.mark.parametrize("fullgraph", [False, True])
+    def test_compiled_code_is_compiled_again_afterwards(
+        self, device: torch.device, fullgraph: bool
+    ) -> None:
+        """Or else it runs eagerly from then on, and raises with ``fullgraph=True``."""
+        runs = []
+
+        def counting(module: Any, _: Any) -> Any:
+            def run(*args: Any) -> Any:
+                runs.append(1)
+                return module(*args)
+
+            return run
+
+        torch.compiler.reset()
+        net = torch.compile(lambda x: x.sin() + 1, backend=counting, fullgraph=fullgraph)
+        x = torch.ones(2, device=device)
+        net(x)
+        with pytest.raises(CaptureError, match=r"torch\.compile"):
+            _recorded(lambda: net(x))
+        assert torch.equal(net(x), x.sin() + 1)
+        assert len(runs) == 2
 
     @pytest.mark.parametrize(
         "body",

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from lightning_graphs import CaptureError
 from lightning_graphs.training.uncapturable import with_own_graphs
-from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
+from tests.training.leftovers import assert_nothing_left
 
 # What torch says while it imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -74,21 +76,97 @@ def test_reduce_overhead_raises_where_asked_to(backend: str, tmp_path: Path) -> 
         prepare(backend, tmp_path, True, module=Reducing, capture={"scope": "step"}).run()
 
 
-class InPlace(Net):
-    """A submodule that is compiled in place: the compiler looks into the hooks around it, too."""
+class Layer(nn.Module):
+    """Two layers, which the compiler makes one graph of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.Linear(8, 8)
-        self.block.compile(backend="eager")
+        self.inner, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.relu(self.inner(x)))
+
+
+def compiled(call: Any) -> Any:
+    """Compiled so that anything which the compiler cannot look into raises."""
+    return torch.compile(call, backend="eager", fullgraph=True)
+
+
+class Compiling(Net):
+    """Compiles a part of it in one of many ways: in ``__init__``, in a hook, or in its step.
+
+    Args:
+        way: Which.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.block, self.second = Layer(), Layer()
+        self.way = way
+        # No attribute that torch would register.
+        self.calls: list[Any] = []
+        if way == "in place":
+            self.block.compile(backend="eager", fullgraph=True)
+        elif way == "wrapped":
+            self.block = compiled(self.block)
+        elif way == "called":
+            self.calls.append(compiled(self.block))
+        elif way == "function":
+            self.calls.append(compiled(lambda x: self.second(self.block(x))))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
+        block = self.calls[0] if self.way == "called" else self.block
+        x = self.calls[0](batch["x"]) if self.way == "function" else self.second(block(batch["x"]))
+        return super().training_step({**batch, "x": x}, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 10 and self.way == "in place, later":
+            self.block.compile(backend="eager", fullgraph=True)
+        if self.global_step == 10 and self.way == "wrapped, later":
+            self.block = compiled(self.block)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler looks into hooks and graphs, and says so
-def test_a_submodule_that_is_compiled_in_place(backend: str, tmp_path: Path) -> None:
-    capture = {"scope": "modules", "modules": ["block", "net"]}
-    eager, captured = fit_twice(backend, tmp_path, module=InPlace, capture=capture)
-    compare(eager, captured)
-    assert captured.statistics.modules == ["block", "net"]
+WAYS = {
+    "in place": ["block", "second", "net"],
+    "wrapped": ["block", "second", "net"],
+    "called": ["second", "net"],
+    "function": ["net"],
+    "in place, later": ["block", "second", "net"],
+    "wrapped, later": ["block", "second", "net"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:GraphCapture")  # a rehearsal refuses what is compiled
+def test_the_compiler_sees_nothing_of_graphs(backend: str, tmp_path: Path, way: str) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    fits = fit_twice(
+        backend, tmp_path, module=lambda: Compiling(way), capture={"scope": "modules"},
+        data=lambda: batches(30), max_epochs=1,
+    )  # fmt: skip
+    compare(*fits, replayed=False)
+    assert_nothing_left(fits[1])
+    assert not counters["graph_break"]
+    statistics = fits[1].statistics
+    assert statistics.replayed > 15
+    refused = backend == "emulated" and way in ("in place", "wrapped")
+    assert statistics.modules == [name for name in WAYS[way] if name != "block" or not refused]
+    replays = {record.scope: record.replays for record in statistics.graphs}
+    assert all(replays[f"module {n}"] > 15 for n in statistics.modules if n != "block"), replays
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, without graphs, too
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_hooks_that_are_compiled_run(backend: str, tmp_path: Path) -> None:
+    class Hooked(Compiling):
+        def __init__(self) -> None:
+            super().__init__("in place")
+            self.block.register_forward_hook(lambda module, args, output: output * 2)
+
+    torch.compiler.reset()
+    fits = fit_twice(backend, tmp_path, module=Hooked, capture={"scope": "modules"})
+    compare(*fits, replayed=False)
+    assert fits[1].statistics.modules == ["second", "net"]
+    (reason,) = fits[1].statistics.fallbacks
+    assert reason.startswith("`block` is not graphed: it has a hook inside of what is compiled")

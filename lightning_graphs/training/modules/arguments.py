@@ -16,6 +16,7 @@ from lightning_graphs.core.leaves import SameInside, as_hashable, special_kind
 from lightning_graphs.core.refusals import is_changed
 from lightning_graphs.core.tree import flatten
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.modules.entry import has_own_forward
 
 
 class WatchedArguments:
@@ -88,4 +89,4 @@ def _is_written(tensor: Tensor, before: Tensor) -> Tensor | bool:
 
 
 def _runs_torch_alone(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
+    return type(module).__module__.startswith("torch.nn.") and not has_own_forward(module)

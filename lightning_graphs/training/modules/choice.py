@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_graphs.core.torch_private import is_compiled, module_hooks
+from lightning_graphs.core.torch_private import is_compiled, is_compiled_in_place, module_hooks
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.selection import excluded, select
@@ -31,18 +31,26 @@ class Choice:
     """
 
     def __init__(self, root: nn.Module, options: Options) -> None:
+        self._root = root
         self._by_name = bool(options.modules)
         self._refused: set[nn.Module] = set()
         self._shown: dict[tuple[nn.Module, int], str] = {}
-        self._candidates: Mapping[str, nn.Module]
+        self._named: Mapping[str, nn.Module] = {}
+        self._left_out: set[str] = set()
         if options.modules:
-            self._candidates = select(root, options.modules, options.exclude)
+            self._named = select(root, options.modules, options.exclude)
         else:
-            self._candidates = _candidates(root, excluded(root, options.exclude))
+            self._left_out = excluded(root, options.exclude)
 
     def candidates(self) -> Mapping[str, nn.Module]:
-        """Name and module of everything that a step may call as a graph."""
-        return self._candidates
+        """Name and module of everything that a step may call as a graph, as they are now.
+
+        Nothing inside of a compiled or scripted module is among them: that runs none of its Python.
+        """
+        closed = [m for m in self._root.modules() if m is not self._root and _is_closed(m)]
+        inside = {inner for m in closed for inner in m.modules() if inner is not m}
+        named = self._named or _with_parameters(self._root, self._left_out)
+        return {name: module for name, module in named.items() if module not in inside}
 
     def learn(self, observation: Observation) -> bool:
         """Keep in mind which calls no backward graph can serve, in this step or in another.
@@ -76,7 +84,7 @@ class Choice:
                     if not inside and call.module not in self._refused:
                         note(_left_out(call.name, self._obstacle(call, times, observation)))
             return found
-        for name, module in self._candidates.items():
+        for name, module in self._named.items():
             if module not in times:
                 note(_left_out(name, _not_called(name, module)))
         chosen = []
@@ -142,18 +150,17 @@ def _not_called(name: str, module: nn.Module) -> str:
     return "no observed step calls it"
 
 
-def _candidates(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
-    """Every submodule with parameters, none of what is left out or inside of a compiled one."""
-    modules = list(root.named_modules())
-    closed = {name for name, module in modules if name and is_compiled(module)}
-    closed |= {name for name, module in modules if isinstance(module, torch.jit.ScriptModule)}
-    closed |= left_out
+def _is_closed(module: nn.Module) -> bool:
+    return is_compiled(module) or isinstance(module, torch.jit.ScriptModule)
+
+
+def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
+    """Every submodule with parameters that is not left out, nor inside of one that is."""
     return {
         name: module
-        for name, module in modules
+        for name, module in root.named_modules()
         if name
-        and name not in left_out
-        and not any(name.startswith(f"{outer}.") for outer in closed)
+        and not any(f"{name}.".startswith(f"{outer}.") for outer in left_out)
         and next(module.parameters(), None) is not None
     }
 
@@ -164,10 +171,14 @@ def _obstacle(module: nn.Module, observation: Observation) -> str | None:
         return "it is recomputed in the backward pass (activation checkpointing)"
     if (obstacle := obstacle_in(module)) is not None:
         return obstacle
+    outside = not is_compiled_in_place(module)  # what that compiles has its own hooks inside
     for name, inner in module.named_modules():
+        if inner is module and outside:
+            continue
         # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
-        if name and not all(map(_is_of_torch, module_hooks(inner))):
-            return f"it has a hook on `{name}` inside of it, which a replay would not call"
+        if not all(map(_is_of_torch, module_hooks(inner))):
+            where = f"on `{name}` inside of it" if name else "inside of what is compiled"
+            return f"it has a hook {where}, which a replay would not call"
     return None
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import getitem
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import in_transform
-from lightning_graphs.core.values import value_of_class
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     CaptureError,
@@ -25,13 +23,15 @@ from lightning_graphs.errors import (
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
+from lightning_graphs.training.modules.entry import Entry
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
 
+MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
-_MOVED = "a value that its code reads has changed within the step"
+_CHANGED = "a value that its code reads has changed within the step"
 _SWITCHED = "the step has set switches of torch otherwise: "
 _UNKNOWN = "no step that was captured calls it so often, or in this order"
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -48,7 +48,8 @@ class Stage:
         checks: Compares new graphs with the modules' own code.
         investment: Decides what is worth a capture.
         stepping: A training step's own code is running, and no backward pass.
-        stale: A parameter has moved: no graph may be right any longer.
+        evaluating: A validation step's is, and it shall have graphs.
+        stale: Why no graph may be right any longer; empty if all may.
         astray: A call was not given the tensor that its graph reads in place.
         elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
             and goes on with them; None while a step runs eagerly.
@@ -61,14 +62,25 @@ class Stage:
     checks: CallChecks
     investment: Investment
     stepping: bool = False
-    stale: bool = False
+    evaluating: bool = False
+    stale: str = ""
     astray: bool = False
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
     missed: str = ""
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let modules answer by themselves while the body captures one that has them inside."""
+        before = self.stepping, self.evaluating
+        self.stepping = self.evaluating = False
+        try:
+            yield
+        finally:
+            self.stepping, self.evaluating = before
 
-class GraphedForward:
-    """Stands for ``module.forward``: a call with a graph is replayed, others run the original.
+
+class GraphedForward(Entry):
+    """Lets a call with a graph be a replay; others run the original.
 
     In a training step the n-th call of the module under autograd has the n-th of its sites. Calls
     without autograd need no backward and share graphs by signature.
@@ -83,37 +95,39 @@ class GraphedForward:
     """
 
     def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
-        self._own: Callable[..., Any] | None = vars(module).get("forward")
-        self.__wrapped__ = module.forward  # inspect.signature shows its arguments
+        super().__init__(module)
         self.sites: Sequence[Site | None] = ()
-        self._name = name
-        self._module = module
+        self._label = name
         self._stage = stage
         self._calls = 0
         self._missing = ""
         self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
             stage.investment, _replays, self._release, capacity=stage.options.max_graphs
         )
-        vars(module)["forward"] = self
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The module's own ``forward``: an instance's, or that of its class as it is now."""
-        kind = type(self._module)
-        return self._own or value_of_class(kind, "forward").__get__(self._module, kind)
 
     def begin(self, sites: Sequence[Site | None]) -> None:
         """Begin a step with these graphs."""
         self.sites = sites
         self._calls = 0
+        self.install()
+
+    def install(self) -> None:
+        """Take the place of the module's own; with another one there, no graph is right."""
+        if self.is_as_found:
+            self._attributes[self._name] = self
+        else:
+            self._look()
+            self._stage.stale = f"the forward of `{self._label}` was exchanged"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the module."""
+        if torch.compiler.is_compiling():  # it sees nothing of this but the original
+            return self.original(*args, **kwargs)
         stage = self._stage
         if torch.is_grad_enabled():
             if stage.stepping:
                 return self._answer_in_step(args, kwargs)
-        elif stage.stepping or stage.options.eval_graphs:
+        elif stage.stepping or stage.evaluating:
             return self._answer_without_autograd(args, kwargs)
         return self.original(*args, **kwargs)
 
@@ -130,7 +144,7 @@ class GraphedForward:
             if kernels != site.call.kernels:
                 self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
             elif not site.is_current:
-                self._missing = _MOVED
+                self._missing = _CHANGED
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)
@@ -140,7 +154,7 @@ class GraphedForward:
             if site is not None:
                 answer = self._replayed(site, args, kwargs)
             else:
-                self._stage.missed = f"a call of `{self._name}` runs eagerly: {self._missing}"
+                self._stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return self.original(*args, **kwargs) if answer is _NONE else answer
 
     def _replayed(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -149,12 +163,13 @@ class GraphedForward:
         except SignatureError as error:
             self._missing = str(error)
             # After a call without a graph the next one is given other tensors, which is no news.
-            follows = bool(self._stage.missed) or self._stage.stale
+            follows = bool(self._stage.missed or self._stage.stale)
             self._stage.astray |= isinstance(error, ArgumentElsewhereError) and not follows
             return _NONE
         except ReplayError as error:
             self._missing = str(error)
-            self._stage.stale |= site.is_as_captured
+            if site.is_as_captured:
+                self._stage.stale = MOVED
             return _NONE
         site.record.replays += 1
         return answer
@@ -173,7 +188,7 @@ class GraphedForward:
     ) -> Site | None:
         stage = self._stage
         device_type = stage.means.pool.backend.device_type
-        call = ObservedCall.now(self._name, self._module, args, kwargs, device_type)
+        call = ObservedCall.now(self._label, self._module, args, kwargs, device_type)
         modes = Modes.current(device_type)
         # What earlier captures have read: a value that never returns is not worth a graph.
         plans = self._without_autograd.plans()
@@ -185,16 +200,17 @@ class GraphedForward:
                 return None
             baked = Baked(stage.means.root, stage.means.own)
             try:
-                with baked.watched([self._module]):
-                    site = capture_alone(call, stage.means, baked)
-                self._verify(site)
+                with stage.aside():
+                    with baked.watched([self._module]):
+                        site = capture_alone(call, stage.means, baked)
+                    self._verify(site)
             except (CallRefused, CallDiffers):
                 self._without_autograd.refuse(signature)
                 raise
         except (CaptureError, CallDiffers) as error:
             if isinstance(error, CallDiffers) and stage.options.on_failure == "raise":
                 raise
-            stage.statistics.note(f"`{self._name}` runs eagerly without autograd: {error}")
+            stage.statistics.note(f"`{self._label}` runs eagerly without autograd: {error}")
             return None
         enter([site], stage.statistics, "; without autograd")
         self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))
@@ -216,28 +232,10 @@ class GraphedForward:
         self._without_autograd.clear()
 
     def remove(self) -> None:
-        """Give the module its own ``forward`` back; may be called again."""
+        """Release every graph and give the module its own back; may be called again."""
         self.forget()
-        if vars(self._module).get("forward") is self:
-            del vars(self._module)["forward"]
-            if self._own is not None:
-                vars(self._module)["forward"] = self._own
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """The original, bound to the copied module, which no graph knows."""
-        copied: Callable[..., Any] = copy.deepcopy(self.original, memo)
-        return copied
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the original; whoever loads it needs nothing of this package."""
-        return getitem, ([self.original], 0)
+        self.uninstall()
 
 
 def _replays(plan: tuple[Site, Baked]) -> int:
     return plan[0].record.replays
-
-
-def original_forward(module: nn.Module) -> Callable[..., Any]:
-    """The module's own ``forward``, whether or not something stands in its place."""
-    forward = module.forward
-    return forward.original if isinstance(forward, GraphedForward) else forward

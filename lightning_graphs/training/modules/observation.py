@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.training.modules.arguments import WatchedArguments
+from lightning_graphs.training.modules.entry import Entry
 from lightning_graphs.training.modules.observed_call import ObservedCall
 
 Direction = Literal["forward", "backward"]
@@ -74,17 +75,33 @@ class _Seen:
         )
 
 
-class _Hook:
-    """A hook that copies and pickles of its module have no part in: theirs does nothing."""
+class WatchedForward(Entry):
+    """Tells an observer of every call, with the arguments that the original gets.
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+    It serves all observations of a fit: compiled code that calls the module knows it again.
 
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
+    Args:
+        module: The module.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")  # found without this package
+    Attributes:
+        observer: Who is told.
+        name: Qualified name of the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.observer: StepObserver | None = None
+        self.name = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call of the module."""
+        observer = self.observer
+        if torch.compiler.is_compiling() or observer is None:
+            return self.original(*args, **kwargs)
+        observer.begin(self.name, self._module, args, kwargs)
+        output = self.original(*args, **kwargs)
+        observer.end(self._module, output)
+        return output
 
 
 class _Token:
@@ -92,10 +109,11 @@ class _Token:
 
 
 class StepObserver:
-    """Watches modules through forward hooks; with :meth:`remove` nothing of it is left.
+    """Watches the calls of modules; with :meth:`remove` nothing of it is left.
 
     Args:
         modules: Name and module of all that is watched.
+        known: What stands for modules while they are watched; it is added to.
         device_type: Device type whose autocast counts.
         is_stepping: Whether a training step's own code is running: other calls, of validation and
             of hooks, do not count, but for those that a backward pass makes.
@@ -104,6 +122,7 @@ class StepObserver:
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
+        known: dict[nn.Module, WatchedForward],
         device_type: str,
         is_stepping: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -120,22 +139,32 @@ class StepObserver:
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
+        self._forwards: list[WatchedForward] = []
         for name, module in modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):  # those take no hooks
-                self._watch(name, module)
+            if not isinstance(module, torch.jit.ScriptModule):  # those run no Python
+                forward = known.setdefault(module, WatchedForward(module))
+                forward.name, forward.observer = name, self
+                self._forwards.append(forward)
+        self._is_watching = False
 
-    def _watch(self, name: str, module: nn.Module) -> None:
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            self._begin(name, module, args, kwargs)
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the calls that the body makes, which is the step's own code or its backward pass."""
+        if self._is_watching:  # such a backward pass may be inside of the step's own code
+            yield
+            return
+        forwards, self._is_watching = self._forwards, True
+        for forward in forwards:
+            forward.install()
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            for forward in forwards:
+                forward.uninstall()
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            self._end(module, output)
-
-        # The last hook before forward sees its arguments, the first one after it its outputs.
-        self._handles.append(module.register_forward_pre_hook(_Hook(before), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_Hook(after), prepend=True))
-
-    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note that a call of a module begins."""
         if not self._counts():
             return
         transformed = in_transform()
@@ -179,7 +208,8 @@ class StepObserver:
             return False
         return self._is_stepping() or current_autograd_node() is not None
 
-    def _end(self, module: nn.Module, output: Any) -> None:
+    def end(self, module: nn.Module, output: Any) -> None:
+        """Note what a call has returned."""
         if not self._counts():
             return
         while self._open and self._open[-1].module is not module:
@@ -254,7 +284,10 @@ class StepObserver:
             self._graphs.append((call, weakref.ref(token)))
 
     def remove(self) -> None:
-        """Take every hook off; may be called again."""
+        """End the observation; may be called again."""
+        for forward in self._forwards:
+            forward.observer = None
+        self._forwards = []
         # Before that, the hooks keep the graphs alive that they are hooks of.
         while self._handles:
             self._handles.pop().remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.foresight import requests_watched
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
-from lightning_graphs.training.interception import log_exchanged
+from lightning_graphs.training.interception import log_exchanged, replaced
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.schedule import Schedule
@@ -53,13 +54,16 @@ class ModuleRunner:
         self._calls = retry.calls
         self._statistics = statistics
         self._warmup_left = warmup_steps
-        self._log = ExitStack()
+        self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
         schedule = Schedule(module, options, retry.budget)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(
             module, options, pool, gradients, statistics, schedule, investment
         )
+        if options.eval_graphs:
+            step = partial(self._validation_step, trainer.strategy.validation_step)
+            self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(
@@ -76,7 +80,7 @@ class ModuleRunner:
 
         stage = self._graphs.stage
         quick = QuickLog(module, lambda: stage.stepping)
-        self._log.enter_context(log_exchanged(module, quick))
+        self._open.enter_context(log_exchanged(module, quick))
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
@@ -94,7 +98,7 @@ class ModuleRunner:
             self._update.close()
             self._update = None
         self._graphs.close()
-        self._log.close()
+        self._open.close()
         self._gradients.clear()
 
     # ------------------------------------------------------------------ strategy methods
@@ -106,20 +110,26 @@ class ModuleRunner:
             self._statistics.eager += 1
             return self._calls.training_step(*args, **kwargs)
         self._graphs.begin(args)
-        stage = self._graphs.stage
-        stage.stepping = True
+        self._graphs.stage.stepping = True
         try:
-            with self._requests():
+            with self._graphs.observing(), self._requests():
                 return self._calls.training_step(*args, **kwargs)
         finally:
-            stage.stepping = False
+            self._graphs.end()
+
+    def _validation_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._graphs.begin_evaluating()
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._graphs.end()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass; what it recomputes is not replayed."""
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
         try:
-            with self._requests():
+            with self._graphs.observing(), self._requests():
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             stage.stepping = stepping

@@ -19,7 +19,7 @@ from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import hook_tables
+from lightning_graphs.core.torch_private import hook_tables, is_compiled_in_place
 from lightning_graphs.core.values import HeldValues
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
@@ -185,24 +185,27 @@ class CapturedCalls:
         observation: The step that they are of.
 
     Attributes:
-        sites: For each module the graphs of its calls, in their order; None for a call that stays
-            eager.
+        sites: For each observed module the graphs of its calls, in their order; None for a call
+            that stays eager.
+        captured: The graphs of every call that has some.
         hook_tables: Tables of hooks inside of the modules, all empty: a replay calls no hook.
     """
 
     def __init__(self, calls: Sequence[ObservedCall], observation: Observation) -> None:
         chosen = dict.fromkeys(call.module for call in calls)
         self._index: dict[ObservedCall, int] = {}
-        self.sites: dict[nn.Module, list[Site | None]] = {module: [] for module in chosen}
+        self.sites: dict[nn.Module, list[Site | None]] = {}
+        self.captured: list[Site] = []
         for call in observation.calls:
-            if call.module in chosen and call.grad_enabled:
-                self._index[call] = len(self.sites[call.module])
-                self.sites[call.module].append(None)
+            sites = self.sites.setdefault(call.module, [])
+            if call.grad_enabled:
+                self._index[call] = len(sites)
+                sites.append(None)
         self.hook_tables = [
             table
             for module in chosen
             for inner in module.modules()
-            if inner is not module
+            if inner is not module or is_compiled_in_place(module)
             for table in hook_tables(inner)
             if not table
         ]
@@ -220,11 +223,7 @@ class CapturedCalls:
     def put(self, site: Site) -> None:
         """Keep the graphs of a call at its place."""
         self.sites[site.call.module][self._index[site.call]] = site
-
-    @property
-    def captured(self) -> list[Site]:
-        """The graphs of every call that has some."""
-        return [site for sites in self.sites.values() for site in sites if site is not None]
+        self.captured.append(site)
 
     @property
     def is_kept(self) -> bool:

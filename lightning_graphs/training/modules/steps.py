@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -20,12 +21,8 @@ from lightning_graphs.training.memory import NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
-from lightning_graphs.training.modules.dispatch import (
-    Arguments,
-    GraphedForward,
-    Stage,
-    original_forward,
-)
+from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
+from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.kinds import (
     FlagsReader,
     Observed,
@@ -35,7 +32,7 @@ from lightning_graphs.training.modules.kinds import (
     batch_signature,
     moved_attributes,
 )
-from lightning_graphs.training.modules.observation import Observation, StepObserver
+from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
@@ -44,7 +41,6 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
 
-_MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _SEARCH = 24
 """How many steps are observed in search of another one."""
 _PATIENCE = 64
@@ -85,7 +81,7 @@ class ModuleGraphs:
         self._patience = _PATIENCE if foresight.differentiates_again else 0
         direct = self.watches_requests
         own = OwnCode(module)
-        self._means = Means(module, own, pool, gradients.of, original_forward, direct=direct)
+        self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
         self._checks = CallChecks(schedule)
         self._budget = schedule.budget
         self.stage = Stage(
@@ -97,6 +93,7 @@ class ModuleGraphs:
         self._choice = Choice(module, options)
         self._flags = FlagsReader(module)
         self._forwards: dict[nn.Module, GraphedForward] = {}
+        self._watched: dict[nn.Module, WatchedForward] = {}
         self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
             investment,
             attrgetter("uses"),
@@ -150,40 +147,51 @@ class ModuleGraphs:
         elif stage.missed:
             self._go_searching()
         if stage.stale:
-            self._forget(_MOVED)
+            self._forget(stage.stale)
         step = self._step_of(args)
         if step is not None and any(step.captured.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
             step = self._step_of(args)
-        is_due = self._checks.is_due and step is not new
-        if step is not None and is_due and self._is_wrong(step):
+        if self._checks.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
         held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""
         self.held = held if step is None else "first replay" if step is new else ""
+        sites: Mapping[nn.Module, Sequence[Site | None]] = {}
         if step is None:
-            self._begin_eagerly()
-            return
-        self._replayed = step.captured
-        self._statistics.replayed += 1
-        step.uses += 1
-        stage.elsewhere = self._elsewhere
-        step.captured.begin()
-        sites = step.captured.sites
+            self._statistics.eager += 1
+            stage.elsewhere = None
+        else:
+            self._replayed = step.captured
+            self._statistics.replayed += 1
+            step.uses += 1
+            stage.elsewhere = self._elsewhere
+            step.captured.begin()
+            sites = step.captured.sites
         for module, forward in self._forwards.items():
             forward.begin(sites.get(module, ()))
+
+    def begin_evaluating(self) -> None:
+        """Begin a validation step, whose calls without autograd have graphs."""
+        self.stage.evaluating = True
+        for forward in self._forwards.values():
+            forward.install()
+
+    def end(self) -> None:
+        """End the step's own code: every module is as its author made it."""
+        self.stage.stepping = self.stage.evaluating = False
+        for forward in self._forwards.values():
+            forward.uninstall()
+
+    def observing(self) -> AbstractContextManager[None]:
+        """See the calls that the body makes, a part of a step, if that is observed."""
+        return nullcontext() if self._observed is None else self._observed.observer.watching()
 
     def _lend_no_longer(self, reason: str) -> None:
         self.stage.astray = False
         self._stop_observing()
         self._means = replace(self._means, lends=False)
         self._forget(reason)
-
-    def _begin_eagerly(self) -> None:
-        self._statistics.eager += 1
-        self.stage.elsewhere = None
-        for forward in self._forwards.values():
-            forward.begin(())
 
     def _step_of(self, args: tuple[Any, ...]) -> StepOfModules | None:
         """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
@@ -255,7 +263,7 @@ class ModuleGraphs:
 
     def _observe(self, kind: StepKind) -> None:
         stage, modules = self.stage, self._choice.candidates()
-        observer = StepObserver(modules, self._device_type, lambda: stage.stepping)
+        observer = StepObserver(modules, self._watched, self._device_type, lambda: stage.stepping)
         self._observed = Observed(kind, self._read(kind), observer)
 
     def _stop_observing(self) -> None:
@@ -368,7 +376,7 @@ class ModuleGraphs:
             self._forget(f"`{error.call.name}` is no longer graphed")
             return True
         except ReplayError:
-            self._forget(_MOVED)
+            self._forget(MOVED)
             return True
         return False
 
@@ -386,14 +394,12 @@ class ModuleGraphs:
 
     def _go_searching(self) -> None:
         """A call of the last step found no graph: look for a step that makes such calls."""
-        if self._search is None and self._last is not None:
-            kind = self._last.kind
-            if kind not in self._complete:
-                left = _SEARCH
-                self._search = Search(kind, left, self.stage.missed)
+        kind = None if self._last is None else self._last.kind
+        if self._search is None and kind is not None and kind not in self._complete:
+            self._search = Search(kind, _SEARCH, self.stage.missed)
 
     def _forget(self, reason: str) -> None:
-        self.stage.stale = False
+        self.stage.stale = ""
         self._statistics.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
         self._cache.clear()
