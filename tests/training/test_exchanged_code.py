@@ -398,9 +398,9 @@ def test_values_of_code_that_runs_unseen(
         )  # fmt: skip
     finally:
         sys.setprofile(before)
-    # The emulated backend captures nothing that is compiled, but for a submodule as it is.
-    whole = kind in ("compiled", "attribute") and scope == "step"
-    compare(eager, captured, replayed=backend == "cuda" or not (whole or "function" in kind))
+    # The emulated backend captures nothing that is compiled.
+    compiled = kind in ("compiled", "attribute", "compiled function")
+    compare(eager, captured, replayed=backend == "cuda" or not compiled)
 
 
 class Switching(Net):

@@ -245,7 +245,7 @@ def test_calls_without_autograd_in_a_step(
 ) -> None:
     _, captured = trained(backend, tmp_path, module, capture=choice)
     assert captured.statistics.fallbacks == []
-    assert replays(captured)["module blocks.0"] > 8
+    assert replays(captured)["module blocks.0"] >= 8
     assert replays(captured)["module blocks.1"] > 10
 
 

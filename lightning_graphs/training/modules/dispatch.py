@@ -114,7 +114,7 @@ class GraphedForward(Entry):
     def install(self) -> None:
         """Take the place of the module's own; with another one there, no graph is right."""
         if self.is_as_found:
-            self._attributes[self._name] = self
+            super().install()  # its class may be another one by now
         else:
             self._look()
             self._stage.stale = f"the forward of `{self._label}` was exchanged"
