@@ -60,6 +60,7 @@ LAST_THIRD = 150  # the step that it begins with
 LIMIT = 1.02
 LIMITS = {"mlp": 1.06}  # the GPU is done too soon to hide all of Lightning's loop
 ADDED_LIMIT = 50
+SLOPE_LIMIT = 1
 LOSSES_DIFFER = 5e-3  # by more than rounding
 
 
@@ -100,19 +101,23 @@ def vit() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
 
 
 class Tiny(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
+        self.weights = nn.ParameterList(torch.ones(8) for _ in range(parameters))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
+        return (torch.stack([*self.weights]).sum(0) * x).sum()
 
 
-def tiny() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    return Tiny(), lambda: (torch.randn(4, 8),)
+def tiny(parameters: int = 1) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Tiny(parameters), lambda: (torch.randn(4, 8),)
 
+
+COUNTS = (1, 150, 450)
+"""Parameter tensors of the models on which the callback's CPU time is measured."""
 
 WORKLOADS = {f.__name__: f for f in (mlp, gpt2, bert, resnet50, vit, tiny)}
+WORKLOADS |= {f"tiny{count}": partial(tiny, count) for count in COUNTS}
 
 
 class Module(LightningModule):
@@ -314,17 +319,34 @@ def whole_steps(lab: Lab) -> GraphCapture:
 
 def cpu_time(lab: Lab) -> dict[str, Any]:
     """Microseconds per step of Lightning's loop alone, and what the callback adds to them."""
-    alone, captured = [], []
-    for order in ((True, False), (False, True)):  # both orders
-        for constants in order:
-            if constants:
-                alone.append(fit("tiny", callbacks=[Constants()], lab=lab)["ms"])
-            else:
-                captured.append(fit("tiny", whole_steps(lab), lab=lab)["ms"])
-    loop = statistics.mean(alone) * 1e3
-    added, limit = statistics.mean(captured) * 1e3 - loop, None if lab.dry else ADDED_LIMIT
-    verdict = verdict_of([Row("added CPU time", added, "us", limit, correct=True)])
-    return {"row": "loop", "loop_us": loop, "added_us": added, "verdict": verdict}
+    loops, added = [], []
+    for count in COUNTS:
+        row = f"tiny{count}"
+        alone, captured = [], []
+        for order in ((True, False), (False, True)):  # both orders
+            for constants in order:
+                if constants:
+                    alone.append(fit(row, callbacks=[Constants()], lab=lab)["ms"])
+                else:
+                    captured.append(fit(row, whole_steps(lab), lab=lab)["ms"])
+        loops.append(statistics.mean(alone) * 1e3)
+        added.append(statistics.mean(captured) * 1e3 - loops[-1])
+    slope = (added[-1] - added[0]) / (COUNTS[-1] - COUNTS[0])
+    limits = (None, None) if lab.dry else (ADDED_LIMIT, SLOPE_LIMIT)
+    verdict = verdict_of(
+        [
+            Row("added CPU time", added[0], "us", limits[0], correct=True),
+            Row("the same for each further tensor", slope, "us", limits[1], correct=True),
+        ]
+    )
+    return {
+        "row": "loop",
+        "loop_us": loops[0],
+        "added_us": added[0],
+        "added_us_by_tensors": dict(zip(COUNTS, added, strict=True)),
+        "slope_us": slope,
+        "verdict": verdict,
+    }
 
 
 def be_quiet() -> None:
@@ -343,7 +365,9 @@ def line(found: dict[str, Any]) -> str:
     if "loop_us" in found:
         return (
             f"{row}{found['verdict']}: Lightning alone {found['loop_us']:.0f} us per step, and "
-            f"{found['added_us']:.0f} us that the callback adds (limit {ADDED_LIMIT})"
+            f"{found['added_us']:.0f} us that the callback adds (limit {ADDED_LIMIT}), and "
+            f"{found['slope_us']:.2f} for each further parameter tensor (limit {SLOPE_LIMIT}): "
+            f"{found['added_us_by_tensors']}"
         )
     shown = [f"{name} {found[name]:.3f} {which}" for name, which in found["verdicts"].items()]
     return (

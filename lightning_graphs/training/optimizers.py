@@ -108,6 +108,7 @@ class CapturableOptimizer:
             group.get("fused") for group in optimizer.param_groups
         )
         self.has_stepped = bool(optimizer.state)
+        self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
         self._groups = optimizer.param_groups
@@ -136,6 +137,8 @@ class CapturableOptimizer:
 
         @wraps(step)
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
+            if self._is_restored:  # in the middle of a step, which somebody takes once more
+                return step(closure)
             returned = None
             if closure is not None:
                 with torch.enable_grad():
@@ -284,6 +287,7 @@ class CapturableOptimizer:
 
     def restore(self) -> None:
         """Give the optimizer back as it came."""
+        self._is_restored = True
         vars(self.optimizer).pop("step", None)
         if self._own_step is not None:
             vars(self.optimizer)["step"] = self._own_step

@@ -57,7 +57,7 @@ def capture_of(value: str) -> GraphCapture:
             near = difflib.get_close_matches(str(name), known, n=1)
             raise OptionError(
                 "A configuration holds options of GraphCapture only.",
-                f"{places[str(name)]}: {name}",
+                f"{places.get(str(name), place)}: {name}",
                 f"write {near[0]}" if near else f"write one of {', '.join(known)}",
             )
     try:
@@ -96,14 +96,13 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-        keys = list(values) if isinstance(values, dict) else []
     except RecursionError:
         raise unreadable(place, "its brackets are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{place}, line {mark.line + 1}" if mark is not None else place
         raise unreadable(where, getattr(error, "problem", None) or str(error)) from None
-    if not isinstance(values, dict | None) or not all(isinstance(key, str) for key in keys):
+    if not isinstance(values, dict | None):
         raise OptionError(
             f"{VARIABLE} is 0, 1, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",

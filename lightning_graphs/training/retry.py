@@ -338,8 +338,8 @@ class EagerRetry:
             if not self._may_retry(error) or undo is None or len(results) > 1:
                 raise
             reason = first_line(error)
-        self._give_up(reason)
         undo()
+        self._give_up(reason)
         return own(None if closure is None else partial(results.__getitem__, 0), **kwargs)
 
 

@@ -102,6 +102,7 @@ class StepRunner:
         )
         self._notices = Notices(options, statistics)
         self._captures_unseen = True
+        self._moved = ""
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
@@ -337,7 +338,7 @@ class StepRunner:
             return None
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
-                why, at_once = self._cache.why_not, self._cache.is_full
+                why, at_once = self._moved or self._cache.why_not, self._cache.is_full
                 self.has_failed |= self._notices.waiting(signature, why, at_once=at_once)
             return None
         # Libraries choose and load their kernels for a shape when it comes for the first time.
@@ -423,6 +424,7 @@ class StepRunner:
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
         reason = self._watch.reason_to_rebind()
+        self._moved = reason or ""
         if reason is not None:
             self._rebind(reason)
         conditions = self._watch.conditions(self._stepping)

@@ -100,9 +100,9 @@ class SideEffects:
             with values.followed():
                 yield
         finally:
+            values.empty_caches()
             if changed := values.changed():
                 values.restore()
-            values.empty_caches()
         if self._refused is not None:  # caught in an `except` of its own
             raise self._refused
         if changed:

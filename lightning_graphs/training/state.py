@@ -140,7 +140,7 @@ def snapshot(tensors: Sequence[Tensor], budget: MemoryBudget) -> StateSnapshot:
     """Copies of these tensors: on the device where they are small, else in memory of the host."""
     storages = [t.untyped_storage() for t in tensors]
     size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-    return StateSnapshot(tensors, on_host=not budget.has_room(size))
+    return StateSnapshot(tensors, on_host=not budget.holds_copy(size))
 
 
 def outputs(returned: Any) -> list[Result]:

@@ -142,6 +142,7 @@ class TestWhatIsNotBelieved:
         with pytest.raises(CaptureError, match=r"torch\.compile"):
             _recorded(lambda: net(x))
 
+    @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of what it imports
     @pytest.mark.parametrize("fullgraph", [False, True])
     def test_compiled_code_is_compiled_again_afterwards(
         self, device: torch.device, fullgraph: bool
