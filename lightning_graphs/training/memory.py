@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.torch_private import storage_uses
 from lightning_graphs.errors import CaptureError
 
@@ -21,8 +18,6 @@ _AUTO = 0.35
 """How much more than eager steps all that is ours may take, as a part of their peak."""
 _LEAST, _LEAST_SHARE = 2**31, 0.05
 """Bytes that small models may take beside that peak in any case, and no more of all there is."""
-_SHARED = True
-"""Whether eager code that runs between two replays may take the memory of their graphs."""
 _MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -106,22 +101,6 @@ class MemoryBudget:
     def _room(self) -> int:
         free = torch.cuda.mem_get_info(self._device)[0]
         return min(free, self._limit - torch.cuda.memory_reserved(self._device))
-
-
-@contextlib.contextmanager
-def memory_of(graph: CUDAGraph) -> Iterator[None]:
-    """Let the body take its memory from the pool of a graph, which lies idle between replays.
-
-    What the body makes must be gone, or of no use any more, by the next replay.
-    """
-    if graph.backend.name != "cuda" or not _SHARED:
-        yield
-        return
-    # It asks a pool for its id only, and torch makes no object of a graph's pool. It is for this
-    # thread alone, in which the backward pass runs then.
-    pool = torch.cuda.use_mem_pool(SimpleNamespace(id=graph.pool()))  # type: ignore[arg-type]
-    with torch.autograd.set_multithreading_enabled(False), pool:
-        yield
 
 
 def gather(tensors: Iterable[Tensor]) -> None:

@@ -25,7 +25,6 @@ from lightning_graphs.training.memory import (
     MemoryBudget,
     first_line,
     is_out_of_memory,
-    memory_of,
 )
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.plan import StepPlan
@@ -135,7 +134,7 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
-        with self._surroundings(recorder), memory_of(plan.forward):
+        with self._surroundings(recorder):
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())
@@ -192,7 +191,7 @@ class Verification:
             with state.kept():
                 for _ in range(2):
                     recorder, arguments = LogRecorder(self._module), self._arguments(plan, args)
-                    with self._surroundings(recorder), torch.no_grad(), memory_of(plan.forward):
+                    with self._surroundings(recorder), torch.no_grad():
                         output, _ = self._body.forward(arguments, recorder)
                     runs.append(outputs(output.hand_out()))
                     state.restore()

@@ -18,7 +18,7 @@ from lightning_graphs.errors import CaptureError, GraphError, ReplayError, Verif
 from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.memory import first_line, is_out_of_memory, memory_of
+from lightning_graphs.training.memory import first_line, is_out_of_memory
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
@@ -194,8 +194,7 @@ class _CallRun:
             CaptureError: by itself it does not run.
         """
         try:
-            with memory_of(self._site.graphed.forward_graph):
-                return self._run(self._site.graphed.original, direct=False)
+            return self._run(self._site.graphed.original, direct=False)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
