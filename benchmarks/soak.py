@@ -4,13 +4,13 @@ Three things are shown, each with a figure and a limit; the exit code is 1 if on
 
 * Replays: a fit of one shape. Memory of the host (resident, and Python's own) and of the device is
   compared with what it was after the first tenth.
-* Shape changes: a fit whose shape changes again and again, with more shapes than graphs are kept,
-  so that every change captures a graph and releases another one; as whole steps and as submodules.
+* Recaptures: a fit in which a parameter moves again and again, so that every move releases the
+  graphs and captures others; as whole steps and as submodules.
 * Kills: a process that trains and writes checkpoints gets SIGKILL at a random step, another one
   resumes from the last checkpoint, and so on. The loss of every step is that of a fit that nobody
   killed, to the last bit.
 
-    python benchmarks/soak.py [--replays 20000] [--shapes 300] [--kills 3] [--json PATH]
+    python benchmarks/soak.py [--replays 20000] [--moves 300] [--kills 3] [--json PATH]
 
 Runs on a GPU where there is one; without, the rehearsal on the CPU shows the host's part.
 """
@@ -46,9 +46,7 @@ from lightning_graphs import GraphCapture
 
 MIB = 2**20
 SAMPLES = 10  # of memory, in the course of a fit
-SHAPES = 6  # different ones, of which half have a graph at a time
-GRAPHS = 3
-VISIT = 4  # steps with one shape: two sightings, the capture, a replay
+VISIT = 16  # steps between two moves of a parameter: replays repay most of the captures
 CHECKPOINT_EVERY = 5
 STEPS_PER_KILL = 25
 # Growth in MiB. The allocators of C and of the driver keep pages, Python's own memory may not grow.
@@ -60,8 +58,13 @@ def one_shape(_: int) -> int:
     return 32
 
 
-def many_shapes(step: int) -> int:
-    return 16 + step // VISIT % SHAPES
+class Moving(Callback):
+    """Gives a parameter other memory after so many steps, again and again."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step % VISIT == 0:
+            weight = next(module.parameters())
+            weight.data = weight.data.clone()
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
@@ -180,7 +183,6 @@ def fit(
     graphs = GraphCapture(
         scope=scope,
         modules=["net"] if scope == "modules" else None,
-        max_graphs=GRAPHS,
         on_failure="raise",
         backend="cuda" if gpu else "emulated",
     )
@@ -204,11 +206,13 @@ def fit(
 # ---------------------------------------------------------------------- memory
 
 
-def soaked(name: str, scope: str, shape: Shape, steps: int, every: int) -> Iterator[Row]:
+def soaked(
+    name: str, scope: str, steps: int, every: int, others: Sequence[Callback] = ()
+) -> Iterator[Row]:
     """Rows about the memory of one long fit."""
     looks = Memory(every)
     begun = time.perf_counter()
-    done = fit(scope, shape, steps, [looks]).statistics
+    done = fit(scope, one_shape, steps, [looks, *others]).statistics
     took = time.perf_counter() - begun
     tracemalloc.stop()
     detail = f"{done.replayed} replays, {done.captures} captures in {took:.0f} s"
@@ -220,13 +224,13 @@ def soaked(name: str, scope: str, shape: Shape, steps: int, every: int) -> Itera
 def replays(count: int) -> Iterator[Row]:
     """One shape: five eager steps, and then nothing but replays."""
     steps = count + 5
-    yield from soaked(f"{count} replays", "step", one_shape, steps, max(1, steps // SAMPLES))
+    yield from soaked(f"{count} replays", "step", steps, max(1, steps // SAMPLES))
 
 
-def shape_changes(count: int, scope: str) -> Iterator[Row]:
-    """Memory is compared where the same shapes have graphs."""
-    name = f"{count} shape changes, scope={scope!r}"
-    yield from soaked(name, scope, many_shapes, count * VISIT, SHAPES * VISIT)
+def recaptures(count: int, scope: str) -> Iterator[Row]:
+    """Memory is compared ahead of the moves."""
+    name = f"{count} recaptures, scope={scope!r}"
+    yield from soaked(name, scope, count * VISIT, VISIT, [Moving()])
 
 
 # ---------------------------------------------------------------------- kills
@@ -286,10 +290,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--replays", type=int, default=20_000)
     parser.add_argument(
-        "--shapes",
+        "--moves",
         type=int,
         default=300,
-        help="shape changes, 18 at least; on a GPU more, until libraries have their workspaces",
+        help="moves of a parameter, 18 at least; on a GPU more, until libraries have their workspaces",
     )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, help="of the steps at which processes are killed")
@@ -307,8 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for section in (
         replays(options.replays),
-        shape_changes(options.shapes, "step"),
-        shape_changes(options.shapes, "modules"),
+        recaptures(options.moves, "step"),
+        recaptures(options.moves, "modules"),
         iter([kills(options.kills, random.Random(seed))]),
     ):
         for row in section:

@@ -31,7 +31,7 @@ def test_memory_is_bounded_and_a_killed_fit_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     written = tmp_path / "soak.json"
-    short = ["--replays", "100", "--shapes", "18", "--kills", "1", "--json", str(written)]
+    short = ["--replays", "100", "--moves", "18", "--kills", "1", "--json", str(written)]
     assert soak.main(short) == 0
     found = json.loads(written.read_text())
     assert str(torch.__version__) in found["environment"]
@@ -39,8 +39,8 @@ def test_memory_is_bounded_and_a_killed_fit_goes_on(
     assert {row["verdict"] for row in rows.values()} == {"PASS"}
     assert rows["100 replays, Python's memory grew by"]["detail"].startswith("100 replays, 1 cap")
     for scope in ("step", "modules"):
-        changes = rows[f"18 shape changes, scope={scope!r}, resident memory grew by"]
-        assert ", 17 captures" in changes["detail"]
+        changes = rows[f"18 recaptures, scope={scope!r}, resident memory grew by"]
+        assert ", 18 captures" in changes["detail"]
     assert rows["1 kills: losses unlike those of an uninterrupted fit"]["figure"] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["soak.json"]
 
