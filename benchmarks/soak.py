@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--moves",
         type=int,
         default=300,
-        help="moves of a parameter, 18 at least; on a GPU more, until libraries have their workspaces",
+        help="moves of a parameter, 18 at least; on a GPU more, for workspaces of libraries",
     )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, help="of the steps at which processes are killed")
