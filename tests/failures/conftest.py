@@ -66,8 +66,13 @@ def _nothing_leaked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
     after = _held()
     left = {key: (before[key], after[key]) for key in before if after[key] > before[key]}
-    assert not left, f"the test left more than it found (before, after): {left}"
+    assert not left, f"the test left more than it found (before, after): {left}; {_newest()}"
     assert list(directory.iterdir()) == []
+
+
+def _newest() -> list[str]:
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return [f"{t.dtype} {tuple(t.shape)} {t.device}, {len(gc.get_referrers(t))}" for t in tensors]
 
 
 def _held() -> dict[str, int]:

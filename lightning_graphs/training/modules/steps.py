@@ -293,6 +293,15 @@ class ModuleGraphs:
                 f"retain_graph=True is about, {_PATIENCE} steps at most"
             )
             return None
+        for module in self._choice.leave_out_unsteady(kind, observation, self._statistics.note):
+            if (forward := self._forwards.pop(module, None)) is not None:
+                forward.remove()
+                self._search = None
+        if searched and self._search is None:
+            return None
+        if not self._choice.is_sure(kind, observation):
+            self._observe(kind)
+            return None
         calls = self._choice.first(observation, self._statistics.note)
         search = self._search
         if search is not None and searched:
