@@ -117,7 +117,7 @@ class _ShapesOfValues(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, found: Callable[[Any], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(
@@ -339,13 +339,17 @@ class StepObserver:
             call.outlives |= call.backwards == 0 and token() is not None
         for made in self._shared:
             made.call.rewritten |= version_of(made.tensor) != made.version
-        self._graphs.clear()
-        self._shared.clear()
-        self._open.clear()
-        self._made.clear()
+        for held in (self._graphs, self._shared, self._open, self._made, self._given):
+            held.clear()  # type: ignore[attr-defined]
         for call in self.observation.calls:
             if call.arguments is not None:
                 call.written = call.arguments.written()
+
+    def discard(self) -> None:
+        """End the observation, and let go of what it holds while a step still runs under it."""
+        self.remove()
+        self._originals.clear()
+        self.observation = Observation()
 
 
 def _has_address(tensor: Tensor) -> bool:

@@ -268,7 +268,7 @@ class ModuleGraphs:
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
-            self._observed.observer.remove()
+            self._observed.observer.discard()
             self._observed = None
 
     def _look_back(self, observed: Observed) -> StepOfModules | None:
