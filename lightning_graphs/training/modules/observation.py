@@ -340,7 +340,7 @@ class StepObserver:
         for made in self._shared:
             made.call.rewritten |= version_of(made.tensor) != made.version
         for held in (self._graphs, self._shared, self._open, self._made, self._given):
-            held.clear()  # type: ignore[attr-defined]
+            held.clear()
         for call in self.observation.calls:
             if call.arguments is not None:
                 call.written = call.arguments.written()
