@@ -248,6 +248,23 @@ def dispatch_modes() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
 
+@contextlib.contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Run operators and functions of torch that no mode of this thread sees.
+
+    torch has no public way to leave the dispatch modes around a mode's own handler.
+    """
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    modes = [_pop_mode() for _ in dispatch_modes()]
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        while modes:
+            _push_mode(modes.pop())
+
+
 def generator_identity(generator: torch.Generator) -> int:
     """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
     address: int = generator._cdata  # type: ignore[attr-defined]

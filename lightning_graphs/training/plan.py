@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.host_half import HostHalf
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
@@ -43,6 +44,7 @@ class StepPlan:
         scaling: What the gradient scaler knows between ``unscale`` and ``step``.
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
+        host: What its code computes on the host; None if that is nothing.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -65,7 +67,12 @@ class StepPlan:
     uses: int = 0
     unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
+    host: HostHalf | None = None
     proof: Callable[[Any], None] | None = None
+
+    def run_host(self) -> bool:
+        """Compute on the host what the coming replay needs; whether it goes the captured way."""
+        return self.host is None or self.host.run()
 
     def store(self, graph: str) -> None:
         """Set the attributes that the code in one of its graphs sets."""

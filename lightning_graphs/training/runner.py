@@ -324,7 +324,7 @@ class StepRunner:
         if not captured.holds(conditions):
             return False
         tensors = plan.call.match((batch,), {})
-        if tensors is None:
+        if tensors is None or not plan.run_host():
             return False
         plan.inputs.copy_in(tensors)
         return True
@@ -362,7 +362,8 @@ class StepRunner:
                 self._refused(signature, error)
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
-        signature = replace(signature, extra=(conditions,))
+        told = () if plan.host is None else (plan.host.read,)
+        signature = replace(signature, extra=(conditions, *told))
         plan.call = CallPlan(signature, check_modes=True)
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), plan.graphs, cost)
@@ -371,18 +372,22 @@ class StepRunner:
         self._last = plan
         plan.inputs.copy_in(tensors)
         plan.unverified = self._verification is not None
+        plan.run_host()
         return self._verified(plan, args) if self._investment.affords_verification else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._verification is not None:
             plan.unverified = False
+            if plan.host is not None:
+                plan.host.rewind()
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None
+            plan.run_host()
         return plan
 
     def _prove(self, plan: StepPlan, proof: Callable[[Any], None], returned: Any) -> None:

@@ -16,11 +16,12 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.host_half import ArenaFull, HostHalf
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import capture_unseen
+from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
@@ -58,6 +59,7 @@ from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 from lightning_graphs.training.side_effects import SideEffects
 
+_ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 
 
@@ -117,6 +119,9 @@ class StepCapture:
         self._casts = StepCasts(trainer, module)
         self._is_unseen = True
         self._asked: list[str] = []
+        self._has_host_half = False
+        self._room_on_device = _ROOM_ON_DEVICE
+        self._host: AbstractContextManager[object] = nullcontext()
 
     def capture(
         self,
@@ -141,14 +146,21 @@ class StepCapture:
         Raises:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before.
         """
-        self._asked.clear()
-        try:
-            return self._captured(batch, tensors, rest, signature, phase)
-        except CaptureError as error:
-            if isinstance(error, NoRoomError) or not (self._is_unseen and self._asked):
-                raise
-            self._is_unseen = False
-            return self._captured(batch, tensors, rest, signature, phase)
+        while True:
+            self._asked.clear()
+            try:
+                return self._captured(batch, tensors, rest, signature, phase)
+            except ArenaFull as error:
+                self._room_on_device = error.needed
+            except CaptureError as error:
+                if isinstance(error, NoRoomError):
+                    raise
+                if not (self._has_host_half or has_compiled_anything()):
+                    self._has_host_half = True
+                elif self._is_unseen and self._asked:
+                    self._is_unseen = self._has_host_half = False
+                else:
+                    raise
 
     def _captured(
         self,
@@ -158,6 +170,10 @@ class StepCapture:
         signature: Signature,
         phase: Phase,
     ) -> StepPlan:
+        host: HostHalf | None = None
+        if self._has_host_half:
+            host = HostHalf(self._module.device, self._room_on_device)
+        self._host = nullcontext() if host is None else host
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
@@ -196,6 +212,7 @@ class StepCapture:
                         keep=targets.keep,
                     )
                 gradients, others = targets.attached()
+            host = None if host is None else host.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
             segments.abandon()
@@ -234,6 +251,7 @@ class StepCapture:
             written=loose.written(),
             stores=segments.stores,
             scaling=scaling,
+            host=host,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -269,7 +287,7 @@ class StepCapture:
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
         numbers = numbers_exchanged(self._optimizer, self._open_keys())
-        with old_gradients_watched(self._trainer), watched, numbers, self._unseen():
+        with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
             return StepBody.forward(self._body, arguments, recorder)
 
     def _open_keys(self) -> Sequence[Collection[str]]:

@@ -134,7 +134,7 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
-        with self._surroundings(recorder):
+        with self._surroundings(plan, recorder):
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())
@@ -142,6 +142,7 @@ class Verification:
     def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """The same of a replay."""
         plan.inputs.copy_in(self._tensors(plan, args))
+        plan.run_host()
         if self._capturable is not None:
             self._capturable.refresh()
         for graph in plan.graphs:
@@ -152,10 +153,11 @@ class Verification:
         return state.results(plan.outputs.hand_out())
 
     @contextlib.contextmanager
-    def _surroundings(self, recorder: LogRecorder) -> Iterator[None]:
+    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module, Generators(self._module)))
+            generators = Generators(self._module, torch_too=plan.host is None)
+            stack.enter_context(nothing_left_behind(self._module, generators))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
@@ -191,7 +193,7 @@ class Verification:
             with state.kept():
                 for _ in range(2):
                     recorder, arguments = LogRecorder(self._module), self._arguments(plan, args)
-                    with self._surroundings(recorder), torch.no_grad():
+                    with self._surroundings(plan, recorder), torch.no_grad():
                         output, _ = self._body.forward(arguments, recorder)
                     runs.append(outputs(output.hand_out()))
                     state.restore()
