@@ -142,7 +142,7 @@ class HostHalf(TorchDispatchMode):
         """What Python was told of values that every replay computes anew."""
         return tuple(o.read for o in self._operations if o.func in _READS)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def run(self) -> bool:
         """Compute what the coming replay needs.
 
@@ -198,7 +198,7 @@ class HostHalf(TorchDispatchMode):
         if not self.run() or any(not torch.equal(g.get_state(), s) for g, s in drawn.items()):
             self.rewind()
             raise CaptureError(
-                _RULE, "it draws or branches out of sight of the dispatcher", _REMEDY
+                _RULE, "it draws or branches out of sight", _REMEDY
             )
         self.rewind()
         self._constants.clear()
