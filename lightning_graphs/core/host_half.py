@@ -2,10 +2,13 @@
 
 A graph holds what the device does. Code that is captured may also compute on the host: numbers and
 tables that it makes there and copies to the device, draws of torch's CPU generator, branches on
-them. While it is captured these operators are recorded. What follows from constants alone is
-computed once and stays on the device. The rest runs before each replay, in its order: tensors that
-go to the device are copied into the graph's inputs, and what Python reads of them is compared with
-what it was: where it is something else, the code would have gone another way.
+them, and on values of its inputs. While it is captured these operators are recorded. What follows
+from constants alone is computed once and stays on the device. The rest runs before each replay, in
+its order: tensors that go to the device are copied into the graph's inputs, and what Python reads
+is compared with what it was: where it is something else, the code would have gone another way.
+
+What the host reads of the device is computed on the host, too, where that is exact (integers,
+booleans, comparisons, selections) and follows from inputs of which the host has a copy.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +43,14 @@ _FACTORIES = frozenset(
 )
 _FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
+_TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
+"""Operators that may choose otherwise among equal values on another device."""
+_SELECTIONS = frozenset(
+    {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
+    | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
+    | {"constant_pad_nd", "clamp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+)
+"""Operators that are exact for floating-point numbers."""
 _RULE = "A replay does again what its code computes on the host, as far as torch shows it."
 _REMEDY = "compute it on the device, or hand it in with the batch"
 
@@ -97,6 +109,29 @@ class _Known:
     born: bool
 
 
+@dataclass(slots=True)
+class _Derived:
+    """A tensor of the device that the host can compute.
+
+    Attributes:
+        tensor: The tensor.
+        storage: Names its memory.
+        func: The operator that made it; None for an input.
+        args: Its arguments, such records in place of tensors of the device.
+        kwargs: Likewise.
+        index: Which of its results it is, or which of the inputs.
+        value: It, on the host, once somebody asks.
+    """
+
+    tensor: weakref.ref[Tensor]
+    storage: int
+    func: OpOverload | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int
+    value: Tensor | None = None
+
+
 class HostHalf(TorchDispatchMode):
     """Records, while it is entered, what runs on the host; :meth:`run` does it again.
 
@@ -106,23 +141,39 @@ class HostHalf(TorchDispatchMode):
 
     Args:
         device: Where the graph runs.
+        inputs: The graph's inputs on the device.
+        copies: What the host has of each of them; None where it has nothing.
         capacity: Bytes on the device for what goes there.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 2**20) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        inputs: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+        capacity: int = 2**20,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._emulated = device.type == "cpu"
         self._arena = torch.empty(capacity, dtype=torch.uint8, device=device)
         self._needed = 0
         self._states = {torch.default_generator: torch.get_rng_state()}
-        self._begun = self._states
+        self._draws_from: list[torch.Generator] = []
+        self._begun: dict[torch.Generator, Tensor] = {}
         self._operations: list[_Operation] = []
         self._constants: list[tuple[Tensor, Tensor]] = []
         self._known: dict[int, _Known] = {}
         self._values: list[Any] = []
         self._makes_on_host = False
         self._device_draws = False
+        self._derived: dict[int, _Derived] = {}
+        self._written: set[int] = set()
+        self._copies = list(copies)
+        self._reads_inputs: list[tuple[int, int]] = []
+        for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
+            if copy is not None:
+                self._derived[id(tensor)] = _record(tensor, None, (), {}, i)
         self._functions = _Functions(self)
         self._sites = CallSiteFinder()
 
@@ -143,15 +194,24 @@ class HostHalf(TorchDispatchMode):
         return tuple(o.read for o in self._operations if o.func in _READS)
 
     @torch.no_grad()
-    def run(self) -> bool:
+    def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
         """Compute what the coming replay needs.
+
+        Args:
+            copies: Tells what the host has of each input.
 
         Returns:
             Whether Python would be told what it was told then. If not, the generators are where
             they were, and the graph is not for this step.
         """
-        self._begun = {generator: generator.get_state() for generator in self._states}
         values = self._values
+        if self._reads_inputs:
+            given = copies()
+            for register, i in self._reads_inputs:
+                if given[i] is None:
+                    return False
+                values[register] = given[i]
+        self._begun = {generator: generator.get_state() for generator in self._draws_from}
         for operation in self._operations:
             args = [_resolved(a, values) for a in operation.args]
             kwargs = {k: _resolved(v, values) for k, v in operation.kwargs.items()}
@@ -195,21 +255,27 @@ class HostHalf(TorchDispatchMode):
             for static, value in self._constants:
                 static.copy_(value)
         drawn = dict(self._states)
-        if not self.run() or any(not torch.equal(g.get_state(), s) for g, s in drawn.items()):
+        self._draws_from = list({o.draws: None for o in self._operations if o.draws is not None})
+        if not self.run(lambda: self._copies) or any(
+            not torch.equal(g.get_state(), s) for g, s in drawn.items()
+        ):
             self.rewind()
-            raise CaptureError(
-                _RULE, "it draws or branches out of sight", _REMEDY
-            )
+            raise CaptureError(_RULE, "it draws or branches out of sight", _REMEDY)
         self.rewind()
         self._constants.clear()
+        self._copies.clear()
         return self if self._operations or self._needed else None
 
     def _refuse_what_is_kept(self) -> None:
         """A replay would leave another value there."""
         if any(o.func not in _READS for o in self._operations):
             gc.collect()  # frames of the code that was captured
-        born = [k.tensor for k in self._known.values() if k.register is not None and k.born]
+        changing = [k for k in self._known.values() if k.register is not None]
+        others = {k.tensor.untyped_storage()._cdata for k in changing if not k.born}
+        born = [k.tensor for k in changing if k.tensor.untyped_storage()._cdata not in others]
+        del changing
         self._known.clear()
+        self._derived.clear()
         uses = Counter(tensor.untyped_storage()._cdata for tensor in born)
         for tensor in born:
             storage = tensor.untyped_storage()
@@ -231,8 +297,10 @@ class HostHalf(TorchDispatchMode):
         inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
         hosts = [t for t in inputs if self._is_host(t)]
         if not hosts and (inputs or not self._makes(kwargs)):
+            if (found := self._read(func, args, kwargs, inputs)) is not _UNKNOWN:
+                return found
             self._device_draws |= torch.Tag.nondeterministic_seeded in func.tags
-            return func(*args, **kwargs)
+            return self._derive(func, args, kwargs, func(*args, **kwargs))
         if len(hosts) == len(inputs):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
@@ -242,8 +310,9 @@ class HostHalf(TorchDispatchMode):
             if self._is_host(tensor):
                 return func(*args, **kwargs)  # a host read: refused as ever
         move = self._moving(func, [t for t in inputs if not self._is_host(t)])
-        args = tuple(_mapped(a, move) for a in args)
-        return func(*args, **{k: _mapped(v, move) for k, v in kwargs.items()})
+        moved = tuple(_mapped(a, move) for a in args)
+        named = {k: _mapped(v, move) for k, v in kwargs.items()}
+        return self._derive(func, args, kwargs, func(*moved, **named))
 
     def _is_host(self, tensor: Tensor) -> bool:
         if self._emulated:
@@ -363,6 +432,109 @@ class HostHalf(TorchDispatchMode):
             self._states[generator] = generator.get_state()
             generator.set_state(found)
 
+    # ------------------------------------------------------------------ reads of the device
+
+    def _derive(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Note how the host could compute what an operator of the device has returned."""
+        for tensor in written_tensors(func, args, kwargs):
+            self._written.add(tensor.untyped_storage()._cdata)
+        outputs = list(tensors_in(result))
+        if not (outputs and _is_exact(func, outputs)):
+            return result
+        records = []
+
+        def record(tensor: Tensor) -> Any:
+            records.append(tensor if self._is_host(tensor) else self._record(tensor))
+            return records[-1]
+
+        found = tuple(_mapped(a, record) for a in args)
+        named = {k: _mapped(v, record) for k, v in kwargs.items()}
+        if None not in records:
+            for i, tensor in enumerate(outputs):
+                self._derived[id(tensor)] = _record(tensor, func, found, named, i)
+        return result
+
+    def _record(self, tensor: Tensor) -> _Derived | None:
+        """How the host can compute a tensor of the device; None if it cannot."""
+        record = self._derived.get(id(tensor))
+        if record is None or record.tensor() is not tensor or record.storage in self._written:
+            return None
+        return record
+
+    def _read(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> Any:
+        """The result of an operator by which the host learns a value of the device."""
+        target = kwargs.get("device")
+        to_host = func is aten._to_copy.default and target is not None and target.type == "cpu"
+        shapes = torch.Tag.dynamic_output_shape in func.tags and func.name() in _SHAPES
+        if not (func in _READS or shapes or (to_host and not self._emulated)):
+            return _UNKNOWN
+        records = {id(tensor): self._record(tensor) for tensor in inputs}
+        if None in records.values():
+            return _UNKNOWN
+
+        def on_host(tensor: Tensor) -> Tensor:
+            record = records[id(tensor)]
+            assert record is not None
+            return self._computed(record)
+
+        own = tuple(_mapped(a, on_host) for a in args)
+        named = {k: _mapped(v, on_host) for k, v in kwargs.items()}
+        found = self._on_host(func, own, named, [on_host(tensor) for tensor in inputs])
+        if not shapes:
+            return found
+        for tensor in tensors_in(found):
+            self._compare(_shape, tensor)
+        return _mapped(found, lambda tensor: self._copied(tensor, {}))
+
+    def _compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
+        """Let replays compare what Python is told of a tensor of the host."""
+        register = self._known[id(tensor)].register
+        if register is not None:
+            self._operations.append(_Operation(func, (register,), {}, [], read=func(tensor)))
+
+    def _computed(self, record: _Derived) -> Tensor:
+        """A tensor of the device, computed on the host."""
+        if record.value is None:
+            if record.func is None:
+                record.value = self._input(record.index)
+            else:
+                inputs: list[Tensor] = []
+
+                def value(item: Any) -> Any:
+                    if isinstance(item, (list, tuple)):
+                        return [value(one) for one in item]
+                    if isinstance(item, _Derived):
+                        item = self._computed(item)
+                    if isinstance(item, Tensor):
+                        inputs.append(item)
+                    return item
+
+                args = tuple(map(value, record.args))
+                kwargs = {k: value(v) for k, v in record.kwargs.items()}
+                if isinstance(kwargs.get("device"), torch.device):
+                    kwargs["device"] = torch.device("cpu")
+                found = self._on_host(record.func, args, kwargs, inputs)
+                record.value = list(tensors_in(found))[record.index]
+        return record.value
+
+    def _input(self, index: int) -> Tensor:
+        copy = self._copies[index]
+        assert copy is not None
+        value = copy.detach()
+        register = _Register(len(self._values))
+        self._values.append(value)
+        self._reads_inputs.append((register.index, index))
+        self._known[id(value)] = _Known(value, register, born=False)
+        return value
+
     # ------------------------------------------------------------------ to the device
 
     def _moving(self, func: OpOverload, on_device: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
@@ -389,6 +561,8 @@ class HostHalf(TorchDispatchMode):
         with out_of_sight():
             value = aten._to_copy.default(tensor, **kwargs)
             static = self._static(value)
+            if self._emulated:  # there the captured code runs
+                static.copy_(value)
         if known.register is None:
             self._constants.append((static, value))
         else:
@@ -418,11 +592,11 @@ class HostHalf(TorchDispatchMode):
         """Call a Python function of torch, where the dispatcher would not show what it does."""
         name = getattr(func, "__name__", "")
         data = (*args, None, None)[name == "new_tensor"]
-        if name in _FROM_PYTHON | _TO_PYTHON:
-            for tensor in tensors_in(args[0] if name in _TO_PYTHON else data):
-                known = self._known.get(id(tensor))
-                if known is not None and known.register is not None:
-                    self._refuse(f"{name} of a tensor that changes from step to step")
+        if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
+            with out_of_sight():
+                return func(value, *args[1:], **kwargs)
+        if name in _FROM_PYTHON and any(self._changes(t) for t in tensors_in(data)):
+            self._refuse(f"{name} of a tensor that changes from step to step")
         if name in _FROM_PYTHON and not isinstance(data, Tensor):
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
@@ -437,6 +611,25 @@ class HostHalf(TorchDispatchMode):
             finally:
                 self._makes_on_host = False
         return func(*args, **kwargs)
+
+    def _changes(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known.tensor is tensor and known.register is not None
+
+    def _to_python(self, name: str, tensor: Any) -> Tensor | None:
+        """The tensor of the host of which Python is told all values; None if there is none."""
+        record = self._record(tensor) if isinstance(tensor, Tensor) else None
+        if record is not None and not self._is_host(tensor):
+            if name != "tolist":
+                return None
+            tensor = self._computed(record)
+        if not (isinstance(tensor, Tensor) and self._changes(tensor)):
+            return tensor if record is not None else None
+        if name in ("data_ptr", "__dlpack__"):
+            self._refuse(f"{name} of a tensor that changes from step to step")
+        with out_of_sight():
+            self._compare(_numbers, tensor)
+        return tensor
 
     def _from_python(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -484,7 +677,37 @@ def _copy_in(static: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-_READS = frozenset({aten._local_scalar_dense.default, aten.equal.default})
+def _shape(value: Tensor) -> torch.Size:
+    return value.shape
+
+
+def _numbers(value: Tensor) -> tuple[torch.Size, tuple[Any, ...]]:
+    return value.shape, tuple(value.flatten().tolist())
+
+
+_UNKNOWN = object()
+_SHAPES = ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim")
+_READS = frozenset(
+    {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+    | {_shape, _numbers}
+)
+
+
+def _record(
+    tensor: Tensor, func: OpOverload | None, args: tuple[Any, ...], kwargs: Any, index: int
+) -> _Derived:
+    return _Derived(weakref.ref(tensor), tensor.untyped_storage()._cdata, func, args, kwargs, index)
+
+
+def _is_exact(func: OpOverload, outputs: Sequence[Tensor]) -> bool:
+    """Whether an operator computes the same on every device."""
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith("empty") or name in _TIES or func.namespace != "aten":
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+        return False
+    is_view = any(r.alias_info is not None for r in func._schema.returns)
+    return is_view or name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)
 
 
 def _resolved(value: Any, values: Sequence[Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,9 +70,13 @@ class StepPlan:
     host: HostHalf | None = None
     proof: Callable[[Any], None] | None = None
 
-    def run_host(self) -> bool:
-        """Compute on the host what the coming replay needs; whether it goes the captured way."""
-        return self.host is None or self.host.run()
+    def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
+        """Compute on the host what the coming replay needs; whether it goes the captured way.
+
+        Args:
+            batch: Tells what the host has of the batch.
+        """
+        return self.host is None or self.host.run(batch)
 
     def store(self, graph: str) -> None:
         """Set the attributes that the code in one of its graphs sets."""

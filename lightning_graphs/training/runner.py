@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -44,6 +45,7 @@ from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
+from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
 
@@ -324,7 +326,7 @@ class StepRunner:
         if not captured.holds(conditions):
             return False
         tensors = plan.call.match((batch,), {})
-        if tensors is None or not plan.run_host():
+        if tensors is None or not self._run_host(plan, tensors):
             return False
         plan.inputs.copy_in(tensors)
         return True
@@ -372,7 +374,7 @@ class StepRunner:
         self._last = plan
         plan.inputs.copy_in(tensors)
         plan.unverified = self._verification is not None
-        plan.run_host()
+        self._run_host(plan, tensors)
         return self._verified(plan, args) if self._investment.affords_verification else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
@@ -387,8 +389,13 @@ class StepRunner:
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None
-            plan.run_host()
+            tensors = plan.call.match((args[0],), {})
+            assert tensors is not None, "the plan was found for this batch"
+            self._run_host(plan, tensors)
         return plan
+
+    def _run_host(self, plan: StepPlan, batch: Sequence[Tensor]) -> bool:
+        return plan.run_host(partial(copies_on_host, self._trainer, batch))
 
     def _prove(self, plan: StepPlan, proof: Callable[[Any], None], returned: Any) -> None:
         """Compare what a replay handed out, where there was no memory for a full check."""

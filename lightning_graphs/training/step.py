@@ -58,6 +58,7 @@ from lightning_graphs.training.precision import (
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.transfer import copies_on_host
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
@@ -171,9 +172,6 @@ class StepCapture:
         phase: Phase,
     ) -> StepPlan:
         host: HostHalf | None = None
-        if self._has_host_half:
-            host = HostHalf(self._module.device, self._room_on_device)
-        self._host = nullcontext() if host is None else host
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
@@ -184,6 +182,11 @@ class StepCapture:
 
         try:
             inputs = StaticInputs(tensors)
+            if self._has_host_half:
+                copies = copies_on_host(self._trainer, tensors)
+                device, room = self._module.device, self._room_on_device
+                host = HostHalf(device, inputs.tensors, copies, room)
+            self._host = nullcontext() if host is None else host
             own = substitute(batch, inputs.tensors)
             arguments = (own, *map(self._frozen, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad

@@ -31,6 +31,7 @@ from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import nothing_left_behind
 from lightning_graphs.training.state import StepState, outputs
+from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.warned import stacklevel_of_user
 
 
@@ -141,8 +142,9 @@ class Verification:
 
     def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """The same of a replay."""
-        plan.inputs.copy_in(self._tensors(plan, args))
-        plan.run_host()
+        batch = self._tensors(plan, args)
+        plan.inputs.copy_in(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
         for graph in plan.graphs:

@@ -102,11 +102,51 @@ class Drawn(Plain):
         return 2.0 if torch.rand((), device="cpu").mul(2).gt(1.9).item() else 1.0
 
 
+class AMask(Plain):
+    """As transformers asks whether a mask may be dropped: it may, but for the first element."""
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        mask = x.new_ones(x.shape, dtype=torch.bool)
+        mask = torch.cat([mask, (x > -1e9)], dim=1)
+        return 2.0 if mask.all() else mask.float().mean()
+
+
+class Lengths(Plain):
+    def scale(self, x: Tensor) -> float:
+        lengths = (x[:, :3] > -1e9).sum(1)
+        return float(lengths.max().item()) / 3
+
+
+class Places(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        places = (x[0] > -1e9).nonzero()[:, 0]
+        return x[0, places].detach()
+
+
+class Unique(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        return loss * (batch["y"] * 0 + 5).unique().numel()
+
+
+class AsList(Plain):
+    def scale(self, x: Tensor) -> float:
+        return float(sum((x[:, 0] > -1e9).tolist())) / 8
+
+
+class ABranch(Plain):
+    """About one batch in six has another number of positive values in its first column."""
+
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if (x[:, 0] > 0).sum() > 5 else 1.0
+
+
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
 DRAWN = [Draw, ADrawnNumber, DrawnPlaces, FilledInPlace, NeverDropped]
+READ = [AMask, Lengths, Places, Unique, AsList]
 
 
-@pytest.mark.parametrize("module", [*HOISTED, *DRAWN], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("module", [*HOISTED, *DRAWN, *READ], ids=lambda kind: kind.__name__)
 def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[[], Any]) -> None:
     eager, captured = fit_twice(backend, tmp_path, module=module, data=lambda: batches(12))
     compare(eager, captured)
@@ -114,7 +154,7 @@ def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[
     assert captured.statistics.fallbacks == []
 
 
-@pytest.mark.parametrize("module", [Dropped, Drawn], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("module", [Dropped, Drawn, ABranch], ids=lambda kind: kind.__name__)
 def test_a_branch_that_turns_out_otherwise(
     backend: str, tmp_path: Path, module: Callable[[], Any]
 ) -> None:
@@ -150,7 +190,19 @@ class ReadOfTheDevice(Plain):
         return 2.0 if x.mean().item() > 0 else 1.0
 
 
-REFUSED = [Kept, Returned, AsNumbers, ReadOfTheDevice]
+class ReadOfAParameter(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if (self.net[0].weight > 10).any() else 1.0
+
+
+class ReadOfWhatWasWritten(Plain):
+    def scale(self, x: Tensor) -> float:
+        mask = x > 0
+        mask[:, 0] = False
+        return 2.0 if mask.any() else 1.0
+
+
+REFUSED = [Kept, Returned, ReadOfTheDevice, ReadOfAParameter, ReadOfWhatWasWritten]
 
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda kind: kind.__name__)
@@ -162,3 +214,12 @@ def test_what_cannot_be_done_again_is_refused(
     eager, captured = fit_twice(backend, tmp_path, module=module, data=data, capture=capture)
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed == 0
+
+
+def test_numbers_that_never_come_back_are_not_captured_for_ever(
+    backend: str, tmp_path: Path
+) -> None:
+    data = lambda: batches(40)  # noqa: E731
+    eager, captured = fit_twice(backend, tmp_path, module=AsNumbers, data=data)
+    compare(eager, captured)
+    assert captured.statistics.captures <= 10
