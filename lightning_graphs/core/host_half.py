@@ -49,8 +49,9 @@ _SELECTIONS = frozenset(
     {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
     | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
     | {"constant_pad_nd", "clamp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+    | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
 )
-"""Operators that are exact for floating-point numbers."""
+"""Operators that compute the same for floating-point numbers on every device."""
 _RULE = "A replay does again what its code computes on the host, as far as torch shows it."
 _REMEDY = "compute it on the device, or hand it in with the batch"
 
@@ -391,8 +392,11 @@ class HostHalf(TorchDispatchMode):
             return
         with out_of_sight():
             value = tensor.clone()
-        shared = (k.tensor.untyped_storage()._cdata for k in self._known.values())
-        if list(shared).count(tensor.untyped_storage()._cdata) > 1:
+        storage = tensor.untyped_storage()._cdata
+        others = [k for k in self._known.values() if k is not known]
+        # Two references to what nobody else has: that of the record, and that of the call.
+        alive = [k for k in others if sys.getrefcount(k.tensor) > 2]
+        if any(k.tensor.untyped_storage()._cdata == storage for k in alive):
             self._refuse(f"{func} writes a view")
         known.register = _Register(len(self._values))
         self._values.append(tensor)

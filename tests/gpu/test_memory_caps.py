@@ -24,6 +24,8 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SCOPES = ("step", "modules")
 CAPS = (1.02, 1.05, 1.10, 1.25, 1.5)
+ROOMY = {"step": 1.25, "modules": 1.5}
+"""From which cap on there are graphs: submodules are observed first, with all their arguments."""
 STEPS = 12
 WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 768, 8, 12, 16_384, 512
 
@@ -155,7 +157,7 @@ def test_a_fit_trains_at_any_cap(fits: Fits, scope: str, cap: float) -> None:
         assert captured[kind] == eager[kind], kind
     assert captured["peak"] <= cap * eager["peak"]
     assert len(captured["said"]) <= 2, captured["said"]
-    if cap >= 1.25:
+    if cap >= ROOMY[scope]:
         assert captured["replayed"] > 0, captured["said"]
 
 

@@ -22,6 +22,7 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.refusals import refuse_written_arguments
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import (
+    capture_unseen,
     has_compiled_anything,
     has_gradient_hooks,
 )
@@ -324,7 +325,7 @@ class _Capture:
         call = self._call
         try:
             # Leaving inference mode turns autograd on, whatever it was.
-            with torch.inference_mode(False), self._state.restored():
+            with torch.inference_mode(False), self._state.restored(), capture_unseen([]):
                 return run()
         except GraphError as error:
             self._surroundings.baked.outside.empty_caches()  # of the run that explains the refusal
