@@ -117,7 +117,7 @@ class Choice:
                 if has_own_dropout(call.module):  # all the same where its siblings are graphed
                     note(_left_out(call.name, _obstacle(call.module, observation)))
                 if call.shaped_by and not any(c.shaped_by for c in self._inside(call, observation)):
-                    note(f"`{call.name}` and what calls it run eagerly: it {call.obstacle()}")
+                    note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
                 if call.parent is None:
                     inside = self._largest([call], times, observation)
                     found += inside
@@ -169,13 +169,17 @@ class Choice:
     def _obstacle(
         self, call: ObservedCall, times: Mapping[nn.Module, int], observed: Observation
     ) -> str | None:
-        reason = self._reason(call)
+        reason = _shaped(call) if call.shaped_by else self._reason(call)
         if reason is None and times[call.module] > 1:
             reason = (
                 f"is called {times[call.module]} times in a step; "
                 f'modules=["{call.name}"] names it all the same'
             )
         return _obstacle(call.module, observed) or (reason and f"it {reason}")
+
+
+def _shaped(call: ObservedCall) -> str:
+    return f"contains an operator whose output shape depends on values: {call.shaped_by}"
 
 
 def _left_out(name: str, reason: str | None) -> str:

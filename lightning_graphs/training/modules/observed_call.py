@@ -131,8 +131,6 @@ class ObservedCall:
 
         What its code does is not looked at.
         """
-        if self.shaped_by:
-            return f"contains an operator whose output shape depends on values: {self.shaped_by}"
         if self.transformed:
             return "is made inside of a transform (torch.func, forward-mode autograd)"
         if self.switched:
