@@ -16,7 +16,7 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.host_half import ArenaFull, HostHalf
+from lightning_graphs.core.host_recording import ArenaFull, HostRecording
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
@@ -171,7 +171,7 @@ class StepCapture:
         signature: Signature,
         phase: Phase,
     ) -> StepPlan:
-        host: HostHalf | None = None
+        recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
@@ -185,8 +185,8 @@ class StepCapture:
             if self._has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
                 device, room = self._module.device, self._room_on_device
-                host = HostHalf(device, inputs.tensors, copies, room)
-            self._host = nullcontext() if host is None else host
+                recording = HostRecording(device, inputs.tensors, copies, room)
+            self._host = nullcontext() if recording is None else recording
             own = substitute(batch, inputs.tensors)
             arguments = (own, *map(self._frozen, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
@@ -215,7 +215,7 @@ class StepCapture:
                         keep=targets.keep,
                     )
                 gradients, others = targets.attached()
-            host = None if host is None else host.finish()
+            host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
             segments.abandon()

@@ -129,6 +129,30 @@ class Unique(Plain):
         return loss * (batch["y"] * 0 + 5).unique().numel()
 
 
+class Shifted(Plain):
+    """As labels are shifted to the right, with an assertion."""
+
+    def scale(self, x: Tensor) -> float:
+        shifted = x.new_zeros(x.shape, dtype=torch.long)
+        shifted[:, 1:] = (x[:, :-1] > -1e9).long()
+        shifted.masked_fill_(shifted == -100, 0)
+        assert torch.all(shifted >= 0).item()
+        return 2.0
+
+
+class WrittenOnTheHost(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        table = torch.zeros((2, 8), device="cpu")
+        row = table[1]
+        row[2:] = torch.rand((6,), device="cpu")
+        return table.to(x.device).sum(0) + 1.0
+
+
+class IndexedByAList(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x[:, [-2]].detach() + x[torch.arange(8).flip(0)]
+
+
 class AsList(Plain):
     def scale(self, x: Tensor) -> float:
         return float(sum((x[:, 0] > -1e9).tolist())) / 8
@@ -143,7 +167,7 @@ class ABranch(Plain):
 
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
 DRAWN = [Draw, ADrawnNumber, DrawnPlaces, FilledInPlace, NeverDropped]
-READ = [AMask, Lengths, Places, Unique, AsList]
+READ = [AMask, Lengths, Places, Unique, AsList, Shifted, WrittenOnTheHost, IndexedByAList]
 
 
 @pytest.mark.parametrize("module", [*HOISTED, *DRAWN, *READ], ids=lambda kind: kind.__name__)
@@ -196,9 +220,11 @@ class ReadOfAParameter(Plain):
 
 
 class ReadOfWhatWasWritten(Plain):
+    """The device alone knows what is written."""
+
     def scale(self, x: Tensor) -> float:
         mask = x > 0
-        mask[:, 0] = False
+        mask[:, 0] = self.net[0].weight[0, 0] > 10
         return 2.0 if mask.any() else 1.0
 
 
