@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting import Report
+from lightning_graphs.training.ddp import why_no_ranks
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
@@ -24,6 +25,7 @@ from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
@@ -197,10 +199,12 @@ class GraphCapture(Callback):
             )
             budget = MemoryBudget(device, options.memory)
             raises = options.on_failure == "raise"
+            ranks = Ranks(trainer)
+            stack.callback(ranks.close)
+            raises |= not ranks.are_one
             retry = EagerRetry(trainer, pl_module, calls, statistics, budget, raises=raises)
-            runner = runner_for(
-                Fit(trainer, pl_module, options, pool, statistics, progress, investment, retry)
-            )
+            parts = (statistics, progress, investment, retry, ranks)
+            runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))
             stack.callback(runner.close)
 
             def switch_off() -> None:
@@ -211,7 +215,7 @@ class GraphCapture(Callback):
                 self._runner = None
 
             self.statistics.backend = name
-            reporter = FitReporter(trainer, options, statistics, retry, switch_off)
+            reporter = FitReporter(trainer, options, statistics, retry, switch_off, ranks)
             retry.attach(runner, reporter.switch_off)
             intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy, calls)
@@ -298,8 +302,8 @@ def _reason_to_stay_out(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if trainer.world_size > 1:
-        return f"it captures on one device, and the trainer has {trainer.world_size}"
+    if reason := why_no_ranks(trainer):
+        return reason
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
     return ""

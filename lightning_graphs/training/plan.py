@@ -43,6 +43,7 @@ class StepPlan:
         scaling: What the gradient scaler knows between ``unscale`` and ``step``.
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
+        number: The same on all ranks.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -65,6 +66,7 @@ class StepPlan:
     uses: int = 0
     unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
+    number: int = 0
     proof: Callable[[Any], None] | None = None
 
     def store(self, graph: str) -> None:

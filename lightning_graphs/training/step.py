@@ -26,6 +26,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
+from lightning_graphs.training.ddp import is_wrapped, unsynced
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
@@ -179,6 +180,7 @@ class StepCapture:
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
                 copied=self._copies_gradients,
+                reduced=phase.stepping and is_wrapped(self._trainer),
             )
             recorder = LogRecorder(self._module, self._progress, self._logged)
             with (
@@ -187,6 +189,7 @@ class StepCapture:
                 batch_left(own),
                 self._environment(recorder) as (outside, loose),
             ):
+                targets.begin()
                 with segments.capturing("forward"):
                     output = self._body.run(
                         arguments,
@@ -248,6 +251,7 @@ class StepCapture:
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(unsynced(self._trainer))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())

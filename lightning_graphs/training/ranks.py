@@ -1,0 +1,152 @@
+"""What the ranks of a fit decide together: every step is done the same way on all of them.
+
+NCCL demands it: whether a collective is captured "must be uniform over all ranks participating",
+and who launches a graph must launch "the graph derived from that collective capture" (NCCL's user
+guide, "Using NCCL with CUDA Graphs"). So each rank says ahead of a step what it could do, and all
+do what all can. They say it from host to host, over gloo: no rank waits for its device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.ddp import is_warm, note_sync
+from lightning_graphs.training.memory import is_out_of_memory, no_room
+
+GIVE_UP, EAGER, CAPTURE = -1, 0, 1
+"""What a step may be; larger numbers are those of plans, which replay it."""
+
+_WELL, _FAILED, _NO_ROOM = range(3)
+
+_Result = TypeVar("_Result")
+
+
+class Ranks:
+    """Agreements between the ranks of one fit; with one rank they cost nothing.
+
+    Every rank calls the same methods in the same order.
+
+    Args:
+        trainer: The trainer, whose strategy has set up the process group. Without one there is one
+            rank.
+
+    Attributes:
+        are_one: There is one rank only.
+        left: Called with the reason where one of the ranks :meth:`leave`.
+    """
+
+    def __init__(self, trainer: Trainer | None = None) -> None:
+        self.are_one = trainer is None or trainer.world_size == 1
+        self.left: Callable[[str], None] = lambda _: None
+        self._trainer = trainer
+        self._numbers = itertools.count(CAPTURE + 1)
+        self._are_ready = self.are_one
+        self._reason = ""
+        self._group: Any = None
+        if not self.are_one:
+            self._group = torch.distributed.new_group(backend="gloo")
+
+    def close(self) -> None:
+        """Agree on nothing any more; may be called again."""
+        group, self._group = self._group, None
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+
+    def are_ready(self) -> bool:
+        """Whether steps may be captured: the gradient reducer must have settled."""
+        if not self._are_ready:
+            assert self._trainer is not None
+            self._are_ready = is_warm(self._trainer)
+        return self._are_ready
+
+    def new_number(self) -> int:
+        """The number of a plan that all ranks have captured together."""
+        return next(self._numbers)
+
+    def settle(self, choice: int, wish: bool) -> tuple[int, bool]:
+        """What all ranks do with the coming step.
+
+        It is what all chose. Where some have lost a graph that others have, all capture; where
+        ranks would replay different graphs, because their batches differ, the step is eager.
+
+        Args:
+            choice: What this rank would do: one of the constants, or the number of its plan.
+            wish: Something that is done where all wish it.
+        """
+        if self._group is None:
+            return choice, wish
+        most, least, against, leaving = self._largest(choice, -choice, not wish, bool(self._reason))
+        if leaving:
+            self.left(self._reason or "another rank has switched its graphs off, and says why")
+            self.close()
+            return EAGER, False
+        if most != -least:
+            choice = min(-least, CAPTURE) if -least <= CAPTURE else EAGER
+        return choice, not against
+
+    def leave(self, reason: str) -> None:
+        """Let all ranks run eagerly: from the next step on, or at once where there is one."""
+        if self._group is None:
+            self.left(reason)
+        self._reason = reason
+
+    def replayed(self, *, reduced: bool) -> None:
+        """Note a replay, and whether gradients were reduced in it."""
+        if not self.are_one:
+            assert self._trainer is not None
+            note_sync(self._trainer, reduced)
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on any rank."""
+        return value if self._group is None else bool(self._largest(value)[0])
+
+    def all(self, value: bool) -> bool:
+        """Whether it is so on all ranks."""
+        return not self.any(not value)
+
+    def together(
+        self, run: Callable[[], _Result], undo: Callable[[_Result], None] = lambda _: None
+    ) -> _Result:
+        """Run something on all ranks, and raise on all where it raises on one.
+
+        Args:
+            run: Exchanges nothing with other ranks before it raises, or all that there is.
+            undo: Called with the result where another rank has none.
+
+        Raises:
+            CaptureError: it failed on another rank.
+        """
+        if self._group is None:
+            return run()
+        try:
+            result = run()
+        except Exception as error:
+            self._largest(_NO_ROOM if is_out_of_memory(error) else _FAILED)
+            raise
+        (worst,) = self._largest(_WELL)
+        if worst == _WELL:
+            return result
+        undo(result)
+        if worst == _NO_ROOM:
+            raise no_room("A captured step", "another rank has too little, and says so")
+        raise CaptureError(
+            "A step is captured on all ranks or on none.",
+            "it cannot be captured on another rank",
+            "read what that rank says",
+        )
+
+    def _largest(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks."""
+        numbers = torch.tensor([*map(int, values)], device="cpu")
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
+        largest: list[int] = numbers.tolist()
+        return largest
+
+
+ONE_RANK = Ranks()
