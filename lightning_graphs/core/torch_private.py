@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -438,3 +439,32 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
         return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
 
     return uses
+
+
+def reducer_is_warm(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP's gradient reducer has taken the times of its first ten iterations.
+
+    It records events for them, and reads them on the host (reducer.hpp,
+    ``should_collect_runtime_stats``). No public method tells how far it is; torch documents eleven
+    warm-up iterations.
+    """
+    return int(ddp._get_ddp_logging_data().get("iteration", 0)) >= 10
+
+
+def take_no_more_times(ddp: DistributedDataParallel) -> None:
+    """Let the reducer take no times at every hundredth iteration: that step would be captured.
+
+    No public method does. Without the private one, such a capture is refused, and tried again.
+    """
+    never = 2**31 - 1
+    ddp._set_ddp_runtime_logging_sample_rate(never)
+
+
+def forget_backward(ddp: DistributedDataParallel) -> None:
+    """Let the reducer forget a backward pass that did not come to its end.
+
+    No public method does. Without the private one, its next step raises.
+    """
+    reset = getattr(ddp.reducer, "_reset_state", None)
+    if reset is not None:
+        reset()

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting import Report
-from lightning_graphs.training.ddp import why_no_ranks
+from lightning_graphs.training.ddp import capture_stream, why_no_ranks
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
@@ -126,6 +126,7 @@ class GraphCapture(Callback):
         self._runner: Runner | None = None
         self._reporter: FitReporter | None = None
         self._fit = contextlib.ExitStack()
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def report(self) -> Report:
@@ -150,6 +151,8 @@ class GraphCapture(Callback):
                 "leave backend='auto', or write Trainer(accelerator="
                 f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
             )
+        if device.type == "cuda" and not self.options.doctor:
+            self._stream = capture_stream(trainer, self._fit)
 
     def _has_given_way(self, trainer: Trainer) -> bool:
         """Whether the trainer has one of the program's own beside that of the environment."""
@@ -171,6 +174,7 @@ class GraphCapture(Callback):
         Raises:
             CaptureError: the fit cannot be captured, and ``on_failure="raise"``.
         """
+        own_stream = self._stream  # DDP was made on it
         self._release()
         self.statistics = Statistics()
         if self.options.doctor:
@@ -184,7 +188,7 @@ class GraphCapture(Callback):
         with contextlib.ExitStack() as stack:
             stream = progress = None
             if name == "cuda":
-                stream = stack.enter_context(_side_stream(device))
+                stream = stack.enter_context(_side_stream(device, own_stream))
                 progress = ProgressValues(trainer)
                 _install(stack, progress)
                 if not moves_batches_itself(trainer, pl_module):
@@ -290,7 +294,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._runner = self._reporter = None
+        self._runner = self._reporter = self._stream = None
         self._fit.close()
 
 
@@ -315,10 +319,12 @@ def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) 
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Make a side stream the current one, with waits on both ends."""
+def _side_stream(
+    device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[torch.cuda.Stream]:
+    """Make a side stream, a new one by default, the current one, with waits on both ends."""
     before = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device)
+    stream = stream or torch.cuda.Stream(device)
     stream.wait_stream(before)
     torch.cuda.set_stream(stream)
     try:

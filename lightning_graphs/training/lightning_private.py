@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.own_code import is_lightnings
@@ -171,3 +174,27 @@ def takes_no_closure(closure: object) -> bool:
     from lightning.pytorch.core import optimizer
 
     return closure is getattr(optimizer, "do_nothing_closure", None)
+
+
+@contextlib.contextmanager
+def ddp_built_on(strategy: DDPStrategy, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let a strategy wrap its module in DDP on ``stream``, where steps are captured later.
+
+    Gradients are accumulated on the stream on which DDP was made, and Lightning makes it on one
+    of its own (2.6) or on the default one (#21746). Nothing public says where. Fallback: a strategy
+    that wraps modules in its own way does so.
+    """
+    if type(strategy)._setup_model is not DDPStrategy._setup_model:
+        yield
+        return
+
+    def setup_model(model: torch.nn.Module) -> DistributedDataParallel:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            ids = strategy.determine_ddp_device_ids()
+            wrapped = DistributedDataParallel(model, device_ids=ids, **strategy._ddp_kwargs)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        return wrapped
+
+    with replaced(strategy, "_setup_model", setup_model):
+        yield

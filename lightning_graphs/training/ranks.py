@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.ddp import is_warm, note_sync
+from lightning_graphs.training.ddp import is_warm, wrapper_of
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
@@ -46,7 +46,8 @@ class Ranks:
         self.left: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self._numbers = itertools.count(CAPTURE + 1)
-        self._are_ready = self.are_one
+        self._ddp = None if trainer is None else wrapper_of(trainer)
+        self._are_ready = trainer is None
         self._reason = ""
         self._group: Any = None
         if not self.are_one:
@@ -98,9 +99,8 @@ class Ranks:
 
     def replayed(self, *, reduced: bool) -> None:
         """Note a replay, and whether gradients were reduced in it."""
-        if not self.are_one:
-            assert self._trainer is not None
-            note_sync(self._trainer, reduced)
+        if self._ddp is not None:
+            self._ddp.require_forward_param_sync = reduced
 
     def any(self, value: bool) -> bool:
         """Whether it is so on any rank."""

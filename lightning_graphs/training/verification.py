@@ -17,7 +17,7 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.training.agreement import Agreement, BothWays, tolerance_of
 from lightning_graphs.training.body import StepBody
-from lightning_graphs.training.ddp import unsynced
+from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.generators import Generators
@@ -162,7 +162,7 @@ class Verification:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(nothing_left_behind(self._module, Generators(self._module)))
-            stack.enter_context(unsynced(self._trainer))
+            stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))

@@ -2,90 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 
-from tests.ranks import in_folder, run_on_ranks, state_of
-from tests.training.fits import FullTrace, GradientTrace, Net, batches, compare, prepare, sgd
-
-DDP = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "max_epochs": 2}
-
-
-def of_rank(rank: int, **options: Any) -> list[dict[str, Any]]:
-    """Batches that every rank has for itself."""
-    data = batches(**{"count": 20, **options})
-    for batch in data:
-        batch["x"] = batch["x"] + rank
-    return data
-
-
-class Plain(Net):
-    """Without buffers, so that a forward pass exchanges nothing."""
-
-    def __init__(self, optimizers: Any = sgd) -> None:
-        super().__init__(optimizers)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-class Means(Net):
-    """Logs means over all ranks, and computes one in the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        self.log("mean", mean, on_step=True, on_epoch=True)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss + mean
-
-
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": lambda: {"module": Plain},
-    "buffers": dict,
-    "accumulation": lambda: {"accumulate_grad_batches": 3, "max_epochs": 4},
-    "accumulation of plain gradients": lambda: {"accumulate_grad_batches": 2, "module": Plain},
-    "a uneven last batch": lambda: {"last": 3, "max_epochs": 5},
-    "validation within an epoch": lambda: {"val_check_interval": 5, "max_epochs": 4},
-    "gradients as views of buckets": lambda: {
-        "strategy": DDPStrategy(gradient_as_bucket_view=True)
-    },
-    "accumulation in views of buckets": lambda: {
-        "strategy": DDPStrategy(gradient_as_bucket_view=True),
-        "accumulate_grad_batches": 3,
-        "max_epochs": 4,
-    },
-    "small buckets": lambda: {"strategy": DDPStrategy(bucket_cap_mb=1e-4)},
-    "a static graph": lambda: {"strategy": DDPStrategy(static_graph=True)},
-    "clipping": lambda: {"gradient_clip_val": 0.01},
-    "hooks that look at gradients": lambda: {"trace": GradientTrace},
-    "hooks that look before backward": lambda: {"trace": FullTrace},
-    "means over ranks": lambda: {"module": Means},
-}
-
-
-def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
-    """Fit with the callback and without; the state after it, and what was replayed."""
-    folder, fits = in_folder(root, rank), []
-    for is_captured in (False, True):
-        options = {**DDP, **CASES[case]()}  # a strategy serves one trainer
-        data = partial(of_rank, rank, last=options.pop("last", None))
-        fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
-    eager, captured = fits
-    compare(eager, captured)
-    return state_of(captured.module), captured.statistics.replayed
+from tests.training.ddp_fits import CASES, require_equal_fits
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fit_with_graphs_is_one_without(backend: str, tmp_path: Path, case: str) -> None:
-    (first, replayed), (second, _) = results = run_on_ranks(trained_twice, backend, tmp_path, case)
-    assert results[0][1] == results[1][1]
-    assert replayed >= 10
-    parameters = [name for name in first if "running" not in name]
-    assert [first[name] for name in parameters] == [second[name] for name in parameters]
+def test_a_fit_with_graphs_is_one_without(tmp_path: Path, case: str) -> None:
+    require_equal_fits("emulated", tmp_path, case)
