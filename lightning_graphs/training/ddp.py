@@ -10,11 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.core.torch_private import (
-    forget_backward,
-    reducer_is_warm,
-    take_no_more_times,
-)
+from lightning_graphs.core.torch_private import reducer_is_warm, take_no_more_times
 from lightning_graphs.training.lightning_private import ddp_built_on
 
 
@@ -67,7 +63,7 @@ def syncs(trainer: Trainer) -> bool:
 
 @contextlib.contextmanager
 def unseen_by_ddp(trainer: Trainer) -> Iterator[None]:
-    """DDP forgets the forward and backward passes of the body, also one that it has not ended."""
+    """Let DDP forget the forward passes of the body."""
     ddp = wrapper_of(trainer)
     if ddp is None:
         yield
@@ -75,8 +71,5 @@ def unseen_by_ddp(trainer: Trainer) -> Iterator[None]:
     before = ddp.require_forward_param_sync
     try:
         yield
-    except BaseException:
-        forget_backward(ddp)
-        raise
     finally:
         ddp.require_forward_param_sync = before

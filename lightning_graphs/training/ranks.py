@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_graphs.core.torch_private import forget_backward, is_within_backward
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.ddp import is_warm, wrapper_of
 from lightning_graphs.training.memory import is_out_of_memory, no_room
@@ -48,7 +49,7 @@ class Ranks:
         self._numbers = itertools.count(CAPTURE + 1)
         self._ddp = None if trainer is None else wrapper_of(trainer)
         self._are_ready = trainer is None
-        self._reason = ""
+        self._reason = self._lost = ""
         self._group: Any = None
         if not self.are_one:
             self._group = torch.distributed.new_group(backend="gloo")
@@ -104,7 +105,7 @@ class Ranks:
 
     def any(self, value: bool) -> bool:
         """Whether it is so on any rank."""
-        return value if self._group is None else bool(self._largest(value)[0])
+        return bool(self._largest(value)[0])
 
     def all(self, value: bool) -> bool:
         """Whether it is so on all ranks."""
@@ -122,31 +123,55 @@ class Ranks:
         Raises:
             CaptureError: it failed on another rank.
         """
-        if self._group is None:
-            return run()
+        error = result = None
         try:
             result = run()
-        except Exception as error:
-            self._largest(_NO_ROOM if is_out_of_memory(error) else _FAILED)
-            raise
-        (worst,) = self._largest(_WELL)
-        if worst == _WELL:
-            return result
-        undo(result)
-        if worst == _NO_ROOM:
-            raise no_room("A captured step", "another rank has too little, and says so")
-        raise CaptureError(
-            "A step is captured on all ranks or on none.",
-            "it cannot be captured on another rank",
-            "read what that rank says",
-        )
+        except Exception as raised:
+            error = raised
+        worst, unfinished = self._largest(_outcome(error), error is not None and self._is_within())
+        if unfinished:
+            assert self._ddp is not None
+            forget_backward(self._ddp)
+            self._are_ready, self._lost = False, "DDP makes its buckets anew"
+        if error is not None:
+            raise error
+        if worst != _WELL:
+            undo(result)  # type: ignore[arg-type]
+            raise _elsewhere(worst)
+        return result  # type: ignore[return-value]
+
+    def reason_to_rebind(self) -> str:
+        """Why no graph is right any longer; empty as long as they are. It is said once."""
+        reason, self._lost = self._lost, ""
+        return reason
+
+    def _is_within(self) -> bool:
+        return self._ddp is not None and is_within_backward(self._ddp)
 
     def _largest(self, *values: int) -> list[int]:
         """The largest of each value over all ranks."""
+        if self._group is None:
+            return list(values)
         numbers = torch.tensor([*map(int, values)], device="cpu")
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
         largest: list[int] = numbers.tolist()
         return largest
+
+
+def _outcome(error: Exception | None) -> int:
+    if error is None:
+        return _WELL
+    return _NO_ROOM if is_out_of_memory(error) else _FAILED
+
+
+def _elsewhere(outcome: int) -> CaptureError:
+    if outcome == _NO_ROOM:
+        return no_room("A captured step", "another rank has too little, and says so")
+    return CaptureError(
+        "A step is captured on all ranks or on none.",
+        "it cannot be captured on another rank",
+        "read what that rank says",
+    )
 
 
 ONE_RANK = Ranks()

@@ -420,9 +420,9 @@ class StepRunner:
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
-        reason = self._watch.reason_to_rebind()
-        self._moved = reason or ""
-        if reason is not None:
+        reason = self._watch.reason_to_rebind() or self._ranks.reason_to_rebind()
+        self._moved = reason
+        if reason:
             self._rebind(reason)
         conditions = self._watch.conditions(self._stepping)
         if self._moves.are_too_many(conditions.hyper_parameters):
