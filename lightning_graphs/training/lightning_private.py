@@ -7,7 +7,10 @@ is slower and gives the same values.
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import lightning
@@ -18,7 +21,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.interception import properties_watched, replaced
 from lightning_graphs.training.own_code import is_lightnings
 from lightning_graphs.training.profiling import has_cheap_contexts
 
@@ -198,3 +201,57 @@ def ddp_built_on(strategy: DDPStrategy, stream: torch.cuda.Stream) -> Iterator[N
 
     with replaced(strategy, "_setup_model", setup_model):
         yield
+
+
+@dataclass(slots=True)
+class Sigterm:
+    """A SIGTERM in a fit of several ranks.
+
+    Attributes:
+        received: This rank has got one.
+        stops: All ranks stop after the present step.
+    """
+
+    received: bool = False
+    stops: bool = False
+
+
+@contextlib.contextmanager
+def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
+    """Let all ranks stop after the same step where one has got a SIGTERM, and wait for no device.
+
+    Lightning (2.5.2) broadcasts a tensor ahead of every step and reads it. The signal handler
+    broadcasts another one, wherever the other ranks are, and a rank with the signal ends alone.
+    Nothing public takes the place of it. Fallback: it stays so.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    loop = trainer.fit_loop.epoch_loop
+    if not _IS_KNOWN or connector is None:
+        yield
+        return
+
+    def received(_: Any) -> bool:
+        return sigterm.stops if trainer.training else sigterm.received
+
+    def receive(_: Any, value: bool) -> None:
+        sigterm.received = value
+
+    def notify(signum: int, frame: FrameType | None) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not sigterm.received:
+            launcher.kill(signum)
+        sigterm.received = True
+
+    own = connector._sigterm_notifier_fn
+    composed = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
+    handlers = composed if isinstance(composed, list) and own in composed else [own]
+    at = handlers.index(own)
+    sigterm.received = connector.received_sigterm
+    watched = properties_watched(connector, {"received_sigterm": property(received, receive)})
+    try:
+        handlers[at] = notify
+        with watched, replaced(loop, "_broadcast_sigterm_tensor", lambda: None):
+            yield
+    finally:
+        handlers[at] = own
+        connector.received_sigterm = sigterm.received

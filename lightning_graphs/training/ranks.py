@@ -8,6 +8,7 @@ do what all can. They say it from host to host, over gloo: no rank waits for its
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from lightning.pytorch import Trainer
 from lightning_graphs.core.torch_private import forget_backward, is_within_backward
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.ddp import is_warm, wrapper_of
+from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
@@ -50,15 +52,18 @@ class Ranks:
         self._ddp = None if trainer is None else wrapper_of(trainer)
         self._are_ready = trainer is None
         self._reason = self._lost = ""
+        self._sigterm = Sigterm()
+        self._open = contextlib.ExitStack()
         self._group: Any = None
-        if not self.are_one:
+        if trainer is not None and not self.are_one:
             self._group = torch.distributed.new_group(backend="gloo")
+            self._open.callback(torch.distributed.destroy_process_group, self._group)
+            self._open.enter_context(sigterm_agreed(trainer, self._sigterm))
 
     def close(self) -> None:
         """Agree on nothing any more; may be called again."""
-        group, self._group = self._group, None
-        if group is not None:
-            torch.distributed.destroy_process_group(group)
+        self._group = None
+        self._open.close()
 
     def are_ready(self) -> bool:
         """Whether steps may be captured: the gradient reducer must have settled."""
@@ -83,7 +88,9 @@ class Ranks:
         """
         if self._group is None:
             return choice, wish
-        most, least, against, leaving = self._largest(choice, -choice, not wish, bool(self._reason))
+        most, least, against, leaving, self._sigterm.stops = self._largest(
+            choice, -choice, not wish, bool(self._reason), self._sigterm.received
+        )
         if leaving:
             self.left(self._reason or "another rank has switched its graphs off, and says why")
             self.close()
@@ -148,14 +155,13 @@ class Ranks:
     def _is_within(self) -> bool:
         return self._ddp is not None and is_within_backward(self._ddp)
 
-    def _largest(self, *values: int) -> list[int]:
+    def _largest(self, *values: int) -> list[Any]:
         """The largest of each value over all ranks."""
         if self._group is None:
             return list(values)
         numbers = torch.tensor([*map(int, values)], device="cpu")
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
-        largest: list[int] = numbers.tolist()
-        return largest
+        return numbers.tolist()
 
 
 def _outcome(error: Exception | None) -> int:

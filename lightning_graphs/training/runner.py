@@ -270,7 +270,7 @@ class StepRunner:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Decide for this batch, and run, capture or replay it."""
-        plan = None if kwargs else self._plan_for(args)
+        plan = self._plan_for(args, kwargs)
         self._active = plan
         if plan is None:
             return self._eager(args, kwargs)
@@ -278,11 +278,12 @@ class StepRunner:
 
     # ------------------------------------------------------------------ the three phases
 
-    def _plan_for(self, args: tuple[Any, ...]) -> StepPlan | None:
-        if skips_backward(self._trainer):
-            return None
-        if self._warmup_left > 0 or not self._ranks.are_ready():
-            self._look_ahead(args)
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
+        is_outside = bool(kwargs) or skips_backward(self._trainer)
+        if is_outside or self._warmup_left > 0 or not self._ranks.are_ready():
+            if not is_outside:
+                self._look_ahead(args)
+            self._ranks.settle(EAGER, False)
             return None
         conditions = self._conditions()
         plan = self._cache.find(args[0], conditions)
