@@ -82,6 +82,10 @@ def _results(started: list[Any], deadline: float) -> list[Any]:
         if not well:
             failures.append(f"rank {rank}: {value}")
         found.append(value)
+    for rank, (process, _) in enumerate(started):
+        process.join(max(1.0, deadline - time.monotonic()))
+        if process.is_alive():
+            failures.append(f"rank {rank}: its process does not end")
     if failures:
         raise RankError("\n".join(failures))
     return found

@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting import Report
-from lightning_graphs.training.ddp import capture_stream, why_no_ranks
+from lightning_graphs.training.ddp import capture_stream, why_not_captured
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
@@ -139,6 +139,7 @@ class GraphCapture(Callback):
 
         Raises:
             OptionError: the backend is not one for the trainer's device.
+            CaptureError: the strategy cannot be captured, and ``on_failure="raise"``.
         """
         if stage != "fit" or self._has_given_way(trainer):
             return
@@ -151,7 +152,11 @@ class GraphCapture(Callback):
                 "leave backend='auto', or write Trainer(accelerator="
                 f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
             )
-        if device.type == "cuda" and not self.options.doctor:
+        if self.options.doctor:
+            return
+        if (reason := why_not_captured(trainer)) and self.options.on_failure == "raise":
+            raise _refused(reason)
+        if device.type == "cuda" and not reason:
             self._stream = capture_stream(trainer, self._fit)
 
     def _has_given_way(self, trainer: Trainer) -> bool:
@@ -251,11 +256,7 @@ class GraphCapture(Callback):
         if self.options.scope == "step":
             reason = reason or why_no_whole_step(trainer, module)
         if reason and self.options.on_failure == "raise":
-            raise CaptureError(
-                "GraphCapture captures training on one device; scope='step' one optimizer's step.",
-                reason,
-                "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
-            )
+            raise _refused(reason)
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
             self.statistics.fallbacks.append(reason)
@@ -306,11 +307,20 @@ def _reason_to_stay_out(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if reason := why_no_ranks(trainer):
+    if reason := why_not_captured(trainer):
         return reason
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
     return ""
+
+
+def _refused(reason: str) -> CaptureError:
+    return CaptureError(
+        "GraphCapture captures training on one device or under DDP; scope='step' one optimizer's "
+        "step.",
+        reason,
+        "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
+    )
 
 
 def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) -> None:

@@ -7,19 +7,56 @@ from collections.abc import Iterator
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.core.torch_private import reducer_is_warm, take_no_more_times
-from lightning_graphs.training.lightning_private import ddp_built_on
+from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
+from lightning_graphs.training.own_code import is_lightnings
+
+_REFUSED = {
+    "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",
+    "model_parallel": "FSDP2 gathers parameters on streams of its own, which no capture follows",
+    "deepspeed": "DeepSpeed runs steps in an engine of its own",
+    "xla": "XLA compiles steps for devices of its own",
+}
+"""Files of Lightning's strategies, and what of theirs cannot be captured."""
+
+_WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
+"""Modules of torch with communication hooks that count steps in Python."""
 
 
-def why_no_ranks(trainer: Trainer) -> str:
-    """Why a fit on several devices is not captured, in one sentence; empty if it is."""
-    if trainer.world_size == 1 or wrapper_of(trainer) is not None:
-        return ""
-    name = type(trainer.strategy).__name__
-    return f"it captures on one device, or with strategy='ddp', and this is {name}"
+def why_not_captured(trainer: Trainer) -> str:
+    """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
+
+    Nothing of the strategy has been set up, or all of it.
+    """
+    strategy = trainer.strategy
+    kinds = type(strategy).__mro__
+    for file, reason in _REFUSED.items():
+        if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
+            return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
+    if not is_ddp(strategy):
+        name = type(strategy).__name__
+        return (
+            "" if trainer.world_size == 1 else f"{name} is not DDP; write Trainer(strategy='ddp')"
+        )
+    options, hook = ddp_options(strategy)
+    if options.get("find_unused_parameters"):
+        return (
+            "find_unused_parameters=True reads on the host, in every step, which parameters have a "
+            "gradient; write strategy='ddp', and requires_grad_(False) on what the loss leaves out"
+        )
+    if getattr(hook, "__module__", "").rpartition(".")[2] in _WITH_STATE:
+        return (
+            f"the communication hook {getattr(hook, '__name__', hook)} counts steps, which a graph "
+            "does not; leave ddp_comm_hook out, or use bf16_compress_hook"
+        )
+    return ""
+
+
+def is_ddp(strategy: object) -> bool:
+    """Whether a strategy is Lightning's for DDP, or one that an author has derived from it."""
+    return any(is_lightnings(kind, "strategies.ddp") for kind in type(strategy).__mro__)
 
 
 def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
@@ -36,7 +73,7 @@ def capture_stream(trainer: Trainer, stack: contextlib.ExitStack) -> torch.cuda.
         stack: Gives the strategy back.
     """
     stream = torch.cuda.Stream(trainer.strategy.root_device)
-    if isinstance(trainer.strategy, DDPStrategy):
+    if is_ddp(trainer.strategy):
         stack.enter_context(ddp_built_on(trainer.strategy, stream))
     return stream
 

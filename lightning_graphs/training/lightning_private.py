@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -179,15 +178,23 @@ def takes_no_closure(closure: object) -> bool:
     return closure is getattr(optimizer, "do_nothing_closure", None)
 
 
+def ddp_options(strategy: object) -> tuple[Mapping[str, Any], object]:
+    """What a strategy hands to DDP, and the communication hook that it registers.
+
+    They are arguments of the strategy that nothing public gives back. Fallback: none.
+    """
+    return getattr(strategy, "_ddp_kwargs", {}), getattr(strategy, "_ddp_comm_hook", None)
+
+
 @contextlib.contextmanager
-def ddp_built_on(strategy: DDPStrategy, stream: torch.cuda.Stream) -> Iterator[None]:
+def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Let a strategy wrap its module in DDP on ``stream``, where steps are captured later.
 
     Gradients are accumulated on the stream on which DDP was made, and Lightning makes it on one
     of its own (2.6) or on the default one (#21746). Nothing public says where. Fallback: a strategy
     that wraps modules in its own way does so.
     """
-    if type(strategy)._setup_model is not DDPStrategy._setup_model:
+    if not is_lightnings(type(strategy)._setup_model, "strategies.ddp"):
         yield
         return
 

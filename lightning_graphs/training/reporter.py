@@ -40,7 +40,7 @@ class FitReporter:
         ranks: Ranks,
     ) -> None:
         self._ranks = ranks
-        ranks.left = self._left
+        ranks.left = self.left
         self._trainer = trainer
         self._options = options
         self._statistics = statistics
@@ -79,13 +79,11 @@ class FitReporter:
         self._log()
 
     def switch_off(self, reason: str) -> None:
-        """Release the graphs, let the steps run eagerly from now on, and say why.
-
-        Other ranks do it at the same step.
-        """
+        """Let steps run eagerly from now on; all ranks begin with it at the same step."""
         self._ranks.leave(reason)
 
-    def _left(self, reason: str) -> None:
+    def left(self, reason: str) -> None:
+        """Release the graphs now, and say why."""
         self._switch_off()
         self._off_since = self._batches()
         self._statistics.note(reason)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
@@ -211,3 +215,45 @@ def require_together(backend: str, root: Path, kind: str) -> None:
     assert replayed == again
     parameters = [name for name in first if "running" not in name]
     assert [first[name] for name in parameters] == [second[name] for name in parameters]
+
+
+def stopped(rank: int, backend: str, root: Path) -> Any:
+    """Get a SIGTERM on one rank, in the middle of a fit; where each of them has stopped."""
+
+    def signal_self(trainer: Any, module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    made = prepare(
+        backend,
+        in_folder(root, rank),
+        True,
+        data=partial(of_rank, rank),
+        callbacks=lambda: [At(17, signal_self)],
+        **DDP,
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SIGTERMException):
+        made.run()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert made.trainer.received_sigterm is (rank == ODD)
+    return made.trainer.global_step, made.statistics.replayed
+
+
+def failing(rank: int, backend: str, root: Path) -> None:
+    """Raise on one rank, in the middle of a fit."""
+
+    def fail(trainer: Any, module: Any) -> None:
+        raise ValueError("broken on one rank")
+
+    at = At(17, fail)
+    prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()
+
+
+def dying(rank: int, backend: str, root: Path) -> None:
+    """End the process of one rank at once."""
+
+    def die(trainer: Any, module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    at = At(17, die)
+    prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()
