@@ -15,6 +15,8 @@ from lightning_graphs import GraphCapture
 # A test for the GPU is absent from a CPU run rather than skipped: the count of what ran is the
 # count of what was shown.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+if torch.cuda.device_count() < 2:
+    collect_ignore.append("gpu/test_ddp.py")
 
 _BACKENDS = ["emulated"]
 if torch.cuda.is_available():

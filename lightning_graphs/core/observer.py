@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
@@ -22,7 +23,6 @@ from lightning_graphs.core.obstacles import (
     HOST_COPY,
     SET_GENERATOR,
     Obstacle,
-    is_collective,
 )
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
 from lightning_graphs.core.tree import leaves_of

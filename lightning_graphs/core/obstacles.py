@@ -136,9 +136,6 @@ _MOVES_STORAGE = frozenset(
 )
 
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-
-
 def _copy_obstacle(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Obstacle | None:
@@ -160,11 +157,6 @@ def _copy_obstacle(
     if source.device.type != "cpu" and target_type == "cpu":
         return None if pinned else HOST_READ
     return None
-
-
-def is_collective(func: OpOverload) -> bool:
-    """Whether an operator exchanges data with other processes."""
-    return func.namespace in _COLLECTIVES
 
 
 def _boolean_index(

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
+from lightning_graphs.core.collectives import returned_alone, written_position
 from lightning_graphs.core.obstacles import (
     COMPILED,
     FUNCTION_RULES,
@@ -47,13 +48,12 @@ UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors of an operator's argument or result; schemas nest lists one deep at most."""
+    """The tensors of an operator's argument or result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            if isinstance(item, Tensor):
-                yield item
+            yield from tensors_in(item)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -79,7 +79,7 @@ def written_tensors(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
     """The arguments that ``func`` writes, by its schema or by :data:`UNDECLARED_WRITES`."""
-    for position in UNDECLARED_WRITES.get(func, ()):
+    for position in UNDECLARED_WRITES.get(func, ()) or written_position(func):
         yield from tensors_in(args[position])
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -341,6 +341,8 @@ class Recorder(TorchDispatchMode):
         written: Sequence[Tensor],
     ) -> Any:
         """Run the operator; a custom one is not believed that it writes nothing."""
+        if self._strict and self.raises and func.namespace == "c10d":
+            return returned_alone(func, args)
         if not self._strict or func.namespace in ("aten", "prims"):
             return func(*args, **kwargs)
         declared = {id(t.untyped_storage()) for t in written}

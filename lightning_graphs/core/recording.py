@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
+from lightning_graphs.core.collectives import wait_for
 from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
@@ -101,7 +102,7 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
-        return [function(v) if isinstance(v, Tensor) else v for v in value]
+        return [_map_tensors(v, function) for v in value]
     return value
 
 
@@ -109,7 +110,7 @@ def _resolve(value: Any) -> Any:
     if isinstance(value, ExternalTensor):
         return value.resolve()
     if isinstance(value, list):
-        return [v.resolve() if isinstance(v, ExternalTensor) else v for v in value]
+        return [_resolve(v) for v in value]
     return value
 
 
@@ -183,6 +184,8 @@ class Recording:
                         *[_resolve(a) for a in operation.args],
                         **{k: _resolve(v) for k, v in operation.kwargs.items()},
                     )
+                if operation.func.namespace == "c10d":
+                    wait_for(result)
                 if operation.result is not None:
                     _write_back(operation, result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from lightning.pytorch import Trainer
@@ -21,6 +22,7 @@ from lightning_graphs.training.differences import (
     size,
 )
 from lightning_graphs.training.memory import MemoryBudget
+from lightning_graphs.training.ranks import ONE_RANK, Ranks
 
 _RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
@@ -59,6 +61,7 @@ class Agreement:
         budget: Says where there is no room for copies.
         where: Opens the message of a mismatch: ``at step 5``.
         say: Told, once for each check, what could not be compared.
+        ranks: All of them run as often, and agree.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Agreement:
         budget: MemoryBudget,
         where: str,
         say: Callable[[str], None],
+        ranks: Ranks = ONE_RANK,
     ) -> None:
+        self._ranks = ranks
         self._tolerance = tolerance
         self._budget = budget
         self._where = where
@@ -86,11 +91,11 @@ class Agreement:
         del expected
         ways.restore()
         found = ways.replayed()
-        self.require_names(names, [result.name for result in found])
+        self._ranks.together(partial(self.require_names, names, [r.name for r in found]))
         now = prints.of([result.value for result in found])
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
-        if differing:
+        if self._ranks.any(bool(differing)):
             ways.restore()
             self._require_values(ways, differing, (prints, names, known))
 
@@ -112,27 +117,33 @@ class Agreement:
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
         noise: dict[str, Difference] = {}
-        if not steady:
+        if self._ranks.any(not steady):
             ways.restore()
             third = ways.eager()
             noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
             del third
         ways.restore()
-        rule, unjudged = self._tolerance, set()
-        for result in ways.replayed():
-            eager = held.get(result.name)
-            if eager is None or result.gradient in unjudged:
-                continue
-            apart = difference(result.value, eager)
-            runs = noise.get(result.name, NONE)
-            if result.gradient in differing:
-                allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
-            else:
-                allowed = rule.allowed(eager, runs.norm, gradients if result.is_gradient else 0.0)
-            if not apart.norm <= allowed:
-                raise self.mismatch(result.name, apart, runs)
-            if result.is_gradient and rule.is_rounding(eager, apart):
-                unjudged.add(result.name)
+        results, rule = ways.replayed(), self._tolerance
+
+        def judge() -> None:
+            unjudged = set()
+            for result in results:
+                eager = held.get(result.name)
+                if eager is None or result.gradient in unjudged:
+                    continue
+                apart = difference(result.value, eager)
+                runs = noise.get(result.name, NONE)
+                if result.gradient in differing:
+                    allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
+                else:
+                    of_all = gradients if result.is_gradient else 0.0
+                    allowed = rule.allowed(eager, runs.norm, of_all)
+                if not apart.norm <= allowed:
+                    raise self.mismatch(result.name, apart, runs)
+                if result.is_gradient and rule.is_rounding(eager, apart):
+                    unjudged.add(result.name)
+
+        self._ranks.together(judge)
 
     def _fitting(self, results: Sequence[Result], wanted: set[str]) -> Iterator[Result]:
         """The first of the wanted results, with as much memory left free as their copies take."""

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting import Report
+from lightning_graphs.training.ddp import capture_stream, why_not_captured
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
@@ -24,6 +25,7 @@ from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options
 from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
@@ -124,6 +126,7 @@ class GraphCapture(Callback):
         self._runner: Runner | None = None
         self._reporter: FitReporter | None = None
         self._fit = contextlib.ExitStack()
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def report(self) -> Report:
@@ -136,6 +139,7 @@ class GraphCapture(Callback):
 
         Raises:
             OptionError: the backend is not one for the trainer's device.
+            CaptureError: the strategy cannot be captured, and ``on_failure="raise"``.
         """
         if stage != "fit" or self._has_given_way(trainer):
             return
@@ -148,6 +152,12 @@ class GraphCapture(Callback):
                 "leave backend='auto', or write Trainer(accelerator="
                 f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
             )
+        if self.options.doctor:
+            return
+        if (reason := why_not_captured(trainer)) and self.options.on_failure == "raise":
+            raise _refused(reason)
+        if device.type == "cuda" and not reason:
+            self._stream = capture_stream(trainer, self._fit)
 
     def _has_given_way(self, trainer: Trainer) -> bool:
         """Whether the trainer has one of the program's own beside that of the environment."""
@@ -169,6 +179,7 @@ class GraphCapture(Callback):
         Raises:
             CaptureError: the fit cannot be captured, and ``on_failure="raise"``.
         """
+        own_stream = self._stream  # DDP was made on it
         self._release()
         self.statistics = Statistics()
         if self.options.doctor:
@@ -182,7 +193,7 @@ class GraphCapture(Callback):
         with contextlib.ExitStack() as stack:
             stream = progress = None
             if name == "cuda":
-                stream = stack.enter_context(_side_stream(device))
+                stream = stack.enter_context(_side_stream(device, own_stream))
                 progress = ProgressValues(trainer)
                 _install(stack, progress)
                 if not moves_batches_itself(trainer, pl_module):
@@ -197,10 +208,12 @@ class GraphCapture(Callback):
             )
             budget = MemoryBudget(device, options.memory)
             raises = options.on_failure == "raise"
+            ranks = Ranks(trainer)
+            stack.callback(ranks.close)
+            raises |= not ranks.are_one
             retry = EagerRetry(trainer, pl_module, calls, statistics, budget, raises=raises)
-            runner = runner_for(
-                Fit(trainer, pl_module, options, pool, statistics, progress, investment, retry)
-            )
+            parts = (statistics, progress, investment, retry, ranks)
+            runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))
             stack.callback(runner.close)
 
             def switch_off() -> None:
@@ -211,7 +224,7 @@ class GraphCapture(Callback):
                 self._runner = None
 
             self.statistics.backend = name
-            reporter = FitReporter(trainer, options, statistics, retry, switch_off)
+            reporter = FitReporter(trainer, options, statistics, retry, switch_off, ranks)
             retry.attach(runner, reporter.switch_off)
             intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy, calls)
@@ -243,11 +256,7 @@ class GraphCapture(Callback):
         if self.options.scope == "step":
             reason = reason or why_no_whole_step(trainer, module)
         if reason and self.options.on_failure == "raise":
-            raise CaptureError(
-                "GraphCapture captures training on one device; scope='step' one optimizer's step.",
-                reason,
-                "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
-            )
+            raise _refused(reason)
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
             self.statistics.fallbacks.append(reason)
@@ -286,7 +295,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._runner = self._reporter = None
+        self._runner = self._reporter = self._stream = None
         self._fit.close()
 
 
@@ -298,11 +307,20 @@ def _reason_to_stay_out(trainer: Trainer) -> str:
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if trainer.world_size > 1:
-        return f"it captures on one device, and the trainer has {trainer.world_size}"
+    if reason := why_not_captured(trainer):
+        return reason
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
     return ""
+
+
+def _refused(reason: str) -> CaptureError:
+    return CaptureError(
+        "GraphCapture captures training on one device or under DDP; scope='step' one optimizer's "
+        "step.",
+        reason,
+        "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
+    )
 
 
 def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) -> None:
@@ -311,10 +329,12 @@ def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) 
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Make a side stream the current one, with waits on both ends."""
+def _side_stream(
+    device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[torch.cuda.Stream]:
+    """Make a side stream, a new one by default, the current one, with waits on both ends."""
     before = torch.cuda.current_stream(device)
-    stream = torch.cuda.Stream(device)
+    stream = stream or torch.cuda.Stream(device)
     stream.wait_stream(before)
     torch.cuda.set_stream(stream)
     try:

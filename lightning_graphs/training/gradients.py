@@ -249,6 +249,7 @@ class GradientTargets:
         adds: Gradients are added to those of earlier steps.
         holds: The optimizer step is captured, and reads gradients of earlier steps too.
         copied: Somebody keeps gradients.
+        reduced: The backward pass reduces gradients over ranks, those of earlier steps with them.
     """
 
     def __init__(
@@ -261,6 +262,7 @@ class GradientTargets:
         adds: bool,
         holds: bool,
         copied: bool,
+        reduced: bool,
     ) -> None:
         self._copied = copied
         optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
@@ -276,6 +278,19 @@ class GradientTargets:
             for p, inside in zip(self.parameters, self._inside, strict=True)
         ]
 
+        self._grows = [
+            reduced and adds and p.grad is not None
+            for p, adds in zip(self.parameters, self._adds, strict=True)
+        ]
+
+    def begin(self) -> None:
+        """Let autograd itself add to buffers, where what is there must be reduced as well."""
+        for parameter, buffer, grows in zip(
+            self.parameters, self._buffers, self._grows, strict=True
+        ):
+            if grows:
+                parameter.grad = buffer
+
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -283,8 +298,9 @@ class GradientTargets:
         for i, (parameter, buffer) in enumerate(zip(self.parameters, self._buffers, strict=True)):
             if buffer is None:
                 continue
-            if parameter.grad is not None:
-                targets, fresh = added if self._adds[i] else written
+            if parameter.grad is not None and parameter.grad is not buffer:
+                adds = self._adds[i] and not self._grows[i]
+                targets, fresh = added if adds else written
                 targets.append(buffer)
                 fresh.append(parameter.grad)
             if parameter.grad is not None or self._held[i]:

@@ -7,15 +7,20 @@ is slower and gives the same values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.interception import properties_watched, replaced
 from lightning_graphs.training.own_code import is_lightnings
 from lightning_graphs.training.profiling import has_cheap_contexts
 
@@ -171,3 +176,89 @@ def takes_no_closure(closure: object) -> bool:
     from lightning.pytorch.core import optimizer
 
     return closure is getattr(optimizer, "do_nothing_closure", None)
+
+
+def ddp_options(strategy: object) -> tuple[Mapping[str, Any], object]:
+    """What a strategy hands to DDP, and the communication hook that it registers.
+
+    They are arguments of the strategy that nothing public gives back. Fallback: none.
+    """
+    return getattr(strategy, "_ddp_kwargs", {}), getattr(strategy, "_ddp_comm_hook", None)
+
+
+@contextlib.contextmanager
+def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let a strategy wrap its module in DDP on ``stream``, where steps are captured later.
+
+    Gradients are accumulated on the stream on which DDP was made, and Lightning makes it on one
+    of its own (2.6) or on the default one (#21746). Nothing public says where. Fallback: a strategy
+    that wraps modules in its own way does so.
+    """
+    if not is_lightnings(type(strategy)._setup_model, "strategies.ddp"):
+        yield
+        return
+
+    def setup_model(model: torch.nn.Module) -> DistributedDataParallel:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            ids = strategy.determine_ddp_device_ids()
+            wrapped = DistributedDataParallel(model, device_ids=ids, **strategy._ddp_kwargs)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        return wrapped
+
+    with replaced(strategy, "_setup_model", setup_model):
+        yield
+
+
+@dataclass(slots=True)
+class Sigterm:
+    """A SIGTERM in a fit of several ranks.
+
+    Attributes:
+        received: This rank has got one.
+        stops: All ranks stop after the present step.
+    """
+
+    received: bool = False
+    stops: bool = False
+
+
+@contextlib.contextmanager
+def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
+    """Let all ranks stop after the same step where one has got a SIGTERM, and wait for no device.
+
+    Lightning (2.5.2) broadcasts a tensor ahead of every step and reads it. The signal handler
+    broadcasts another one, wherever the other ranks are, and a rank with the signal ends alone.
+    Nothing public takes the place of it. Fallback: it stays so.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    loop = trainer.fit_loop.epoch_loop
+    if not _IS_KNOWN or connector is None:
+        yield
+        return
+
+    def received(_: Any) -> bool:
+        return sigterm.stops if trainer.training else sigterm.received
+
+    def receive(_: Any, value: bool) -> None:
+        sigterm.received = value
+
+    def notify(signum: int, frame: FrameType | None) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not sigterm.received:
+            launcher.kill(signum)
+        sigterm.received = True
+
+    own = connector._sigterm_notifier_fn
+    composed = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
+    handlers = composed if isinstance(composed, list) and own in composed else [own]
+    at = handlers.index(own)
+    sigterm.received = connector.received_sigterm
+    watched = properties_watched(connector, {"received_sigterm": property(received, receive)})
+    try:
+        handlers[at] = notify
+        with watched, replaced(loop, "_broadcast_sigterm_tensor", lambda: None):
+            yield
+    finally:
+        handlers[at] = own
+        connector.received_sigterm = sigterm.received

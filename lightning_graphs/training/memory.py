@@ -24,7 +24,7 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether somebody found no memory: torch's allocator, the driver, a library."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, NoRoomError)):
         return True
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
 

@@ -45,6 +45,7 @@ class StepPlan:
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
         host: What its code computes on the host; None if that is nothing.
+        number: The same on all ranks.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
@@ -68,6 +69,7 @@ class StepPlan:
     unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostHalf | None = None
+    number: int = 0
     proof: Callable[[Any], None] | None = None
 
     def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:

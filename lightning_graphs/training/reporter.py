@@ -13,6 +13,7 @@ from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.interception import StepHandler, intercept
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.profit import judge
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.timing import StepTiming, stopwatch_for
 
@@ -26,6 +27,7 @@ class FitReporter:
         statistics: What the steps are counted in.
         handler: What runs the steps.
         switch_off: Releases the graphs and lets the steps run eagerly from now on.
+        ranks: All of them switch off together.
     """
 
     def __init__(
@@ -35,7 +37,10 @@ class FitReporter:
         statistics: Statistics,
         handler: StepHandler,
         switch_off: Callable[[], None],
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
+        ranks.left = self.left
         self._trainer = trainer
         self._options = options
         self._statistics = statistics
@@ -55,7 +60,6 @@ class FitReporter:
             self._settled,
             manual=not trainer.lightning_module.automatic_optimization,
             verified=self._is_verified,
-            wait=self._decides and trainer.world_size > 1,
         )
 
     def _settled(self) -> None:
@@ -65,8 +69,6 @@ class FitReporter:
         intercept(self._trainer.strategy, self._handler)
         slower = not self._judge()
         rank_zero_info(summary_line(self._statistics.report()))
-        if self._decides and self._trainer.world_size > 1:
-            slower = bool(self._trainer.strategy.broadcast(slower))
         if self._statistics.verdict:
             hint = ""
             if slower and not self._options.profit_gate:
@@ -77,7 +79,11 @@ class FitReporter:
         self._log()
 
     def switch_off(self, reason: str) -> None:
-        """Release the graphs, let the steps run eagerly from now on, and say why."""
+        """Let steps run eagerly from now on; all ranks begin with it at the same step."""
+        self._ranks.leave(reason)
+
+    def left(self, reason: str) -> None:
+        """Release the graphs now, and say why."""
         self._switch_off()
         self._off_since = self._batches()
         self._statistics.note(reason)

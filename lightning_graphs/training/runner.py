@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
@@ -39,9 +37,11 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.plan import StepPlan
+from lightning_graphs.training.plans import StepPlans
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
@@ -68,6 +68,7 @@ class StepRunner:
         progress: Mirror of the values for the progress bar; None without a GPU.
         investment: Decides which steps are worth a capture.
         retry: Has the strategy's own methods, and repeats a step that finds no memory.
+        ranks: Does every step the same way on all of them.
 
     Attributes:
         capturable: What keeps the optimizer capturable; None if it cannot be captured.
@@ -85,6 +86,7 @@ class StepRunner:
         progress: ProgressValues | None,
         investment: Investment,
         retry: EagerRetry,
+        ranks: Ranks,
     ) -> None:
         self._retry = retry
         self._progress = progress
@@ -95,13 +97,8 @@ class StepRunner:
         self._statistics = statistics
         self._verify = options.verify
         self._investment = investment
-        self._cache: PlanCache[Signature, StepPlan] = PlanCache(
-            investment,
-            attrgetter("uses"),
-            self._release,
-            capacity=options.max_graphs,
-            shape=_without_values,
-        )
+        copies = partial(copies_on_host, trainer)
+        self._cache = StepPlans(investment, self._release, options.max_graphs, copies)
         self._notices = Notices(options, statistics)
         self._captures_unseen = True
         self._moved = ""
@@ -109,10 +106,11 @@ class StepRunner:
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
         self._active: StepPlan | None = None
-        self._last: StepPlan | None = None
         self._kept = KeptGradients()
         self._stepping = False
-        self.has_failed = False
+        self._ranks = ranks
+        self._failing = self.has_failed = False
+        self._may_give_up = options.scope == "auto"  # for submodules
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
         self._optimizer: Optimizer = trainer.optimizers[0]
@@ -162,18 +160,20 @@ class StepRunner:
         self._every = verify if isinstance(verify, int) else 0
         self._verification = None
         if verify != "off":
-            self._verification = Verification(*parts, self._in_graph, self._retry.budget)
+            budget = self._retry.budget
+            self._verification = Verification(*parts, self._in_graph, budget, self._ranks)
         self._watch = FitWatch(
             self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
         )
 
     def _release(self, plan: StepPlan) -> None:
-        if self._last is plan:
-            self._last = None
         self._kept.show(None)
         self._statistics.released(plan.forward)
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
+        self._release_graphs(plan)
+
+    def _release_graphs(self, plan: StepPlan) -> None:
         for graph in plan.graphs:
             self._pool.release(graph)
 
@@ -184,7 +184,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Release every graph and give the optimizer back as it came; may be called again."""
-        self._active = self._last = None
+        self._active = None
         self._cache.clear()
         self._capture.persistent.clear()
         vars(self._optimizer).pop("zero_grad", None)
@@ -273,7 +273,7 @@ class StepRunner:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Decide for this batch, and run, capture or replay it."""
-        plan = None if kwargs else self._plan_for(args)
+        plan = self._plan_for(args, kwargs)
         self._active = plan
         if plan is None:
             return self._eager(args, kwargs)
@@ -281,20 +281,31 @@ class StepRunner:
 
     # ------------------------------------------------------------------ the three phases
 
-    def _plan_for(self, args: tuple[Any, ...]) -> StepPlan | None:
-        if skips_backward(self._trainer):
-            return None
-        if self._warmup_left > 0:
-            self._look_ahead(args)
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
+        is_outside = bool(kwargs) or skips_backward(self._trainer)
+        if is_outside or self._warmup_left > 0 or not self._ranks.are_ready():
+            if not is_outside:
+                self._look_ahead(args)
+            self._ranks.settle(EAGER, False)
             return None
         conditions = self._conditions()
-        plan = self._find(args[0], conditions)
-        if plan is None:
+        plan = self._cache.find(args[0], conditions)
+        if plan is not None:
+            choice, wish = plan.number, plan.unverified and self._investment.affords_verification
+        else:
+            choice, wish = CAPTURE if self._is_due(args, conditions) else EAGER, False
+        choice, verify = self._ranks.settle(GIVE_UP if self._failing else choice, wish)
+        self.has_failed |= choice == GIVE_UP
+        if plan is not None and plan.host is not None and choice <= CAPTURE:
+            plan.host.rewind()
+        if choice == CAPTURE:
+            if plan is not None:  # another rank has lost it
+                self._cache.drop(plan.call.signature)
             return self._captured(args, conditions)
+        if choice <= EAGER or plan is None:
+            return None
         again = self._every and self._trainer.global_step % self._every == 0
-        if again or (plan.unverified and self._investment.affords_verification):
-            return self._verified(plan, args)
-        return plan
+        return self._verified(plan, args) if again or verify else plan
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""
@@ -310,55 +321,43 @@ class StepRunner:
         refuse_iterator(args[0])
         return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
 
-    def _find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
-        last = self._last
-        if last is not None and self._fill(last, batch, conditions):
-            return last
-        for plan in self._cache.plans():
-            if plan is not last and self._fill(plan, batch, conditions):
-                self._last = self._cache.get(plan.call.signature)
-                return plan
-        return None
-
-    def _fill(self, plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
-        """Copy the batch in, if it and the fit are what the plan was captured from."""
-        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
-        if not captured.holds(conditions):
-            return False
-        tensors = plan.call.match((batch,), {})
-        if tensors is None or not self._run_host(plan, tensors):
-            return False
-        plan.inputs.copy_in(tensors)
-        return True
-
-    def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
-        """Capture this batch's step if its signature is due; None means: run it eagerly."""
+    def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
+        """Whether the step of this batch is to be captured."""
         try:
-            signature, tensors = self._signature(args, conditions)
+            signature, _ = self._signature(args, conditions)
         except CaptureError as error:
             self._refused(None, error)
-            return None
+            return False
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
                 why, at_once = self._moved or self._cache.why_not, self._cache.is_full
-                self.has_failed |= self._notices.waiting(signature, why, at_once=at_once)
-            return None
+                self._fails(self._notices.waiting(signature, why, at_once=at_once))
+            return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
-        unseen = self._investment.measures and self._cache.is_new(signature)
-        if unseen and (torch.backends.cudnn.benchmark or not self._captures_unseen):
-            return None
-        if conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped:
-            return None
-        try:
+        if self._is_unseen(signature) and (
+            torch.backends.cudnn.benchmark or not self._captures_unseen
+        ):
+            return False
+        return not (conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped)
+
+    def _is_unseen(self, signature: Signature) -> bool:
+        return self._investment.measures and self._cache.is_new(signature)
+
+    def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
+        """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
+        signature, tensors = self._signature(args, conditions)
+
+        def capture() -> StepPlan:
             self._retry.before_capture(args)
             if self._in_graph is not None and not len(self._cache):
                 self._in_graph.gather_state()
+            return self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
+
+        try:
             with self._investment.paying(), capture_cost(self._pool.backend) as cost:
-                plan = self._capture.capture(
-                    args[0], tensors, args[1:], signature, conditions.phase
-                )
+                plan = self._ranks.together(capture, self._release_graphs)
         except GraphError as error:
-            if unseen:
+            if self._is_unseen(signature):
                 self._captures_unseen = False
             else:
                 self._refused(signature, error)
@@ -367,15 +366,16 @@ class StepRunner:
         told = () if plan.host is None else (plan.host.read,)
         signature = replace(signature, extra=(conditions, *told))
         plan.call = CallPlan(signature, check_modes=True)
+        plan.number = self._ranks.new_number()
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)
         self._kept.count()
-        self._last = plan
         plan.inputs.copy_in(tensors)
         plan.unverified = self._verification is not None
         self._run_host(plan, tensors)
-        return self._verified(plan, args) if self._investment.affords_verification else plan
+        affords = self._ranks.all(self._investment.affords_verification)
+        return self._verified(plan, args) if affords else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
@@ -425,6 +425,7 @@ class StepRunner:
         if plan.backward is None:
             plan.adopt()
         plan.forward.replay()
+        self._ranks.replayed(reduced=plan.phase.stepping)
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
@@ -435,9 +436,9 @@ class StepRunner:
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
-        reason = self._watch.reason_to_rebind()
-        self._moved = reason or ""
-        if reason is not None:
+        reason = self._watch.reason_to_rebind() or self._ranks.reason_to_rebind()
+        self._moved = reason
+        if reason:
             self._rebind(reason)
         conditions = self._watch.conditions(self._stepping)
         if self._moves.are_too_many(conditions.hyper_parameters):
@@ -458,14 +459,13 @@ class StepRunner:
         if signature is not None:
             self._cache.refuse(signature)
         # What finds no memory as a whole finds none for the arguments of its submodules.
-        self.has_failed |= not (len(self._cache) or isinstance(error, NoRoomError))
-        self._notices.refused(error, has_graphs=not self.has_failed)
+        self._fails(not (len(self._cache) or isinstance(error, NoRoomError)))
+        self._notices.refused(error, has_graphs=not self._failing)
 
-
-def _without_values(signature: Signature) -> Signature:
-    """What of a signature comes back where the values that a step reads move on."""
-    conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
-    return replace(signature, extra=(conditions.phase, conditions.gradients))
+    def _fails(self, failing: bool) -> None:
+        """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
+        self._failing |= failing and self._may_give_up
+        self.has_failed |= self._failing and self._ranks.are_one
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -18,6 +18,7 @@ from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.runner import StepRunner
 from lightning_graphs.training.statistics import Statistics
@@ -52,6 +53,7 @@ class Fit:
         progress: Mirror of the values for the progress bar; None without a GPU.
         investment: Decides what is worth a capture.
         retry: Has the strategy's own methods, and repeats a step that finds no memory.
+        ranks: Does whole steps the same way on all ranks.
     """
 
     trainer: Trainer
@@ -62,6 +64,7 @@ class Fit:
     progress: ProgressValues | None
     investment: Investment
     retry: EagerRetry
+    ranks: Ranks
 
     def step_runner(self) -> StepRunner:
         """Graphs of whole steps."""
@@ -74,6 +77,7 @@ class Fit:
             self.progress,
             self.investment,
             self.retry,
+            self.ranks,
         )
 
     def module_runner(self, *, warmed_up: bool = False) -> ModuleRunner:
@@ -82,6 +86,7 @@ class Fit:
         Args:
             warmed_up: The optimizer has stepped often enough.
         """
+        self.ranks.close()  # submodules exchange nothing
         if self.progress is not None:
             self.progress.follows = True
         return ModuleRunner(

@@ -65,9 +65,8 @@ class StepState:
         self._scale: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Copy the state; put it back at the end, whatever happened."""
-        self.keep()
+    def restored(self) -> Iterator[None]:
+        """Put the state back at the end, whatever happened, and let go of the copy."""
         try:
             yield
         finally:

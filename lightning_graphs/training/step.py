@@ -27,6 +27,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
+from lightning_graphs.training.ddp import unseen_by_ddp, wrapper_of
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
@@ -198,6 +199,7 @@ class StepCapture:
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
                 copied=self._copies_gradients,
+                reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
             recorder = LogRecorder(self._module, self._progress, self._logged)
             with (
@@ -206,6 +208,7 @@ class StepCapture:
                 batch_left(own),
                 self._environment(recorder) as (outside, loose),
             ):
+                targets.begin()
                 with segments.capturing("forward"):
                     output = self._body.run(
                         arguments,
@@ -269,6 +272,7 @@ class StepCapture:
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())

@@ -134,8 +134,6 @@ class StepTiming:
         settled: Called at the end of a step of the optimizer, once every graph has its times.
         manual: The module optimizes manually.
         verified: Tells whether the coming step is run both ways.
-        wait: Let the end of timing wait for the device, so that it comes at the same step on all
-            ranks.
     """
 
     def __init__(
@@ -147,7 +145,6 @@ class StepTiming:
         *,
         manual: bool = False,
         verified: Callable[[], bool] = bool,
-        wait: bool = False,
     ) -> None:
         self._handler = handler
         self._statistics = statistics
@@ -155,7 +152,6 @@ class StepTiming:
         self._settled = settled
         self._manual = manual
         self._verified = verified
-        self._wait = wait
         self._stepping = False
         self._steps = 0
         self._open: _Sample[Any] | None = None
@@ -228,9 +224,8 @@ class StepTiming:
         return sample.batch, tuple(map(id, sample.records))
 
     def _settle(self) -> None:
-        complete = self._complete()
-        self.read(wait=complete and self._wait)
-        if complete and not self._pending:
+        self.read()
+        if self._complete() and not self._pending:
             self._settled()
 
     def _complete(self) -> bool:

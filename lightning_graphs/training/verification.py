@@ -17,6 +17,7 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.training.agreement import Agreement, BothWays, tolerance_of
 from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.generators import Generators
@@ -30,6 +31,7 @@ from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import nothing_left_behind
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.state import StepState, outputs
 from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.warned import stacklevel_of_user
@@ -54,6 +56,7 @@ class Verification:
         optimizer: The trainer's optimizer.
         capturable: Makes its step capturable; None if it is not captured.
         budget: What memory may be taken.
+        ranks: All of them verify together.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Verification:
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
         budget: MemoryBudget,
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._trainer = trainer
         self._module = module
         self._body = body
@@ -96,7 +101,8 @@ class Verification:
             self._trainer, self._module, self._optimizer, plan.written, budget=self._budget
         )
         try:
-            with state.kept():
+            self._ranks.together(state.keep)
+            with state.restored():
                 self._compare(plan, args, state)
             return
         except Exception as error:
@@ -114,8 +120,8 @@ class Verification:
     def _compare(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> None:
         self._agreement().require(
             BothWays(
-                partial(self._eager, plan, args, state),
-                partial(self._replayed, plan, args, state),
+                partial(self._ranks.together, partial(self._eager, plan, args, state)),
+                partial(self._ranks.together, partial(self._replayed, plan, args, state)),
                 state.restore,
                 state.moved,
             )
@@ -123,7 +129,7 @@ class Verification:
 
     def _agreement(self) -> Agreement:
         where = f"at step {self._trainer.global_step}"
-        return Agreement(self._tolerance, self._budget, where, self._say_once)
+        return Agreement(self._tolerance, self._budget, where, self._say_once, self._ranks)
 
     # ------------------------------------------------------------------ the two ways
 
@@ -160,6 +166,7 @@ class Verification:
         with contextlib.ExitStack() as stack:
             generators = Generators(self._module, torch_too=plan.host is None)
             stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
@@ -190,15 +197,18 @@ class Verification:
             budget=self._budget,
             forward_only=True,
         )
-        runs = []
+
+        def forward() -> list[Result]:
+            recorder, arguments = LogRecorder(self._module), self._arguments(plan, args)
+            with self._surroundings(plan, recorder), torch.no_grad():
+                output, _ = self._body.forward(arguments, recorder)
+            state.restore()
+            return outputs(output.hand_out())
+
         try:
-            with state.kept():
-                for _ in range(2):
-                    recorder, arguments = LogRecorder(self._module), self._arguments(plan, args)
-                    with self._surroundings(plan, recorder), torch.no_grad():
-                        output, _ = self._body.forward(arguments, recorder)
-                    runs.append(outputs(output.hand_out()))
-                    state.restore()
+            self._ranks.together(state.keep)
+            with state.restored():
+                runs = [self._ranks.together(forward) for _ in range(2)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -20,13 +20,14 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.conditions import Conditions, Phase
+from lightning_graphs.training.ddp import syncs
 from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.own_code import CodeOfModules
 from lightning_graphs.training.python_state import AttributeReads
 
 _TRAINING = attrgetter("training")
-OF_THE_TRAINER = ("gradient clipping", *kernel_choice.NAMES)
+OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *kernel_choice.NAMES)
 """Names among :meth:`FitWatch.attributes` that stand for no value of the author's."""
 
 
@@ -113,7 +114,7 @@ class FitWatch:
         trainer = self._trainer
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
-            *zip(OF_THE_TRAINER, (clipping, *KernelChoice.now()), strict=True),
+            *zip(OF_THE_TRAINER, (clipping, syncs(trainer), *KernelChoice.now()), strict=True),
             *self._reads.values(),
         )
 

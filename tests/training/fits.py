@@ -186,8 +186,8 @@ class Fit:
 
 
 def csv_of(trainer: Trainer) -> str:
-    """The text of the metrics file."""
-    if not isinstance(trainer.logger, CSVLogger):
+    """The text of the metrics file, which rank 0 writes."""
+    if not isinstance(trainer.logger, CSVLogger) or not trainer.is_global_zero:
         return ""
     trainer.logger.save()
     path = Path(trainer.logger.experiment.metrics_file_path)

@@ -291,13 +291,6 @@ class TestTiming:
         assert not device.waited
         assert steps.times == ALL
 
-    def test_several_ranks_wait_once_at_the_same_step(self) -> None:
-        device = Device()
-        steps = Steps(device, wait=True).run()
-        assert steps.settled == [3 + SAMPLES]
-        assert device.waited
-        assert steps.times == ALL
-
     def test_manual_optimization_ends_with_the_training_step(self) -> None:
         steps = Steps(Device(), manual=True).run(stepping=False)
         assert steps.settled == [3 + 16]
@@ -308,6 +301,6 @@ class TestTiming:
 
     def test_a_verified_step_is_left_out(self) -> None:
         coming = iter(range(99))
-        steps = Steps(Device(), wait=True, verified=lambda: next(coming) % 4 == 0).run()
+        steps = Steps(Device(), verified=lambda: next(coming) % 4 == 0).run()
         replays = [step for step, kind in steps.times if kind == "replay"]
         assert replays == [3, 5, 6, 7, 9, 10, 11, 13]

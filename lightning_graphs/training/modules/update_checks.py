@@ -88,7 +88,8 @@ class UpdateChecks:
 
         agreement = Agreement(tolerance_of(self._trainer), budget, self._schedule.where, say)
         try:
-            with state.kept():
+            state.keep()
+            with state.restored():
                 try:
                     agreement.require(BothWays(eager, replayed, restore, state.moved))
                 finally:

@@ -1,0 +1,112 @@
+"""``DistributedDataParallel`` around the module of a fit: what captures and replays ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from lightning.pytorch import Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_graphs.core.torch_private import reducer_is_warm, take_no_more_times
+from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
+from lightning_graphs.training.own_code import is_lightnings
+
+_REFUSED = {
+    "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",
+    "model_parallel": "FSDP2 gathers parameters on streams of its own, which no capture follows",
+    "deepspeed": "DeepSpeed runs steps in an engine of its own",
+    "xla": "XLA compiles steps for devices of its own",
+}
+"""Files of Lightning's strategies, and what of theirs cannot be captured."""
+
+_WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
+"""Modules of torch with communication hooks that count steps in Python."""
+
+
+def why_not_captured(trainer: Trainer) -> str:
+    """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
+
+    Nothing of the strategy has been set up, or all of it.
+    """
+    strategy = trainer.strategy
+    kinds = type(strategy).__mro__
+    for file, reason in _REFUSED.items():
+        if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
+            return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
+    if not is_ddp(strategy):
+        name = type(strategy).__name__
+        return (
+            "" if trainer.world_size == 1 else f"{name} is not DDP; write Trainer(strategy='ddp')"
+        )
+    options, hook = ddp_options(strategy)
+    if options.get("find_unused_parameters"):
+        return (
+            "find_unused_parameters=True reads on the host, in every step, which parameters have a "
+            "gradient; write strategy='ddp', and requires_grad_(False) on what the loss leaves out"
+        )
+    if getattr(hook, "__module__", "").rpartition(".")[2] in _WITH_STATE:
+        return (
+            f"the communication hook {getattr(hook, '__name__', hook)} counts steps, which a graph "
+            "does not; leave ddp_comm_hook out, or use bf16_compress_hook"
+        )
+    return ""
+
+
+def is_ddp(strategy: object) -> bool:
+    """Whether a strategy is Lightning's for DDP, or one that an author has derived from it."""
+    return any(is_lightnings(kind, "strategies.ddp") for kind in type(strategy).__mro__)
+
+
+def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
+    """The module in its wrapper, which reduces gradients over ranks; None if there is none."""
+    model = trainer.strategy.model
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def capture_stream(trainer: Trainer, stack: contextlib.ExitStack) -> torch.cuda.Stream:
+    """The stream on which a fit is captured; a strategy that uses DDP makes it there, too.
+
+    Args:
+        trainer: The trainer, whose strategy has not been set up.
+        stack: Gives the strategy back.
+    """
+    stream = torch.cuda.Stream(trainer.strategy.root_device)
+    if is_ddp(trainer.strategy):
+        stack.enter_context(ddp_built_on(trainer.strategy, stream))
+    return stream
+
+
+def is_warm(trainer: Trainer) -> bool:
+    """Whether the gradient reducer leaves steps alone: it takes no times any more."""
+    ddp = wrapper_of(trainer)
+    if ddp is not None:
+        if not reducer_is_warm(ddp):
+            return False
+        take_no_more_times(ddp)
+    return True
+
+
+def syncs(trainer: Trainer) -> bool:
+    """Whether the coming forward pass gets the buffers of rank 0.
+
+    It does after a step that has reduced gradients; not within an accumulation window, nor right
+    after a validation, which has got them.
+    """
+    ddp = wrapper_of(trainer)
+    return ddp is not None and bool(ddp.modules_buffers) and ddp.require_forward_param_sync
+
+
+@contextlib.contextmanager
+def unseen_by_ddp(trainer: Trainer) -> Iterator[None]:
+    """Let DDP forget the forward passes of the body."""
+    ddp = wrapper_of(trainer)
+    if ddp is None:
+        yield
+        return
+    before = ddp.require_forward_param_sync
+    try:
+        yield
+    finally:
+        ddp.require_forward_param_sync = before

@@ -1,0 +1,183 @@
+"""What the ranks of a fit decide together: every step is done the same way on all of them.
+
+NCCL demands it: whether a collective is captured "must be uniform over all ranks participating",
+and who launches a graph must launch "the graph derived from that collective capture" (NCCL's user
+guide, "Using NCCL with CUDA Graphs"). So each rank says ahead of a step what it could do, and all
+do what all can. They say it from host to host, over gloo: no rank waits for its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_graphs.core.torch_private import forget_backward, is_within_backward
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.ddp import is_warm, wrapper_of
+from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
+from lightning_graphs.training.memory import is_out_of_memory, no_room
+
+GIVE_UP, EAGER, CAPTURE = -1, 0, 1
+"""What a step may be; larger numbers are those of plans, which replay it."""
+
+_WELL, _FAILED, _NO_ROOM = range(3)
+
+_Result = TypeVar("_Result")
+
+
+class Ranks:
+    """Agreements between the ranks of one fit; with one rank they cost nothing.
+
+    Every rank calls the same methods in the same order.
+
+    Args:
+        trainer: The trainer, whose strategy has set up the process group. Without one there is one
+            rank.
+
+    Attributes:
+        are_one: There is one rank only.
+        left: Called with the reason where one of the ranks :meth:`leave`.
+    """
+
+    def __init__(self, trainer: Trainer | None = None) -> None:
+        self.are_one = trainer is None or trainer.world_size == 1
+        self.left: Callable[[str], None] = lambda _: None
+        self._trainer = trainer
+        self._numbers = itertools.count(CAPTURE + 1)
+        self._ddp = None if trainer is None else wrapper_of(trainer)
+        self._are_ready = trainer is None
+        self._reason = self._lost = ""
+        self._sigterm = Sigterm()
+        self._open = contextlib.ExitStack()
+        self._group: Any = None
+        if trainer is not None and not self.are_one:
+            self._group = torch.distributed.new_group(backend="gloo")
+            self._open.callback(torch.distributed.destroy_process_group, self._group)
+            self._open.enter_context(sigterm_agreed(trainer, self._sigterm))
+
+    def close(self) -> None:
+        """Agree on nothing any more; may be called again."""
+        self._group = None
+        self._open.close()
+
+    def are_ready(self) -> bool:
+        """Whether steps may be captured: the gradient reducer must have settled."""
+        if not self._are_ready:
+            assert self._trainer is not None
+            self._are_ready = is_warm(self._trainer)
+        return self._are_ready
+
+    def new_number(self) -> int:
+        """The number of a plan that all ranks have captured together."""
+        return next(self._numbers)
+
+    def settle(self, choice: int, wish: bool) -> tuple[int, bool]:
+        """What all ranks do with the coming step.
+
+        It is what all chose. Where some have lost a graph that others have, all capture; where
+        ranks would replay different graphs, because their batches differ, the step is eager.
+
+        Args:
+            choice: What this rank would do: one of the constants, or the number of its plan.
+            wish: Something that is done where all wish it.
+        """
+        if self._group is None:
+            return choice, wish
+        most, least, against, leaving, self._sigterm.stops = self._largest(
+            choice, -choice, not wish, bool(self._reason), self._sigterm.received
+        )
+        if leaving:
+            self.left(self._reason or "another rank has switched its graphs off, and says why")
+            self.close()
+            return EAGER, False
+        if most != -least:
+            choice = min(-least, CAPTURE) if -least <= CAPTURE else EAGER
+        return choice, not against
+
+    def leave(self, reason: str) -> None:
+        """Let all ranks run eagerly: from the next step on, or at once where there is one."""
+        if self._group is None:
+            self.left(reason)
+        self._reason = reason
+
+    def replayed(self, *, reduced: bool) -> None:
+        """Note a replay, and whether gradients were reduced in it."""
+        if self._ddp is not None:
+            self._ddp.require_forward_param_sync = reduced
+
+    def any(self, value: bool) -> bool:
+        """Whether it is so on any rank."""
+        return bool(self._largest(value)[0])
+
+    def all(self, value: bool) -> bool:
+        """Whether it is so on all ranks."""
+        return not self.any(not value)
+
+    def together(
+        self, run: Callable[[], _Result], undo: Callable[[_Result], None] = lambda _: None
+    ) -> _Result:
+        """Run something on all ranks, and raise on all where it raises on one.
+
+        Args:
+            run: Exchanges nothing with other ranks before it raises, or all that there is.
+            undo: Called with the result where another rank has none.
+
+        Raises:
+            CaptureError: it failed on another rank.
+        """
+        error = result = None
+        try:
+            result = run()
+        except Exception as raised:
+            error = raised
+        worst, unfinished = self._largest(_outcome(error), error is not None and self._is_within())
+        if unfinished:
+            assert self._ddp is not None
+            forget_backward(self._ddp)
+            self._are_ready, self._lost = False, "DDP makes its buckets anew"
+        if error is not None:
+            raise error
+        if worst != _WELL:
+            undo(result)  # type: ignore[arg-type]
+            raise _elsewhere(worst)
+        return result  # type: ignore[return-value]
+
+    def reason_to_rebind(self) -> str:
+        """Why no graph is right any longer; empty as long as they are. It is said once."""
+        reason, self._lost = self._lost, ""
+        return reason
+
+    def _is_within(self) -> bool:
+        return self._ddp is not None and is_within_backward(self._ddp)
+
+    def _largest(self, *values: int) -> list[Any]:
+        """The largest of each value over all ranks."""
+        if self._group is None:
+            return list(values)
+        numbers = torch.tensor([*map(int, values)], device="cpu")
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
+        return numbers.tolist()
+
+
+def _outcome(error: Exception | None) -> int:
+    if error is None:
+        return _WELL
+    return _NO_ROOM if is_out_of_memory(error) else _FAILED
+
+
+def _elsewhere(outcome: int) -> CaptureError:
+    if outcome == _NO_ROOM:
+        return no_room("A captured step", "another rank has too little, and says so")
+    return CaptureError(
+        "A step is captured on all ranks or on none.",
+        "it cannot be captured on another rank",
+        "read what that rank says",
+    )
+
+
+ONE_RANK = Ranks()

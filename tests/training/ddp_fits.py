@@ -1,0 +1,100 @@
+"""Fits under DDP, as every rank runs them: with the callback and without, compared to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from tests.ranks import in_folder, run_on_ranks, state_of
+from tests.training.fits import FullTrace, GradientTrace, Net, batches, compare, prepare, sgd
+
+DDP = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "max_epochs": 2}
+
+
+def of_rank(rank: int, **options: Any) -> list[dict[str, Any]]:
+    """Batches that every rank has for itself."""
+    data = batches(**{"count": 20, **options})
+    for batch in data:
+        batch["x"] = batch["x"] + rank
+    return data
+
+
+class Plain(Net):
+    """Without buffers, so that a forward pass exchanges nothing."""
+
+    def __init__(self, optimizers: Any = sgd) -> None:
+        super().__init__(optimizers)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Means(Net):
+    """Logs means over all ranks, and computes one in the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        self.log("mean", mean, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss + mean
+
+
+Case = Callable[[], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "plain": lambda: {"module": Plain},
+    "buffers": dict,
+    "accumulation": lambda: {"accumulate_grad_batches": 3, "max_epochs": 4},
+    "accumulation of plain gradients": lambda: {"accumulate_grad_batches": 2, "module": Plain},
+    "a uneven last batch": lambda: {"last": 3, "max_epochs": 5},
+    "validation within an epoch": lambda: {"val_check_interval": 5, "max_epochs": 4},
+    "gradients as views of buckets": lambda: {
+        "strategy": DDPStrategy(gradient_as_bucket_view=True)
+    },
+    "accumulation in views of buckets": lambda: {
+        "strategy": DDPStrategy(gradient_as_bucket_view=True),
+        "accumulate_grad_batches": 3,
+        "max_epochs": 4,
+    },
+    "small buckets": lambda: {"strategy": DDPStrategy(bucket_cap_mb=1e-4)},
+    "clipping": lambda: {"gradient_clip_val": 0.01},
+    "hooks that look at gradients": lambda: {"trace": GradientTrace},
+    "hooks that look before backward": lambda: {"trace": FullTrace},
+    "means over ranks": lambda: {"module": Means},
+}
+
+
+ON_A_GPU: dict[str, Case] = {
+    # The reducer reads a number of its own on the host, which a rehearsal takes for the device's.
+    "a static graph": lambda: {"strategy": DDPStrategy(static_graph=True)},
+    "synchronized BatchNorm": lambda: {"sync_batchnorm": True},
+    "bf16": lambda: {"precision": "bf16-mixed"},
+    "fp16": lambda: {"precision": "16-mixed"},
+    "more than a hundred steps": lambda: {"module": Plain, "max_epochs": 16},
+}
+"""What only a GPU can show."""
+
+
+def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
+    """Fit with the callback and without; the state after it, and what was replayed."""
+    folder, fits = in_folder(root, rank), []
+    for is_captured in (False, True):
+        options = {**DDP, **(CASES | ON_A_GPU)[case]()}  # a strategy serves one trainer
+        data = partial(of_rank, rank, last=options.pop("last", None))
+        fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
+    eager, captured = fits
+    compare(eager, captured)
+    return state_of(captured.module), captured.statistics.replayed
+
+
+def require_equal_fits(backend: str, root: Path, case: str) -> None:
+    """Assert that fits are equal with graphs and without, and that ranks end with one model."""
+    (first, replayed), (second, again) = run_on_ranks(trained_twice, backend, root, case)
+    assert replayed == again >= 10
+    parameters = [name for name in first if "running" not in name]
+    assert [first[name] for name in parameters] == [second[name] for name in parameters]

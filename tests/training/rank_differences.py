@@ -1,0 +1,259 @@
+"""Fits in which one rank is made to differ, as every rank runs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+
+from lightning_graphs import GraphCapture
+from lightning_graphs.training.memory import MemoryBudget, no_room
+from tests.ranks import in_folder, run_on_ranks, state_of
+from tests.training.ddp_fits import DDP, Plain, of_rank
+from tests.training.fits import Fit, Hidden, Net, compare, prepare
+
+ODD = 1
+"""The rank that differs."""
+_HIDDEN = Hidden()
+
+
+class ReadsOnOne(Net):
+    """Reads a value on the host, on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == ODD:
+            float(loss)
+        return loss
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        float(gradient.sum())
+        return gradient
+
+
+class ReadsInBackward(Plain):
+    """Reads a value on the host in the middle of the backward pass, on one rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.net[0](batch["x"])
+        if self.global_rank == ODD:
+            hidden = _Read.apply(hidden)
+        return nn.functional.cross_entropy(self.net[2](self.net[1](hidden)), batch["y"])
+
+
+class Scaled(Net):
+    """Multiplies the loss by a number that nobody can see change."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * _HIDDEN["scale"]
+
+
+class MovesOn(Net):
+    """Has an attribute that takes a new value at every step of one rank."""
+
+    scale = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == ODD:
+            self.scale += 2**-6
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.scale
+
+
+class At(Callback):
+    """Does something once, on the odd rank, ahead of a step."""
+
+    def __init__(self, step: int, action: Callable[[Any, Any], None]) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == ODD:
+            self.action(trainer, module)
+
+
+def _hide(trainer: Any, module: Any) -> None:
+    _HIDDEN["scale"] = 2.0
+
+
+def _move(trainer: Any, module: Any) -> None:
+    weight = module.net[0].weight
+    weight.data = weight.data.clone()
+
+
+def _switch_off(trainer: Any, module: Any) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, GraphCapture):
+            assert callback._reporter is not None
+            callback._reporter.switch_off("told to")
+
+
+def _no_room(self: MemoryBudget, what: str) -> None:
+    raise no_room(what, "there is none")
+
+
+def _with_odd_batches(rank: int, where: Callable[[int], bool]) -> list[dict[str, Any]]:
+    data = of_rank(rank)
+    for i in filter(where, range(len(data)) if rank == ODD else ()):
+        data[i] = {name: value[:5] for name, value in data[i].items()}
+    return data
+
+
+Expect = Callable[[int, Fit], None]
+
+
+def _equal(rank: int, fit: Fit) -> None:
+    """Replayed again and again, with nothing to say."""
+    assert fit.statistics.replayed >= 15
+    assert fit.statistics.fallbacks == []
+
+
+def _eager(said: str, elsewhere: str, replays: int = 0) -> Expect:
+    def expect(rank: int, fit: Fit) -> None:
+        assert fit.statistics.replayed == replays
+        (line,) = fit.statistics.fallbacks
+        assert (said if rank == ODD else elsewhere) in line
+
+    return expect
+
+
+def _recaptured(rank: int, fit: Fit) -> None:
+    assert fit.statistics.captures == 2
+    assert fit.statistics.replayed >= 15
+
+
+_ANYWHERE = "it cannot be captured on another rank"
+_EAGER = {"on_failure": "eager"}
+
+KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Expect]] = {
+    "a batch of another shape": (
+        lambda rank: {"data": partial(_with_odd_batches, rank, lambda i: i == 17)},
+        _equal,
+    ),
+    "every third batch of another shape": (
+        lambda rank: {
+            "data": partial(_with_odd_batches, rank, lambda i: i % 3 == 0),
+            "max_epochs": 3,
+        },
+        _equal,
+    ),
+    "a capture that is refused": (
+        lambda rank: {"module": ReadsOnOne, "capture": _EAGER},
+        _eager("read a value on the host", _ANYWHERE),
+    ),
+    "a backward pass that is refused": (
+        lambda rank: {
+            "module": ReadsInBackward,
+            "capture": _EAGER,
+            "strategy": DDPStrategy(bucket_cap_mb=1e-4),
+        },
+        _eager("read a value on the host", _ANYWHERE),
+    ),
+    "a capture without room": (
+        lambda rank: {"capture": _EAGER},
+        _eager("there is none", "another rank has too little"),
+    ),
+    "a replay that is wrong": (
+        lambda rank: {
+            "module": Scaled,
+            "capture": {**_EAGER, "verify": 4},
+            "callbacks": lambda: [At(28, _hide)],
+        },
+        _eager("at step 28", "at step 28", 28 - 14),
+    ),
+    "graphs that are lost": (lambda rank: {"callbacks": lambda: [At(20, _move)]}, _recaptured),
+    "graphs that are switched off": (
+        lambda rank: {"callbacks": lambda: [At(24, _switch_off)]},
+        _eager("told to", "another rank has switched", 24 - 14),
+    ),
+    "a step that takes new values": (
+        lambda rank: {
+            "module": MovesOn,
+            "capture": {**_EAGER, "scope": "auto"},
+            "max_epochs": 4,
+        },
+        lambda rank, fit: None,
+    ),
+}
+
+
+def trained_twice(rank: int, backend: str, root: Path, kind: str) -> Any:
+    """Fit with the callback and without; the state after it, and what was replayed."""
+    options, expect = KINDS[kind]
+    folder, fits = in_folder(root, rank), []
+    if kind == "a capture without room" and rank == ODD:
+        MemoryBudget.require_room = _no_room  # type: ignore[method-assign]
+    for is_captured in (False, True):
+        _HIDDEN.clear()
+        given = {"data": partial(of_rank, rank), **DDP, **options(rank)}
+        fits.append(prepare(backend, folder, is_captured, **given).run())
+    compare(*fits, replayed=False)
+    expect(rank, fits[1])
+    return state_of(fits[1].module), fits[1].statistics.replayed
+
+
+def require_together(backend: str, root: Path, kind: str) -> None:
+    """Assert that fits are equal with graphs and without, and that ranks went the same way."""
+    (first, replayed), (second, again) = run_on_ranks(trained_twice, backend, root, kind)
+    assert replayed == again
+    parameters = [name for name in first if "running" not in name]
+    assert [first[name] for name in parameters] == [second[name] for name in parameters]
+
+
+def stopped(rank: int, backend: str, root: Path) -> Any:
+    """Get a SIGTERM on one rank, in the middle of a fit; where each of them has stopped."""
+
+    def signal_self(trainer: Any, module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    made = prepare(
+        backend,
+        in_folder(root, rank),
+        True,
+        data=partial(of_rank, rank),
+        callbacks=lambda: [At(17, signal_self)],
+        **DDP,
+    )
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SIGTERMException):
+        made.run()
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert made.trainer.received_sigterm is (rank == ODD)
+    return made.trainer.global_step, made.statistics.replayed
+
+
+def failing(rank: int, backend: str, root: Path) -> None:
+    """Raise on one rank, in the middle of a fit."""
+
+    def fail(trainer: Any, module: Any) -> None:
+        raise ValueError("broken on one rank")
+
+    at = At(17, fail)
+    prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()
+
+
+def dying(rank: int, backend: str, root: Path) -> None:
+    """End the process of one rank at once."""
+
+    def die(trainer: Any, module: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    at = At(17, die)
+    prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()

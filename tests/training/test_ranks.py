@@ -1,0 +1,55 @@
+"""Every step is done the same way on all ranks, also where one of them is made to differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankError, in_folder, run_on_ranks
+from tests.training.ddp_fits import DDP
+from tests.training.fits import prepare
+from tests.training.rank_differences import KINDS, dying, failing, require_together, stopped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_differs(tmp_path: Path, kind: str) -> None:
+    require_together("emulated", tmp_path, kind)
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+    first, second = run_on_ranks(stopped, "emulated", tmp_path)
+    assert first == second == (18, 18 - 13)
+
+
+def synchronizing(rank: int, root: Path) -> Any:
+    """How often Lightning asks the other ranks for a signal ahead of a step."""
+    asked = [0, 0]
+    for is_captured in (False, True):
+        made = prepare("emulated", in_folder(root, rank), is_captured, validation=0, **DDP)
+        loop = made.trainer.fit_loop.epoch_loop
+        own = loop._broadcast_sigterm_tensor
+
+        def ask(own: Any = own, at: int = is_captured) -> None:
+            asked[at] += 1
+            own()
+
+        loop._broadcast_sigterm_tensor = ask
+        made.run()
+        assert loop._broadcast_sigterm_tensor is ask
+    return asked
+
+
+def test_no_step_waits_for_the_device_to_hear_of_signals(tmp_path: Path) -> None:
+    assert run_on_ranks(synchronizing, tmp_path) == [[20, 0]] * 2
+
+
+def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*broken on one rank"):
+        run_on_ranks(failing, "emulated", tmp_path, seconds=60)
+
+
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 0: Traceback(.|\n)*rank 1: its process has ended"):
+        run_on_ranks(dying, "emulated", tmp_path, seconds=60)
