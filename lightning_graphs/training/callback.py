@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
@@ -52,7 +52,8 @@ class GraphCapture(Callback):
         modules: Which submodules: patterns of qualified names, matched between dots
             (``"encoder.layers.*"``), or names of classes. By default the largest that a step calls
             once and that can be captured.
-        exclude: Submodules that are left out, named likewise.
+        exclude: Submodules that are left out, named likewise. Graphs are those of submodules then,
+            as with ``modules``.
         eval_graphs: Submodules have graphs for calls without autograd in validation steps,
             too.
         warmup_steps: Real training steps that run eagerly before the first capture.
@@ -66,8 +67,9 @@ class GraphCapture(Callback):
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
             trainer, inactive on a CPU trainer.
         verify: Run a captured step eagerly as well, from the same state, and compare everything
-            that both computed: ``"first"``: after each capture; K: after each capture and at every
-            K-th optimizer step; ``"off"``: never. A replay that differs follows ``on_failure``.
+            that both computed: ``True`` or ``"first"``: after each capture; a whole number K: after
+            each capture and at every K-th optimizer step; ``False`` or ``"off"``: never. A replay that differs follows
+            ``on_failure``.
         memory: How much more GPU memory than eager steps all that is ours may take, as a part of
             their peak; ``"auto"``: 0.35. What does not fit runs eagerly, or is not verified.
         profit_gate: Steps are timed. Nothing is captured that is not expected to pay off, and
@@ -95,7 +97,7 @@ class GraphCapture(Callback):
         max_graphs: int | None = None,
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
-        verify: Literal["first", "off"] | int = "first",
+        verify: bool | Literal["first", "off"] | int = "first",
         memory: float | Literal["auto"] = "auto",
         profit_gate: bool = True,
         log_metrics: bool = False,
@@ -135,10 +137,18 @@ class GraphCapture(Callback):
         """Refuse what no batch could make possible.
 
         Raises:
-            OptionError: the backend is not one for the trainer's device.
+            OptionError: the backend is not one for the trainer's device, or the trainer has
+                another ``GraphCapture``.
         """
         if stage != "fit" or self._has_given_way(trainer):
             return
+        same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
+        if sum(not one.gives_way for one in same) > 1:
+            raise OptionError(
+                "A trainer has one GraphCapture.",
+                f"there are {len(same)} of them among its callbacks",
+                "leave out all but one of them",
+            )
         device = trainer.strategy.root_device
         backend = self.options.backend
         if backend != "auto" and _BACKEND_OF.get(device.type) != backend:
@@ -161,6 +171,19 @@ class GraphCapture(Callback):
             "used."
         )
         return True
+
+    def on_after_setup(self, fabric: object, module: object) -> None:
+        """Refuse a Fabric, which would call no other hook by itself.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "GraphCapture is a callback of a Trainer, whose loop it knows.",
+            "Fabric(callbacks=[GraphCapture()])",
+            "leave it out, and capture with lightning_graphs.core in your own loop, as "
+            "examples/capture_training_step.py does",
+        )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

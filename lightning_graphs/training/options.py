@@ -10,7 +10,7 @@ from lightning_graphs.errors import GraphError
 
 OnFailure = Literal["eager", "raise"]
 Scope = Literal["auto", "step", "modules"]
-Verify = Literal["first", "off"] | int
+Verify = bool | Literal["first", "off"] | int
 BackendChoice = Literal["auto", "cuda", "emulated"]
 
 
@@ -48,8 +48,14 @@ class Options:
             _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
         if self.max_graphs is not None:
             _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
-        if self.verify not in ("first", "off"):
-            _require_at_least("verify", self.verify, 1, "every so many steps; or 'first' or 'off'")
+        if isinstance(self.verify, bool):  # YAML reads ``off`` as False
+            object.__setattr__(self, "verify", "first" if self.verify else "off")
+        elif self.verify not in ("first", "off") and not _is_whole(self.verify, 1):
+            raise OptionError(
+                "verify is True, False, 'first', or a whole number of at least 1.",
+                f"verify={self.verify!r}",
+                "write verify=100 to verify every 100th step as well, or verify=False for never",
+            )
         memory = self.memory
         is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
         if memory != "auto" and not (is_number and float(memory) >= 0):
@@ -63,12 +69,13 @@ class Options:
         _require_bool("eval_graphs", self.eval_graphs)
         _require_bool("profit_gate", self.profit_gate)
         _require_bool("log_metrics", self.log_metrics)
-        if self.modules and self.scope == "step":
-            raise OptionError(
-                "modules names submodules, and scope='step' captures whole steps.",
-                f"scope='step', modules={list(self.modules)!r}",
-                "write scope='modules', or leave out modules",
-            )
+        for name in ("modules", "exclude"):
+            if self.scope == "step" and (names := getattr(self, name)):
+                raise OptionError(
+                    f"{name} names submodules, and scope='step' captures whole steps.",
+                    f"scope='step', {name}={list(names)!r}",
+                    f"write scope='modules', or leave out {name}",
+                )
         _require_bool("doctor", self.doctor)
 
 
@@ -100,10 +107,13 @@ def _require_bool(name: str, value: object) -> None:
         )
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _require_at_least(name: str, value: object, least: int, why: str) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least:  # type: ignore[operator]
-        kind = "" if whole else f", a {type(value).__name__}"
+    if not _is_whole(value, least):
+        kind = "" if type(value) is int else f", a {type(value).__name__}"
         raise OptionError(
             f"{name} is a whole number of at least {least}: {why}.",
             f"{name}={value!r}{kind}",

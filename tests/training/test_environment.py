@@ -74,10 +74,32 @@ def test_every_trainer_finds_the_factory(monkeypatch: pytest.MonkeyPatch, librar
     assert one.options == GraphCapture().options
 
 
-@pytest.mark.parametrize("value", ["", "0", " "])
+@pytest.mark.parametrize("value", ["", "0", " ", "false", "off", "No"])
 def test_it_is_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("LIGHTNING_GRAPHS", value)
     assert callbacks() == []
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        ("true", {}),
+        ("on", {}),
+        ("Yes", {}),
+        ("auto", {}),
+        ("step", {"scope": "step"}),
+        ("modules", {"scope": "modules"}),
+        ("doctor", {"doctor": True}),
+        ("verify: off", {"verify": "off"}),
+    ],
+)
+def test_words_that_one_would_try(
+    monkeypatch: pytest.MonkeyPatch, value: str, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GRAPHS", value)
+    [one] = callbacks()
+    assert isinstance(one, GraphCapture)
+    assert one.options == GraphCapture(**options).options
 
 
 def test_while_it_is_off_nothing_is_imported() -> None:
@@ -179,7 +201,7 @@ def test_a_wrong_file_is_refused_by_key_and_line(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("yes", r"LIGHTNING_GRAPHS is 0, 1, .*\n  observed: LIGHTNING_GRAPHS: yes"),
+        ("maybe", r"LIGHTNING_GRAPHS is 0, 1, .*\n  observed: LIGHTNING_GRAPHS: maybe"),
         ("max_graphs: 0", r"observed: LIGHTNING_GRAPHS, line 1: max_graphs=0"),
         ("graphs: 1", r"observed: LIGHTNING_GRAPHS, line 1: graphs\n  remedy: write max_graphs"),
         ("scope: [", r"observed: LIGHTNING_GRAPHS, line 1: "),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
+from torch import nn
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import GraphError, UnsupportedError
+from lightning_graphs.training.options import OptionError
+from tests.training.fits import compare, fit_twice, prepare
+from tests.training.leftovers import assert_nothing_left
 
 WRONG: list[tuple[str, Any, str]] = [
     ("scope", "everything", "scope is one of"),
@@ -19,6 +25,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("capture_after", -1, "capture_after is a whole number of at least 0"),
     ("max_graphs", 0, "max_graphs is a whole number of at least 1"),
     ("max_graphs", "8", "write max_graphs=1 or more"),
+    ("verify", 0, "verify is True, False, 'first', or a whole number"),
+    ("verify", "of", "verify is True, False, 'first', or a whole number"),
     ("memory", -0.5, "memory is a part of the peak of eager steps, or 'auto'"),
     ("memory", "1.0", "write memory=0.35"),
     ("memory", True, "memory is a part of the peak"),
@@ -42,3 +50,42 @@ def test_defaults() -> None:
     options = GraphCapture().options
     assert (options.warmup_steps, options.capture_after, options.max_graphs) == (3, None, None)
     assert (options.on_failure, options.backend) == ("eager", "auto")
+
+
+@pytest.mark.parametrize(("given", "same"), [(True, "first"), (False, "off")])
+def test_verify_is_switched_on_and_off(given: bool, same: Any) -> None:
+    """``verify: off`` of a YAML file is False."""
+    assert GraphCapture(verify=given).options == GraphCapture(verify=same).options
+
+
+class TestNoOptionIsIgnored:
+    def test_exclude_beside_whole_steps(self) -> None:
+        with pytest.raises(OptionError, match=r"scope='step', exclude=\['net'\]") as caught:
+            GraphCapture(scope="step", exclude=["net"])
+        assert "scope='modules'" in caught.value.remedy
+
+    def test_exclude_asks_for_graphs_of_submodules(self, backend: str, tmp_path: Path) -> None:
+        capture = {"scope": "auto", "exclude": ["net.0"]}
+        eager, captured = fit_twice(backend, tmp_path, capture=capture)
+        compare(eager, captured)
+        assert captured.statistics.modules == ["net.1", "net.4"]
+
+    def test_exclude_with_a_typo(self, backend: str, tmp_path: Path) -> None:
+        fit = prepare(backend, tmp_path, True, capture={"scope": "auto", "exclude": ["nett"]})
+        with pytest.raises(OptionError, match=r"'nett' matches nothing\n.*nearest names are net"):
+            fit.run()
+        assert_nothing_left(fit)
+
+    def test_two_in_one_trainer(self, backend: str, tmp_path: Path) -> None:
+        second = GraphCapture(backend=backend)  # type: ignore[arg-type]
+        fit = prepare(backend, tmp_path, True, callbacks=lambda: [second])
+        with pytest.raises(OptionError, match="one GraphCapture") as caught:
+            fit.run()
+        assert "2 of them" in caught.value.observed
+        assert_nothing_left(fit)
+
+    def test_fabric_is_told_that_it_needs_a_trainer(self) -> None:
+        fabric = Fabric(accelerator="cpu", devices=1, callbacks=[GraphCapture()])
+        with pytest.raises(UnsupportedError, match="Trainer") as caught:
+            fabric.setup(nn.Linear(2, 2))
+        assert "lightning_graphs.core" in caught.value.remedy
