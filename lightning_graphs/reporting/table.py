@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from textwrap import indent, shorten
@@ -74,10 +75,12 @@ def notes(report: Report) -> list[str]:
     if report.verdict:
         said.append(report.verdict)
     for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
-        if reasons:
-            said += [f"{title}:", *(indent(reason, "  ") for reason in reasons[:_ROWS])]
-        if len(reasons) > _ROWS:
-            said.append(f"  and {len(reasons) - _ROWS:,d} more")
+        counts = Counter(reasons)
+        texts = [f"{r} ({n:,d} times)" if n > 1 else r for r, n in counts.items()]
+        if texts:
+            said += [f"{title}:", *(indent(text, "  ") for text in texts[:_ROWS])]
+        if len(texts) > _ROWS:
+            said.append(f"  and {len(texts) - _ROWS:,d} more")
     return said
 
 

@@ -62,14 +62,14 @@ class GraphCapture(Callback):
             the steps that are left are expected to repay the capture, by measured times.
         max_graphs: Number of signatures that have a graph at a time. No graph is released for a
             signature that is not used much more. By default there is no limit but memory.
-        on_failure: ``"eager"``: a step that cannot be captured runs eagerly, with a warning;
-            ``"raise"``: it raises.
+        on_failure: ``"eager"``: what cannot be captured runs eagerly, with a warning; with
+            ``scope="auto"`` submodules are tried first. ``"raise"``: the first refusal raises.
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
             trainer, inactive on a CPU trainer.
         verify: Run a captured step eagerly as well, from the same state, and compare everything
             that both computed: ``True`` or ``"first"``: after each capture; a whole number K: after
-            each capture and at every K-th optimizer step; ``False`` or ``"off"``: never. A replay that differs follows
-            ``on_failure``.
+            each capture and at every K-th optimizer step; ``False`` or ``"off"``: never. A replay
+            that differs follows ``on_failure``.
         memory: How much more GPU memory than eager steps all that is ours may take, as a part of
             their peak; ``"auto"``: 0.35. What does not fit runs eagerly, or is not verified.
         profit_gate: Steps are timed. Nothing is captured that is not expected to pay off, and

@@ -16,6 +16,9 @@ from lightning_graphs.training.profit import judge
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.timing import StepTiming, stopwatch_for
 
+_OF_PARTS = "the optimizer step", "submodules become graphs"
+"""How reasons begin that do not say why no step was replayed."""
+
 
 class FitReporter:
     """Times the first steps of a fit, draws the conclusion, and says how it went.
@@ -107,10 +110,22 @@ class FitReporter:
             self._statistics.eager += self._batches() - self._off_since
         self._judge()
         statistics = self._statistics
-        if statistics.waiting and not (statistics.replayed or statistics.fallbacks):
-            statistics.note(statistics.waiting)
+        self._explain()
         statistics.inspect()
         self._log()
+
+    def _explain(self) -> None:
+        """Give a reason where no step was replayed, and none was refused."""
+        statistics, first = self._statistics, self._options.warmup_steps
+        refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
+        if statistics.replayed or refused or not statistics.eager:
+            return
+        steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
+        statistics.note(
+            statistics.waiting
+            or f"steps run eagerly: the fit ended after {steps}, and the first {first} are the "
+            f"warm-up (warmup_steps={first})"
+        )
 
     def tell(self) -> None:
         """Show the table, on rank 0."""

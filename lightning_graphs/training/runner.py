@@ -338,8 +338,12 @@ class StepRunner:
             return None
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
-                why, at_once = self._moved or self._cache.why_not, self._cache.is_full
-                self.has_failed |= self._notices.waiting(signature, why, at_once=at_once)
+                self.has_failed |= self._notices.waiting(
+                    signature,
+                    self._moved or self._cache.why_not,
+                    is_new=self._cache.is_new(signature),
+                    at_once=self._cache.is_full,
+                )
             return None
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         unseen = self._investment.measures and self._cache.is_new(signature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -129,14 +129,12 @@ class AutoRunner:
     It fails where the first capture is refused, and where attributes take new values too often.
 
     Args:
-        fit: The fit. Its option ``on_failure`` is about the submodules.
+        fit: The fit.
     """
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit
-        self._runner: StepRunner | ModuleRunner = replace(
-            fit, options=replace(fit.options, on_failure="eager")
-        ).step_runner()
+        self._runner: StepRunner | ModuleRunner = fit.step_runner()
 
     @property
     def capturable(self) -> CapturableOptimizer | None:

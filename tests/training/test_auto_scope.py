@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_graphs import CaptureError
 from lightning_graphs.core import is_current_stream_capturing
 from tests.training.fits import (
     GradientTrace,
@@ -225,11 +226,12 @@ def test_eager_steps_where_nothing_can_be_captured(backend: str, tmp_path: Path)
     assert_nothing_left(captured)
 
 
-@SAYS
-def test_raise_means_that_nothing_could_be_captured(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [Nothing, Counted])
+def test_raise_means_the_first_refusal(backend: str, tmp_path: Path, module: Any) -> None:
+    """Also where graphs of submodules would have been possible."""
     capture = {**AUTO, "on_failure": "raise"}
-    fit = prepare(backend, tmp_path, True, module=Nothing, capture=capture, validation=0)
-    with pytest.raises(Exception, match="needs a submodule that can be captured"):
+    fit = prepare(backend, tmp_path, True, module=module, capture=capture, validation=0)
+    with pytest.raises(CaptureError, match=r"on the host(?s:.*)test_auto_scope\.py:"):
         fit.run()
     assert_nothing_left(fit)
 
