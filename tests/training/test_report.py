@@ -141,7 +141,8 @@ class TestSaid:
         nodes = fit.capture.report.graphs[0].nodes
         lines = [text for text in said if text.startswith("GraphCapture: 1 graph, ")]
         assert len(lines) == 1
-        assert f"1 graph, {nodes} nodes, captured in " in lines[0]
+        assert lines[0].startswith(f"GraphCapture: 1 graph, {nodes} nodes")
+        assert ("captured in " in lines[0]) is (backend == "cuda")
         assert said[-1] == f"GraphCapture:\n{render(fit.capture.report)}"
         assert "33 steps replayed, 7 eager." in said[-1]
 
@@ -195,5 +196,6 @@ class TestShown:
         report = fitted(backend, tmp_path).capture.report
         bars = [bar for group in report.plot().axes[0].containers for bar in group]
         drawn = {round(bar.get_center()[0]): bar.get_height() for bar in bars}
-        assert drawn == {time.step: time.ms for time in report.times}
-        assert len(drawn) > 10
+        timed = {time.step: time.ms for time in report.times}
+        assert len(timed) > 10
+        assert drawn == (timed if backend == "cuda" else {})
