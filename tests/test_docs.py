@@ -280,6 +280,41 @@ def test_every_message_is_on_its_page(site: Path, found: Any) -> None:
                     assert _squeezed(part) in text, message.site
 
 
+def test_a_constant_is_that_of_its_own_file(messages: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("one", "two"):
+        (package / f"{name}.py").write_text(
+            f"_RULE = 'The rule of {name} holds.'\n"
+            "class OneError(RuntimeError): ...\n"
+            "def f():\n"
+            "    raise OneError(_RULE)\n",
+            encoding="utf-8",
+        )
+    found = messages.Messages(package, root=tmp_path)
+    assert [m.rule for m in found.errors] == ["The rule of one holds.", "The rule of two holds."]
+
+
+def test_a_rule_of_several_files_is_listed_with_its_own_observation(found: Any) -> None:
+    same = [m for m in found.errors if m.rule.startswith("A replay computes ")]
+    assert {m.site.partition(":")[0] for m in same} == {"lightning_graphs/training/agreement.py"}
+    assert all(m.observed for m in same)
+
+
+def test_no_advice_leans_on_another(hooks: ModuleType) -> None:
+    """The page has another order than the file."""
+    assert not [text for text in hooks.advice().values() if "before" in text and "sentence" in text]
+
+
+def test_the_lists_in_the_repository_are_current(hooks: ModuleType) -> None:
+    listed = 0
+    for page in PAGES[1:]:
+        text = page.read_text(encoding="utf-8")
+        assert hooks.filled(text) == text, f"{page.name}: run python docs/hooks.py"
+        listed += sum(text.count(f"<!-- {name} -->") for name in hooks.LISTS)
+    assert listed == len(hooks.LISTS)
+
+
 def _text_of(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     return _squeezed(html.unescape(re.sub(r"<[^>]+>", "", text)))
