@@ -246,7 +246,7 @@ def test_every_raise_has_a_message(messages: ModuleType, found: Any) -> None:
         for function in module.functions
         if any(messages.name_of(c.func) in found.exceptions for c in _calls_in(function))
     }
-    protocols = {"AttributeError", "ValueError"}
+    protocols = {"AttributeError", "TypeError", "ValueError"}
     seen = 0
     for module in found.modules:
         for node in ast.walk(module.tree):

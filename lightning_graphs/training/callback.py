@@ -21,7 +21,7 @@ from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.investment import Investment, steps_left
 from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.observers import moves_batches_itself
-from lightning_graphs.training.options import OptionError, Options
+from lightning_graphs.training.options import OptionError, Options, in_present_names
 from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.reporter import FitReporter
@@ -54,30 +54,29 @@ class GraphCapture(Callback):
             once and that can be captured.
         exclude: Submodules that are left out, named likewise. Graphs are those of submodules then,
             as with ``modules``.
-        eval_graphs: Submodules have graphs for calls without autograd in validation steps,
-            too.
+        validation: Submodules have graphs in validation steps, too, for calls without autograd.
         warmup_steps: Real training steps that run eagerly before the first capture.
-        capture_after: How often a batch signature (structure, shapes, dtypes) must have been seen
+        min_repeats: How often a batch signature (structure, shapes, dtypes) must have come back
             after the warm-up before it gets a graph of its own. By default it gets one as soon as
             the steps that are left are expected to repay the capture, by measured times.
-        max_graphs: Number of signatures that have a graph at a time. No graph is released for a
+        max_graphs: How many signatures have graphs at a time, at most. No graph is released for a
             signature that is not used much more. By default there is no limit but memory.
         on_failure: ``"eager"``: what cannot be captured runs eagerly, with a warning; with
             ``scope="auto"`` submodules are tried first. ``"raise"``: the first refusal raises.
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
             trainer, inactive on a CPU trainer.
         verify: Run a captured step eagerly as well, from the same state, and compare everything
-            that both computed: ``True`` or ``"first"``: after each capture; a whole number K: after
-            each capture and at every K-th optimizer step; ``False`` or ``"off"``: never. A replay
-            that differs follows ``on_failure``.
+            that both computed. True: after each capture. A whole number K: after each capture and
+            at every K-th optimizer step. False: never. A replay that differs follows
+            ``on_failure``.
         memory: How much more GPU memory than eager steps all that is ours may take, as a part of
             their peak; ``"auto"``: 0.35. What does not fit runs eagerly, or is not verified.
-        profit_gate: Steps are timed. Nothing is captured that is not expected to pay off, and
+        only_if_faster: Steps are timed. Nothing is captured that is not expected to pay off, and
             where replayed steps turn out not to be faster than eager ones, the callback switches
             itself off and says so. With False it captures whatever comes back.
         log_metrics: Log the report's figures as ``graphs/...``, once the first steps have been
             timed and at the end of the fit.
-        doctor: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
+        diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
             and a table lists everything that stands in the way of a capture, with the line and
             the remedy. It is kept as ``diagnosis``.
 
@@ -91,35 +90,37 @@ class GraphCapture(Callback):
         scope: Literal["auto", "step", "modules"] = "auto",
         modules: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
-        eval_graphs: bool = False,
+        validation: bool = False,
         warmup_steps: int = 3,
-        capture_after: int | None = None,
+        min_repeats: int | None = None,
         max_graphs: int | None = None,
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
-        verify: bool | Literal["first", "off"] | int = "first",
+        verify: bool | int | Literal["first", "off"] = True,
         memory: float | Literal["auto"] = "auto",
-        profit_gate: bool = True,
+        only_if_faster: bool = True,
         log_metrics: bool = False,
-        doctor: bool = False,
+        diagnose: bool = False,
+        **old_names: Any,
     ) -> None:
         super().__init__()
-        self.options = Options(
+        given = dict(
             scope=scope,
             modules=modules,
             exclude=exclude,
-            eval_graphs=eval_graphs,
+            validation=validation,
             warmup_steps=warmup_steps,
-            capture_after=capture_after,
+            min_repeats=min_repeats,
             max_graphs=max_graphs,
             on_failure=on_failure,
             backend=backend,
             verify=verify,
             memory=memory,
-            profit_gate=profit_gate,
+            only_if_faster=only_if_faster,
             log_metrics=log_metrics,
-            doctor=doctor,
+            diagnose=diagnose,
         )
+        self.options = Options(**in_present_names(given, old_names))
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None
         self.gives_way = False  # The environment made it: one of the program's own comes first.
@@ -194,7 +195,7 @@ class GraphCapture(Callback):
         """
         self._release()
         self.statistics = Statistics()
-        if self.options.doctor:
+        if self.options.diagnose:
             self._observe(trainer, pl_module)
             return
         if not self._is_active(trainer, pl_module):

@@ -38,7 +38,7 @@ class Investment:
 
     A capture is expected to pay where the steps that it will serve save more than it costs. Both
     are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
-    with ``capture_after`` or ``profit_gate=False``, sightings decide alone.
+    with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
 
     Args:
         options: The callback's options.
@@ -55,8 +55,8 @@ class Investment:
         *,
         timed: bool,
     ) -> None:
-        given = options.capture_after
-        measures = timed and options.profit_gate and given is None
+        given = options.min_repeats
+        measures = timed and options.only_if_faster and given is None
         self._pace = statistics.pace if measures else None
         self._sightings = _SIGHTINGS if given is None else given
         self._steps_left = steps_left

@@ -42,7 +42,7 @@ class Waiting(Generic[Kind]):
         statistics: Statistics,
         difference: Callable[[Kind, Kind], list[str]],
     ) -> None:
-        self._tolerated = _PATIENCE + (options.capture_after or 0)
+        self._tolerated = _PATIENCE + (options.min_repeats or 0)
         self._statistics = statistics
         self._difference = difference
         self._before: Kind | None = None

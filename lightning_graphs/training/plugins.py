@@ -23,7 +23,7 @@ _OFF = frozenset({"", "0", "false", "off", "no"})
 _WORDS = {
     **dict.fromkeys(("1", "true", "on", "yes"), ""),
     **{scope: f"scope: {scope}" for scope in ("auto", "step", "modules")},
-    "doctor": "doctor: true",
+    **dict.fromkeys(("diagnose", "doctor"), "diagnose: true"),
 }
 """Single words -> the options that they stand for."""
 
@@ -49,20 +49,20 @@ def capture_of(value: str) -> GraphCapture:
     """The callback with the options that a value of the variable holds.
 
     Args:
-        value: ``1``, ``true``, ``on`` or ``yes`` for the defaults, a scope, ``doctor``, the path of
-            a YAML or JSON file, or options as YAML.
+        value: ``1``, ``true``, ``on`` or ``yes`` for the defaults, a scope, ``diagnose``, the path
+            of a YAML or JSON file, or options as YAML.
 
     Raises:
         OptionError: it is none of these, or an option is unknown or impossible; with its line.
     """
     from lightning_graphs.training.callback import GraphCapture
-    from lightning_graphs.training.options import OptionError, Options
+    from lightning_graphs.training.options import OLD_NAMES, OptionError, Options
 
     text, place = _text_of(_WORDS.get(value.lower(), value))
     values, places = _read(text, place)
     known = list(Options.__dataclass_fields__)
     for name in values:
-        if name not in known:
+        if name not in (*known, *OLD_NAMES):
             near = difflib.get_close_matches(str(name), known, n=1)
             raise OptionError(
                 "A configuration holds options of GraphCapture only.",
@@ -113,7 +113,7 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise unreadable(where, getattr(error, "problem", None) or str(error)) from None
     if not isinstance(values, dict | None):
         raise OptionError(
-            f"{VARIABLE} is 0, 1, a scope, doctor, a YAML or JSON file, or options in YAML.",
+            f"{VARIABLE} is 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )

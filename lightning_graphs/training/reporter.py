@@ -50,7 +50,7 @@ class FitReporter:
             statistics.device = torch.cuda.get_device_name(device)
         self._stopwatch = stopwatch_for(device)
         self._off_since: int | None = None
-        self._decides = options.profit_gate and self._stopwatch.meaningful
+        self._decides = options.only_if_faster and self._stopwatch.meaningful
         self.timing = StepTiming(
             handler,
             statistics,
@@ -72,11 +72,11 @@ class FitReporter:
             slower = bool(self._trainer.strategy.broadcast(slower))
         if self._statistics.verdict:
             hint = ""
-            if slower and not self._options.profit_gate:
-                hint = ". GraphCapture(profit_gate=True) switches itself off then"
+            if slower and not self._options.only_if_faster:
+                hint = ". GraphCapture(only_if_faster=True) switches itself off then"
             rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
         if slower and self._decides:
-            self.switch_off(f"switched off by profit_gate: {self._statistics.verdict}")
+            self.switch_off(f"switched off by only_if_faster: {self._statistics.verdict}")
         self._log()
 
     def switch_off(self, reason: str) -> None:

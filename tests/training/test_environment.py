@@ -89,8 +89,9 @@ def test_it_is_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
         ("auto", {}),
         ("step", {"scope": "step"}),
         ("modules", {"scope": "modules"}),
-        ("doctor", {"doctor": True}),
-        ("verify: off", {"verify": "off"}),
+        ("diagnose", {"diagnose": True}),
+        ("doctor", {"diagnose": True}),
+        ("verify: off", {"verify": False}),
     ],
 )
 def test_words_that_one_would_try(

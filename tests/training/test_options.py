@@ -12,6 +12,7 @@ from torch import nn
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError, UnsupportedError
 from lightning_graphs.training.options import OptionError
+from lightning_graphs.training.plugins import capture_of
 from tests.training.fits import compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 
@@ -22,11 +23,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("warmup_steps", 0, "warmup_steps is a whole number of at least 1"),
     ("warmup_steps", 2.0, "warmup_steps is a whole number"),
     ("warmup_steps", True, "warmup_steps is a whole number"),
-    ("capture_after", -1, "capture_after is a whole number of at least 0"),
+    ("min_repeats", -1, "min_repeats is a whole number of at least 0"),
     ("max_graphs", 0, "max_graphs is a whole number of at least 1"),
     ("max_graphs", "8", "write max_graphs=1 or more"),
-    ("verify", 0, "verify is True, False, 'first', or a whole number"),
-    ("verify", "of", "verify is True, False, 'first', or a whole number"),
+    ("verify", 0, "verify is True, False, or a whole number"),
+    ("verify", "of", "verify is True, False, or a whole number"),
     ("memory", -0.5, "memory is a part of the peak of eager steps, or 'auto'"),
     ("memory", "1.0", "write memory=0.35"),
     ("memory", True, "memory is a part of the peak"),
@@ -48,14 +49,38 @@ def test_options_are_keyword_only() -> None:
 
 def test_defaults() -> None:
     options = GraphCapture().options
-    assert (options.warmup_steps, options.capture_after, options.max_graphs) == (3, None, None)
+    assert (options.warmup_steps, options.min_repeats, options.max_graphs) == (3, None, None)
     assert (options.on_failure, options.backend) == ("eager", "auto")
 
 
-@pytest.mark.parametrize(("given", "same"), [(True, "first"), (False, "off")])
-def test_verify_is_switched_on_and_off(given: bool, same: Any) -> None:
-    """``verify: off`` of a YAML file is False."""
-    assert GraphCapture(verify=given).options == GraphCapture(verify=same).options
+OLD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"capture_after": 4}, {"min_repeats": 4}),
+    ({"eval_graphs": True}, {"validation": True}),
+    ({"profit_gate": True}, {"only_if_faster": True}),
+    ({"doctor": True}, {"diagnose": True}),
+    ({"verify": "off"}, {"verify": False}),
+    ({"verify": "first"}, {"verify": True}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD, ids=str)
+def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[str, Any]) -> None:
+    [(name, value)] = new.items()
+    with pytest.warns(FutureWarning, match=f"write {name}={value!r}") as said:
+        options = GraphCapture(**old).options
+    assert options == GraphCapture(**new).options
+    assert [one.filename for one in said] == [__file__]
+
+
+def test_old_names_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(FutureWarning, match="write only_if_faster=False"):
+        graphs = capture_of("profit_gate: false")
+    assert not graphs.options.only_if_faster
+
+
+def test_a_name_that_was_never_one() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_graph'.*max_graphs"):
+        GraphCapture(max_graph=3)
 
 
 class TestNoOptionIsIgnored:

@@ -390,7 +390,7 @@ class ModuleGraphs:
             )
         self._statistics.note(
             "steps run eagerly: no submodule of them could be captured. modules=[...] names some, "
-            "doctor=True lists what is in the way"
+            "diagnose=True lists what is in the way"
         )
 
     def _go_searching(self) -> None:
