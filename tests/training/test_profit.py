@@ -101,7 +101,11 @@ class TestInAFit:
     ) -> None:
         eager = prepare(backend, tmp_path, False, max_epochs=3).run()
         fit = prepare(
-            backend, tmp_path, True, max_epochs=3, capture={"only_if_faster": True, "capture_after": 2}
+            backend,
+            tmp_path,
+            True,
+            max_epochs=3,
+            capture={"only_if_faster": True, "capture_after": 2},
         )
         taken_over: list[bool] = []
 
@@ -109,7 +113,9 @@ class TestInAFit:
             taken_over.append("training_step" in vars(trainer.strategy))
 
         monkeypatch.setattr(fit.trace, "on_train_epoch_end", look)
-        with pytest.warns(UserWarning, match=r"switched off by only_if_faster: a replayed step take"):
+        with pytest.warns(
+            UserWarning, match=r"switched off by only_if_faster: a replayed step take"
+        ):
             given(monkeypatch, fit, 1.0, 1.5).run()
         # Five eager steps, one that captured and replayed, eight that were timed.
         assert fit.statistics.replayed == 1 + SAMPLES
