@@ -179,7 +179,7 @@ def test_the_help_text_is_the_docstring(cli: Run, capsys: pytest.CaptureFixture[
         ("warmup_step: 3", r"Option 'warmup_step' is not accepted"),
         ("warmup_steps: soon", r'Parser key "warmup_steps":\s+Expected a <class .int.>'),
         ("scope: everything", r'Parser key "scope":\s+Expected .*Got value: everything'),
-        ("max_graphs: 0", r"max_graphs is a whole number of at least 1"),
+        ("max_graphs: 0", r"max_graphs must be a whole number of at least 1"),
     ],
 )
 def test_jsonargparse_names_what_is_wrong(

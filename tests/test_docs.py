@@ -337,7 +337,7 @@ def test_every_sentence_has_advice(found: Any, hooks: ModuleType) -> None:
 
 def test_messages_as_they_are_raised(found: Any) -> None:
     """What is read from the source is what users see, with blanks for what is filled in."""
-    with pytest.raises(OptionError, match="is one of") as caught:
+    with pytest.raises(OptionError, match="must be one of") as caught:
         Options(scope="everything")  # type: ignore[arg-type]
     site = caught.traceback[-1]
     line = f"{Path(site.path).relative_to(ROOT).as_posix()}:{site.lineno + 1}"

@@ -146,7 +146,7 @@ class GraphCapture(Callback):
         same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
         if sum(not one.gives_way for one in same) > 1:
             raise OptionError(
-                "A trainer has one GraphCapture.",
+                "A trainer must have one GraphCapture.",
                 f"there are {len(same)} of them among its callbacks",
                 "leave out all but one of them",
             )

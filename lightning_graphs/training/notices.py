@@ -160,9 +160,11 @@ class Notices:
 
     def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
         if self._options.scope == "auto" and not has_graphs:
-            self._statistics.note(f"no graph of the whole step: {error}")
+            self._statistics.note(
+                "cannot capture the whole step; capturing submodules instead", error
+            )
         else:
-            self._statistics.note(f"a step runs eagerly: {error}")
+            self._statistics.note("a step runs eagerly", error)
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:

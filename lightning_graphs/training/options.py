@@ -104,7 +104,7 @@ class Options:
             object.__setattr__(self, "verify", "first" if self.verify else "off")
         elif self.verify not in ("first", "off") and not _is_whole(self.verify, 1):
             raise OptionError(
-                "verify is True, False, or a whole number of at least 1.",
+                "verify must be True, False, or a whole number of at least 1.",
                 f"verify={self.verify!r}",
                 "write verify=100 to verify every 100th step as well, or verify=False for never",
             )
@@ -112,7 +112,7 @@ class Options:
         is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
         if memory != "auto" and not (is_number and float(memory) >= 0):
             raise OptionError(
-                "memory is a part of the peak of eager steps, or 'auto'.",
+                "memory must be a part of the peak of eager steps, or 'auto'.",
                 f"memory={memory!r}",
                 "write memory=0.35 for a third more than eager steps take",
             )
@@ -135,7 +135,7 @@ def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise OptionError(
-            f"{name} is one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
+            f"{name} must be one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
         )
 
 
@@ -146,7 +146,7 @@ def _require_names(name: str, value: object) -> None:
         or not all(isinstance(entry, str) and entry for entry in value)
     ):
         raise OptionError(
-            f"{name} is a list of names of submodules, of patterns or of classes.",
+            f"{name} must be a list of names of submodules, of patterns or of classes.",
             f"{name}={value!r}",
             f'write {name}=["encoder.layers.*"]',
         )
@@ -155,7 +155,9 @@ def _require_names(name: str, value: object) -> None:
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise OptionError(
-            f"{name} is True or False.", f"{name}={value!r}", f"write {name}=True or {name}=False"
+            f"{name} must be True or False.",
+            f"{name}={value!r}",
+            f"write {name}=True or {name}=False",
         )
 
 
@@ -167,7 +169,7 @@ def _require_at_least(name: str, value: object, least: int, why: str) -> None:
     if not _is_whole(value, least):
         kind = "" if type(value) is int else f", a {type(value).__name__}"
         raise OptionError(
-            f"{name} is a whole number of at least {least}: {why}.",
+            f"{name} must be a whole number of at least {least}: {why}.",
             f"{name}={value!r}{kind}",
             f"write {name}={least} or more",
         )

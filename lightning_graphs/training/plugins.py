@@ -65,7 +65,7 @@ def capture_of(value: str) -> GraphCapture:
         if name not in (*known, *OLD_NAMES):
             near = difflib.get_close_matches(str(name), known, n=1)
             raise OptionError(
-                "A configuration holds options of GraphCapture only.",
+                "A configuration must hold options of GraphCapture only.",
                 f"{places.get(str(name), place)}: {name}",
                 f"write {near[0]}" if near else f"write one of {', '.join(known)}",
             )
@@ -86,7 +86,7 @@ def _text_of(value: str) -> tuple[str, str]:
         return Path(value).read_text(encoding="utf-8"), value
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
-            f"{VARIABLE} names a file that can be read.",
+            f"{VARIABLE} must name a file that can be read.",
             f"{Path(value).absolute()}: {error}",
             "correct the path, which starts from the working directory",
         ) from None
@@ -99,7 +99,7 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
     from lightning_graphs.training.options import OptionError
 
     def unreadable(where: str, problem: str) -> OptionError:
-        rule = "Options of GraphCapture are written in YAML or JSON."
+        rule = "Options of GraphCapture must be written in YAML or JSON."
         return OptionError(rule, f"{where}: {problem}", "correct it")
 
     try:
@@ -113,7 +113,7 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise unreadable(where, getattr(error, "problem", None) or str(error)) from None
     if not isinstance(values, dict | None):
         raise OptionError(
-            f"{VARIABLE} is 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
+            f"{VARIABLE} must be 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )

@@ -16,7 +16,7 @@ from lightning_graphs.training.profit import judge
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.timing import StepTiming, stopwatch_for
 
-_OF_PARTS = "the optimizer step", "submodules become graphs"
+_OF_PARTS = "the optimizer step", "capturing submodules, not"
 """How reasons begin that do not say why no step was replayed."""
 
 

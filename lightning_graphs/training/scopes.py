@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
@@ -104,7 +103,7 @@ def runner_for(fit: Fit) -> Runner:
         return fit.module_runner()
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
-        fit.statistics.note(f"submodules become graphs, not the whole step: {reason}")
+        fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
         return fit.module_runner()
     return AutoRunner(fit)
 
@@ -168,9 +167,6 @@ class AutoRunner:
         """The runner for the step that begins; here alone the scope changes."""
         runner = self._runner
         if isinstance(runner, StepRunner) and runner.has_failed:
-            rank_zero_info(
-                "GraphCapture: submodules become graphs, since the whole step cannot be one"
-            )
             runner.close()
             self._runner = self._fit.module_runner(warmed_up=True)
         return self._runner

@@ -97,11 +97,18 @@ class Statistics:
     _uncounted: dict[CUDAGraph, None] = field(default_factory=dict, repr=False)
     _refused: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
-    def note(self, reason: str) -> None:
-        """Warn, once for each reason, that something runs eagerly."""
-        if reason not in self.fallbacks:
-            self.fallbacks.append(reason)
-            rank_zero_warn(f"GraphCapture: {reason}", stacklevel=stacklevel_of_user())
+    def note(self, reason: str, error: GraphError | None = None) -> None:
+        """Warn, once for each reason, that something runs eagerly.
+
+        Args:
+            reason: What does, and why unless an error says so.
+            error: The warning has it in two lines, the report in full.
+        """
+        full = reason if error is None else f"{reason}: {error}"
+        if full not in self.fallbacks:
+            self.fallbacks.append(full)
+            why = "" if error is None else f": {error.brief}"
+            rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
 
     def refused(self, name: str, error: GraphError) -> None:
         """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
@@ -111,13 +118,13 @@ class Statistics:
         before = f"{_in_short(names)}: {text}"
         if name not in names:
             names.append(name)
-        reason = f"{_in_short(names)}: {text}"
+        entry = f"{_in_short(names)}: {text}"
         if before in self.fallbacks:
-            self.fallbacks[self.fallbacks.index(before)] = reason
+            self.fallbacks[self.fallbacks.index(before)] = entry
         elif is_said:
-            self.fallbacks.append(reason)
+            self.fallbacks.append(entry)
         else:
-            self.note(reason)
+            self.note(_in_short(names), error)
 
     def recaptured(self, sentence: str, change: str) -> None:
         """Say that another capture is made, and keep what changed; further ones are not said."""

@@ -202,7 +202,7 @@ def test_a_wrong_file_is_refused_by_key_and_line(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("maybe", r"LIGHTNING_GRAPHS is 0, 1, .*\n  observed: LIGHTNING_GRAPHS: maybe"),
+        ("maybe", r"LIGHTNING_GRAPHS must be 0, 1, .*\n  observed: LIGHTNING_GRAPHS: maybe"),
         ("max_graphs: 0", r"observed: LIGHTNING_GRAPHS, line 1: max_graphs=0"),
         ("graphs: 1", r"observed: LIGHTNING_GRAPHS, line 1: graphs\n  remedy: write max_graphs"),
         ("scope: [", r"observed: LIGHTNING_GRAPHS, line 1: "),

@@ -212,10 +212,38 @@ def test_the_same_refusal_of_many_modules_is_said_once(
     said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
     assert len(said) == 1
     whole, modules = fits[1].capture.report.fallbacks
-    assert whole.startswith("no graph of the whole step: ")
+    assert whole.startswith("cannot capture the whole step; capturing submodules instead: ")
     assert modules.startswith("`net`, `net.0`, `net.0.1` and 10 more run eagerly: ")
     (graphs,) = lines("graphs for")
     assert graphs.endswith("graphs for net.*.0 (6)")
+
+
+class Branching(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 2 if loss.item() > 0.5 else loss
+
+
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+@pytest.mark.parametrize("module", [Branching, ManyReads, moving(1)])
+def test_a_warning_has_two_lines_at_most(
+    backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, lines: Lines,
+    module: Any, scope: str,
+) -> None:  # fmt: skip
+    capture = {"scope": scope, "on_failure": "eager"}
+    data = {"data": lambda: batches(50), "max_epochs": 1, "validation": 0}
+    fit = prepare(backend, tmp_path, True, module=module, capture=capture, **data).run()
+    said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
+    assert all(len(text.splitlines()) <= 2 for text in said)
+    reasons = fit.capture.report.fallbacks
+    refused = [text for text in said if "\n" in text]
+    assert refused or (scope, module) == ("modules", Branching) or module.__name__ == "Stepwise"
+    for text in refused:
+        what, remedy = text.splitlines()
+        assert "test_notices.py:" in what or "self.share" in what
+        assert remedy.startswith("  remedy: ")
+    assert sum("\n  observed: " in reason for reason in reasons) >= len(refused)
+    assert not lines("become graphs, since")
 
 
 class Replaced(Net):

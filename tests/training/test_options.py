@@ -17,20 +17,20 @@ from tests.training.fits import compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("scope", "everything", "scope is one of"),
-    ("backend", "tpu", "backend is one of 'auto', 'cuda', 'emulated'"),
-    ("on_failure", "ignore", "on_failure is one of 'eager', 'raise'"),
-    ("warmup_steps", 0, "warmup_steps is a whole number of at least 1"),
-    ("warmup_steps", 2.0, "warmup_steps is a whole number"),
-    ("warmup_steps", True, "warmup_steps is a whole number"),
-    ("min_repeats", -1, "min_repeats is a whole number of at least 0"),
-    ("max_graphs", 0, "max_graphs is a whole number of at least 1"),
+    ("scope", "everything", "scope must be one of"),
+    ("backend", "tpu", "backend must be one of 'auto', 'cuda', 'emulated'"),
+    ("on_failure", "ignore", "on_failure must be one of 'eager', 'raise'"),
+    ("warmup_steps", 0, "warmup_steps must be a whole number of at least 1"),
+    ("warmup_steps", 2.0, "warmup_steps must be a whole number"),
+    ("warmup_steps", True, "warmup_steps must be a whole number"),
+    ("min_repeats", -1, "min_repeats must be a whole number of at least 0"),
+    ("max_graphs", 0, "max_graphs must be a whole number of at least 1"),
     ("max_graphs", "8", "write max_graphs=1 or more"),
-    ("verify", 0, "verify is True, False, or a whole number"),
-    ("verify", "of", "verify is True, False, or a whole number"),
-    ("memory", -0.5, "memory is a part of the peak of eager steps, or 'auto'"),
+    ("verify", 0, "verify must be True, False, or a whole number"),
+    ("verify", "of", "verify must be True, False, or a whole number"),
+    ("memory", -0.5, "memory must be a part of the peak of eager steps, or 'auto'"),
     ("memory", "1.0", "write memory=0.35"),
-    ("memory", True, "memory is a part of the peak"),
+    ("memory", True, "memory must be a part of the peak"),
 ]
 
 

@@ -334,7 +334,7 @@ class ModuleGraphs:
             except NoRoomError as error:
                 if self._options.on_failure == "raise":
                     raise
-                self._statistics.note(f"a step runs eagerly: {error}")
+                self._statistics.note("a step runs eagerly", error)
                 self._cache.refuse((kind, self._read(kind)))
                 return None
             except (CallRefused, CallDiffers) as error:
