@@ -241,6 +241,8 @@ class GraphCapture(Callback):
             stack.callback(release, trainer.strategy, calls)
             self._fit = stack.pop_all()
         self._runner, self._reporter = runner, reporter
+        steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
+        rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         doctor = Doctor(

@@ -45,6 +45,9 @@ class Investment:
         statistics: How long steps take.
         steps_left: How many micro-batches are left in the fit.
         timed: Times say something about graphs.
+
+    Attributes:
+        earliest: After how many steps the first graph may come.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Investment:
         measures = timed and options.only_if_faster and given is None
         self._pace = statistics.pace if measures else None
         self._sightings = _SIGHTINGS if given is None else given
+        self.earliest = options.warmup_steps + (0 if measures else self._sightings)
         self._steps_left = steps_left
         self._costs: list[float] = []
         self._started = perf_counter()

@@ -116,16 +116,19 @@ class FitReporter:
 
     def _explain(self) -> None:
         """Give a reason where no step was replayed, and none was refused."""
-        statistics, first = self._statistics, self._options.warmup_steps
+        statistics = self._statistics
         refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
         if statistics.replayed or refused or not statistics.eager:
             return
+        if statistics.waiting:
+            statistics.note(statistics.waiting)
+            return
         steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
-        statistics.note(
-            statistics.waiting
-            or f"steps run eagerly: the fit ended after {steps}, and the first {first} are the "
-            f"warm-up (warmup_steps={first})"
+        reason = (
+            f"steps run eagerly: the fit ended after {steps}, before the first graph "
+            f"(warmup_steps={self._options.warmup_steps})"
         )
+        statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
 
     def tell(self) -> None:
         """Show the table, on rank 0."""

@@ -134,9 +134,10 @@ def test_an_explicit_callback_wins(
     compare(eager, captured.run())
     assert found(captured.trainer) == [captured.capture]
     assert other.statistics.replayed == 0
-    assert said == [
+    assert said[0] == (
         "LIGHTNING_GRAPHS is set, and the trainer has a GraphCapture of its own: that one is used."
-    ]
+    )
+    assert not any("LIGHTNING_GRAPHS" in text for text in said[1:])
 
 
 OPTIONS = {"scope": "step", "warmup_steps": 5, "on_failure": "raise"}

@@ -132,6 +132,21 @@ class TestOfAFit:
 
 
 class TestSaid:
+    @pytest.mark.parametrize(
+        ("options", "step"),
+        [({}, 5), ({"min_repeats": 0, "warmup_steps": 1}, 1), ({"only_if_faster": True}, (5, 3))],
+    )
+    def test_a_line_at_the_start_says_when_to_expect_a_graph(
+        self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+        options: Any, step: Any,
+    ) -> None:  # fmt: skip
+        with caplog.at_level(logging.INFO, logger=INFO.name):
+            prepare(backend, tmp_path, True, capture=options, max_steps=1).run()
+        said = [r.getMessage() for r in caplog.records if "GraphCapture" in r.getMessage()]
+        step = step[backend == "cuda"] if isinstance(step, tuple) else step
+        steps = "step" if step == 1 else "steps"
+        assert said[0] == f"GraphCapture: the first graph comes after {step} {steps} at the earliest"
+
     def test_a_line_once_settled_and_a_table_at_the_end(
         self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
