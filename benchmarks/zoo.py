@@ -2,7 +2,7 @@
 
 Each row is a class of transformers or a model of timm. It is trained three times from the same
 weights on the same batches, under Lightning in bf16-mixed with a fused AdamW: twice eagerly, and
-with ``GraphCapture(profit_gate=False, warmup_steps=3)``. A row says
+with ``GraphCapture(only_if_faster=False, warmup_steps=3)``. A row says
 
 - what was replayed: the whole step, submodules, or nothing (``eager``), and if it is not the whole
   step, what the refusal says that it has observed, with file and line;
@@ -149,7 +149,7 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
     architecture = ARCHITECTURES[name]
     found: Found = {"row": name, "family": architecture.family}
     graphs = GraphCapture(
-        profit_gate=False, warmup_steps=3, backend="emulated" if lab.dry else "auto"
+        only_if_faster=False, warmup_steps=3, backend="emulated" if lab.dry else "auto"
     )
     try:
         seed_everything(0, verbose=False)

@@ -330,8 +330,13 @@ class StepRunner:
             return False
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
-                why, at_once = self._moved or self._cache.why_not, self._cache.is_full
-                self._fails(self._notices.waiting(signature, why, at_once=at_once))
+                waiting = self._notices.waiting(
+                    signature,
+                    self._moved or self._cache.why_not,
+                    is_new=self._cache.is_new(signature),
+                    at_once=self._cache.is_full,
+                )
+                self._fails(waiting)
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (

@@ -90,7 +90,7 @@ def fit(scope: str, cap: int) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(cap / total)
     module = Language()
     data = torch.randint(VOCABULARY, (STEPS * 16, LENGTH)).split(16)
-    capture = GraphCapture(scope=scope or "step", profit_gate=False)  # type: ignore[arg-type]
+    capture = GraphCapture(scope=scope or "step", only_if_faster=False)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
             accelerator="gpu",

@@ -12,7 +12,7 @@ from lightning_graphs.core.torch_private import is_compiled, is_compiled_in_plac
 from lightning_graphs.training.modules.kinds import StepKind
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
-from lightning_graphs.training.modules.selection import excluded, select
+from lightning_graphs.training.modules.selection import excluded, is_inside, select
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.uncapturable import has_own_dropout, obstacle_in
 
@@ -201,12 +201,12 @@ def _is_closed(module: nn.Module) -> bool:
 
 
 def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
-    """Every submodule with parameters that is not left out, nor inside of one that is."""
+    """Every submodule with parameters that is not left out, inside of one that is, or around it."""
     return {
         name: module
         for name, module in root.named_modules()
         if name
-        and not any(f"{name}.".startswith(f"{outer}.") for outer in left_out)
+        and not any(o == name or is_inside(name, o) or is_inside(o, name) for o in left_out)
         and next(module.parameters(), None) is not None
     }
 

@@ -61,7 +61,7 @@ class ModuleRunner:
         self._graphs = ModuleGraphs(
             module, options, pool, gradients, statistics, schedule, investment
         )
-        if options.eval_graphs:
+        if options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
         self._update: CapturedUpdate | None = None

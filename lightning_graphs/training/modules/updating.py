@@ -209,7 +209,7 @@ class CapturedUpdate:
             if self._raises and isinstance(error, VerificationError):
                 raise
             self._cache.refuse(key)
-            self._statistics.note(f"the optimizer step runs eagerly: {error}")
+            self._statistics.note("the optimizer step runs eagerly", error)
             return None
         return plan
 
