@@ -145,7 +145,9 @@ class TestSaid:
         said = [r.getMessage() for r in caplog.records if "GraphCapture" in r.getMessage()]
         step = step[backend == "cuda"] if isinstance(step, tuple) else step
         steps = "step" if step == 1 else "steps"
-        assert said[0] == f"GraphCapture: the first graph comes after {step} {steps} at the earliest"
+        assert (
+            said[0] == f"GraphCapture: the first graph comes after {step} {steps} at the earliest"
+        )
 
     def test_a_line_once_settled_and_a_table_at_the_end(
         self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
