@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class Timm(nn.Module):
         super().__init__()
         timm = importlib.import_module("timm")
         options = dict(options)
-        self.image_size = options.pop("size", 0)
+        self.image_size = options.pop("size", options.get("img_size", 0))
         self.model = timm.create_model(name, num_classes=CLASSES, **options).train()
         self.image_size = self.image_size or self.model.default_cfg["input_size"][-1]
 
@@ -166,6 +166,11 @@ def padding(length: int = LENGTH) -> Tensor:
     return mask
 
 
+def full(length: int = LENGTH) -> Tensor:
+    """A mask of texts of the same length."""
+    return torch.ones(BATCH, length, dtype=torch.long)
+
+
 def classes(config: Any = None) -> Tensor:
     return torch.randint(0, getattr(config, "num_labels", None) or CLASSES, (BATCH,))
 
@@ -198,6 +203,10 @@ def speech(config: Any, net: Any) -> Batch:
     return {"input_values": torch.randn(BATCH, 8000), "labels": tokens(32 + 8, 4)}
 
 
+def sounds(config: Any, net: Any) -> Batch:
+    return {"input_values": torch.randn(BATCH, 8000), "labels": classes(config)}
+
+
 def spectrum(config: Any, net: Any) -> Batch:
     features = torch.randn(BATCH, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "labels": tokens()}
@@ -219,6 +228,7 @@ FAMILIES: Mapping[str, Callable[[Any, Any], Batch]] = {
     "encoder-decoders": translation,
     "vision": vision,
     "speech": speech,
+    "sounds": sounds,
     "speech to text": spectrum,
     "two towers": pairs,
     "timm": pictures,
@@ -255,17 +265,27 @@ VISION = """
 SPEECH = """
     Data2VecAudio Hubert SEW SEWD UniSpeech UniSpeechSat Wav2Vec2 Wav2Vec2Conformer WavLM
 """
+SOUNDS = "Hubert Wav2Vec2 WavLM"
 TIMM = """
-    botnet26t_256 cait_xxs24_224 coat_tiny coatnet_pico_rw_224 convit_tiny convmixer_768_32
-    crossvit_tiny_240 cs3darknet_s deit_tiny_patch16_224 densenet121 dla34 eca_botnext26ts_256
-    edgenext_xx_small efficientformer_l1 efficientnet_b0 fastvit_t8 gcvit_xxtiny ghostnet_100
-    gmlp_s16_224 halonet26t hardcorenas_a hiera_tiny_224 inception_v3 lambda_resnet26t
-    levit_128s maxvit_rmlp_pico_rw_256 mixer_s32_224 mobilenetv3_small_050 mobilevit_xxs
-    mobilevitv2_050 nest_tiny nfnet_l0 poolformer_s12 regnetx_002 repvgg_a0 res2net50_26w_4s
-    resmlp_12_224 resnest14d resnet18 rexnet_100 samvit_base_patch16_224 skresnet18 starnet_s1
-    swin_tiny_patch4_window7_224 tinynet_e vgg11 visformer_tiny vit_tiny_patch16_224
-    volo_d1_224 xception41 xcit_nano_12_p16_224
+    botnet26t_256 cait_xxs24_224 coat_tiny coatnet_pico_rw_224 convit_tiny crossvit_tiny_240
+    deit_tiny_patch16_224 eca_botnext26ts_256 edgenext_xx_small efficientformer_l1 fastvit_t8
+    gcvit_xxtiny gmlp_s16_224 halonet26t hiera_tiny_224 lambda_resnet26t levit_128s
+    maxvit_rmlp_pico_rw_256 mixer_s32_224 mobilevit_xxs mobilevitv2_050 nest_tiny poolformer_s12
+    resmlp_12_224 samvit_base_patch16_224 swin_tiny_patch4_window7_224 visformer_tiny
+    vit_tiny_patch16_224 volo_d1_224 xcit_nano_12_p16_224
 """
+CONVOLUTIONS = """
+    cs3darknet_s densenet121 dla34 efficientnet_b0 ghostnet_100 hardcorenas_a inception_v3
+    mobilenetv3_small_050 nfnet_l0 regnetx_002 repvgg_a0 res2net50_26w_4s resnest14d resnet18
+    rexnet_100 skresnet18 starnet_s1 tinynet_e xception41
+"""
+FULL = (
+    "BertForSequenceClassification",
+    "CLIPModel",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "T5ForConditionalGeneration",
+)
 TWO_TOWERS = "AltCLIPModel BlipModel ChineseCLIPModel CLIPModel GroupViTModel SiglipModel"
 
 _START = {"decoder_start_token_id": 0}
@@ -318,6 +338,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "TextNetForImageClassification": {"image_size": [64, 64]},
     "Wav2Vec2ConformerForCTC": {"vocab_size": 32},
     "XmodForSequenceClassification": {"default_language": "en_XX"},
+    "samvit_base_patch16_224": {
+        **{"img_size": 64, "embed_dim": 64, "depth": 2, "num_heads": 4},
+        **{"window_size": 2, "global_attn_indexes": (1,)},
+    },
 }
 """What else a configuration needs to be small, and to be one that its model takes."""
 
@@ -328,7 +352,9 @@ INPUTS: Mapping[str, Callable[[Any], Batch]] = {
 
 
 def _named(family: str, names: str, suffix: str = "") -> list[Architecture]:
-    shared = _SOUND if family == "speech" else {}
+    shared = _SOUND if family in ("speech", "sounds") else {}
+    if names is CONVOLUTIONS:
+        shared = {"size": 96}
     full = [name + suffix for name in names.split()]
     return [
         Architecture(name, family, {**shared, **OPTIONS.get(name, {})}, INPUTS.get(name))
@@ -336,7 +362,12 @@ def _named(family: str, names: str, suffix: str = "") -> list[Architecture]:
     ]
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+def _masked(name: str, what: str, mask: Callable[[], Tensor]) -> Architecture:
+    inputs = lambda config: {"attention_mask": mask()}  # noqa: E731
+    return replace(_PLAIN[name], name=f"{name} with {what}", inputs=inputs)
+
+
+_PLAIN = {
     one.name: one
     for one in (
         *_named("text encoders", TEXT_ENCODERS, "ForSequenceClassification"),
@@ -346,8 +377,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *_named("encoder-decoders", "MarianMTModel"),
         *_named("vision", VISION, "ForImageClassification"),
         *_named("speech", SPEECH, "ForCTC"),
+        *_named("sounds", SOUNDS, "ForSequenceClassification"),
         *_named("speech to text", "WhisperForConditionalGeneration"),
         *_named("two towers", TWO_TOWERS),
         *_named("timm", TIMM),
+        *_named("timm", CONVOLUTIONS),
     )
 }
+
+ARCHITECTURES: Mapping[str, Architecture] = _PLAIN | {
+    one.name: one
+    for one in (
+        _masked("LlamaForCausalLM", "padding", padding),
+        *(_masked(name, "a full mask", full) for name in FULL),
+    )
+}
+"""All rows by their names."""
