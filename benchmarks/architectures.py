@@ -331,6 +331,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
     "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
+    "ResNetForImageClassification": {**_STAGES, "embedding_size": 16},
     "SwinForImageClassification": _WINDOWS,
     "Swinv2ForImageClassification": _WINDOWS,
     "SwitchTransformersForConditionalGeneration": _START,
@@ -362,6 +363,13 @@ def _named(family: str, names: str, suffix: str = "") -> list[Architecture]:
     ]
 
 
+def _unmasked(name: str) -> Architecture:
+    """Without the masks over time that are drawn by numpy."""
+    row = _PLAIN[name]
+    options = {**row.options, "mask_time_prob": 0.0}
+    return replace(row, name=f"{name} without masks", options=options)
+
+
 def _masked(name: str, what: str, mask: Callable[[], Tensor]) -> Architecture:
     inputs = lambda config: {"attention_mask": mask()}  # noqa: E731
     return replace(_PLAIN[name], name=f"{name} with {what}", inputs=inputs)
@@ -390,6 +398,8 @@ ARCHITECTURES: Mapping[str, Architecture] = _PLAIN | {
     for one in (
         _masked("LlamaForCausalLM", "padding", padding),
         *(_masked(name, "a full mask", full) for name in FULL),
+        _unmasked("Wav2Vec2ForSequenceClassification"),
+        _unmasked("WavLMForSequenceClassification"),
     )
 }
 """All rows by their names."""

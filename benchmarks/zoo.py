@@ -270,10 +270,8 @@ class Worker:
 
     def close(self) -> None:
         """Let it end."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass
         self._errors.close()
 
 
