@@ -148,7 +148,8 @@ def tiny(config_class: Any, options: Mapping[str, Any]) -> Any:
 
 def without_dropout(config: Any) -> dict[str, float]:
     """Options that switch off dropout, and nothing else that is drawn."""
-    return {name: 0.0 for name in config.to_dict() if "drop" in name and "layerdrop" not in name}
+    rates = (name for name, value in config.to_dict().items() if isinstance(value, float))
+    return {name: 0.0 for name in rates if "drop" in name and "layerdrop" not in name}
 
 
 # ---------------------------------------------------------------------- batches
@@ -363,18 +364,6 @@ def _named(family: str, names: str, suffix: str = "") -> list[Architecture]:
     ]
 
 
-def _unmasked(name: str) -> Architecture:
-    """Without the masks over time that are drawn by numpy."""
-    row = _PLAIN[name]
-    options = {**row.options, "mask_time_prob": 0.0}
-    return replace(row, name=f"{name} without masks", options=options)
-
-
-def _masked(name: str, what: str, mask: Callable[[], Tensor]) -> Architecture:
-    inputs = lambda config: {"attention_mask": mask()}  # noqa: E731
-    return replace(_PLAIN[name], name=f"{name} with {what}", inputs=inputs)
-
-
 _PLAIN = {
     one.name: one
     for one in (
@@ -393,13 +382,32 @@ _PLAIN = {
     )
 }
 
+
+def _variant(name: str, what: str, inputs: Any = None, **options: Any) -> Architecture:
+    row = _PLAIN[name]
+    inputs, options = inputs or row.inputs, {**row.options, **options}
+    return replace(row, name=f"{name} {what}", inputs=inputs, options=options)
+
+
+def _mask(mask: Callable[[], Tensor]) -> Callable[[Any], Batch]:
+    return lambda config: {"attention_mask": mask()}
+
+
 ARCHITECTURES: Mapping[str, Architecture] = _PLAIN | {
     one.name: one
     for one in (
-        _masked("LlamaForCausalLM", "padding", padding),
-        *(_masked(name, "a full mask", full) for name in FULL),
-        _unmasked("Wav2Vec2ForSequenceClassification"),
-        _unmasked("WavLMForSequenceClassification"),
+        _variant("LlamaForCausalLM", "with padding", _mask(padding)),
+        *(_variant(name, "with a full mask", _mask(full)) for name in FULL),
+        _variant("OPTForCausalLM", "with layerdrop", layerdrop=0.1),
+        _variant(
+            "WhisperForConditionalGeneration",
+            "with layerdrop",
+            encoder_layerdrop=0.1,
+            decoder_layerdrop=0.1,
+        ),
+        # These are drawn by numpy.
+        _variant("Wav2Vec2ForSequenceClassification", "without masks", mask_time_prob=0.0),
+        _variant("WavLMForSequenceClassification", "without masks", mask_time_prob=0.0),
     )
 }
 """All rows by their names."""

@@ -325,7 +325,7 @@ def work(lab: Lab, *, eager: bool) -> None:
 def line(found: Found) -> str:
     """A row in words."""
     seconds = f"{found['seconds']:5.1f} s" if "seconds" in found else ""
-    said = f"{found['row']:<42}{found['scope']:<12}{seconds:>8}"
+    said = f"{found['row']:<47}{found['scope']:<12}{seconds:>8}"
     if "differs" not in found:
         return f"{said}  {found.get('why') or found['losses']}"
     counts = f"{found['captures']:3d} captures {found['replayed']:3d} replayed"

@@ -27,9 +27,9 @@ ROWS = [
     "T5ForConditionalGeneration",
     "GPTJForCausalLM",  # numbers and tables that are made on the host
     "MPNetForSequenceClassification",
-    "WavLMForSequenceClassification without masks",  # and draws, with branches on them
-    "OPTForCausalLM",
+    "OPTForCausalLM",  # and draws, with branches on them
     "WhisperForConditionalGeneration",
+    "WavLMForSequenceClassification without masks",
 ]
 if find_spec("timm") and find_spec("torchvision"):
     ROWS.append("samvit_base_patch16_224")
