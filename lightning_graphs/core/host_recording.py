@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +42,7 @@ class ArenaFull(CaptureError):
         needed: Bytes that are enough.
     """
 
-    def __init__(self, needed: int) -> None:
-        super().__init__(RULE, f"{needed} bytes go to the device", REMEDY)
-        self.needed = needed
+    needed = 0
 
 
 class HostRecording(TorchDispatchMode):
@@ -103,7 +102,9 @@ class HostRecording(TorchDispatchMode):
         """
         tape = self._tape
         if self._needed > self._arena.nbytes:
-            raise ArenaFull(self._needed)
+            full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
+            full.needed = self._needed
+            raise full
         if self._emulated and self._device_draws and any(o.draws for o in tape.operations):
             raise CaptureError(
                 "One generator serves host and device on a CPU.",
@@ -140,8 +141,9 @@ class HostRecording(TorchDispatchMode):
         if not hosts and (inputs or not self._makes(kwargs)):
             if (found := self._read(func, args, kwargs, inputs)) is not _UNKNOWN:
                 return found
-            self._device_draws |= torch.Tag.nondeterministic_seeded in func.tags
-            return self._follow(func, args, kwargs, func(*args, **kwargs))
+            with self._noting_draws(func):
+                result = func(*args, **kwargs)
+            return self._follow(func, args, kwargs, result)
         if len(hosts) == len(inputs):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
@@ -154,6 +156,14 @@ class HostRecording(TorchDispatchMode):
         moved = tuple(mapped(a, move) for a in args)
         named = {k: mapped(v, move) for k, v in kwargs.items()}
         return self._follow(func, args, kwargs, func(*moved, **named))
+
+    @contextlib.contextmanager
+    def _noting_draws(self, func: OpOverload) -> Iterator[None]:
+        """Note whether an operator of the device draws, where both halves have one generator."""
+        may_draw = self._emulated and torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if may_draw else None
+        yield
+        self._device_draws |= before is not None and not torch.equal(torch.get_rng_state(), before)
 
     def _is_host(self, tensor: Tensor) -> bool:
         if self._emulated:

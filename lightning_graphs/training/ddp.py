@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.core.torch_private import reducer_is_warm, take_no_more_times
+from lightning_graphs.core.ddp_private import reducer_is_warm, take_no_more_times
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
 from lightning_graphs.training.own_code import is_lightnings
 

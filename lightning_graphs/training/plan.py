@@ -80,6 +80,11 @@ class StepPlan:
         """
         return self.host is None or self.host.run(batch)
 
+    def rewind_host(self) -> None:
+        """Let the generators of the host be where they were before: there is no replay."""
+        if self.host is not None:
+            self.host.rewind()
+
     def store(self, graph: str) -> None:
         """Set the attributes that the code in one of its graphs sets."""
         if graph in self.stores:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.torch_private import forget_backward, is_within_backward
+from lightning_graphs.core.ddp_private import forget_backward, is_within_backward
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.ddp import is_warm, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed

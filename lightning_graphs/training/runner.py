@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -296,8 +296,8 @@ class StepRunner:
             choice, wish = CAPTURE if self._is_due(args, conditions) else EAGER, False
         choice, verify = self._ranks.settle(GIVE_UP if self._failing else choice, wish)
         self.has_failed |= choice == GIVE_UP
-        if plan is not None and plan.host is not None and choice <= CAPTURE:
-            plan.host.rewind()
+        if plan is not None and choice <= CAPTURE:
+            plan.rewind_host()
         if choice == CAPTURE:
             if plan is not None:  # another rank has lost it
                 self._cache.drop(plan.call.signature)
@@ -312,31 +312,20 @@ class StepRunner:
         if self._investment.measures:
             with contextlib.suppress(CaptureError):
                 conditions = self._watch.conditions(self._stepping)
-                self._cache.see(self._signature(args, conditions)[0])
-
-    def _signature(
-        self, args: tuple[Any, ...], conditions: Conditions
-    ) -> tuple[Signature, list[Tensor]]:
-        modes = Modes.current(self._pool.backend.device_type)
-        refuse_iterator(args[0])
-        return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
+                self._cache.see(_signature_of(args, conditions, self._pool)[0])
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
         try:
-            signature, _ = self._signature(args, conditions)
+            signature, _ = _signature_of(args, conditions, self._pool)
         except CaptureError as error:
             self._refused(None, error)
             return False
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
-                waiting = self._notices.waiting(
-                    signature,
-                    self._moved or self._cache.why_not,
-                    is_new=self._cache.is_new(signature),
-                    at_once=self._cache.is_full,
-                )
-                self._fails(waiting)
+                why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
+                full = self._cache.is_full
+                self._fails(self._notices.waiting(signature, why, is_new=is_new, at_once=full))
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (
@@ -350,7 +339,7 @@ class StepRunner:
 
     def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
-        signature, tensors = self._signature(args, conditions)
+        signature, tensors = _signature_of(args, conditions, self._pool)
 
         def capture() -> StepPlan:
             self._retry.before_capture(args)
@@ -378,7 +367,7 @@ class StepRunner:
         self._kept.count()
         plan.inputs.copy_in(tensors)
         plan.unverified = self._verification is not None
-        self._run_host(plan, tensors)
+        plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
         return self._verified(plan, args) if affords else plan
 
@@ -386,21 +375,13 @@ class StepRunner:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._verification is not None:
             plan.unverified = False
-            if plan.host is not None:
-                plan.host.rewind()
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None
-            tensors = plan.call.match((args[0],), {})
-            assert tensors is not None, "the plan was found for this batch"
-            self._run_host(plan, tensors)
         return plan
-
-    def _run_host(self, plan: StepPlan, batch: Sequence[Tensor]) -> bool:
-        return plan.run_host(partial(copies_on_host, self._trainer, batch))
 
     def _prove(self, plan: StepPlan, proof: Callable[[Any], None], returned: Any) -> None:
         """Compare what a replay handed out, where there was no memory for a full check."""
@@ -471,6 +452,14 @@ class StepRunner:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
         self.has_failed |= self._failing and self._ranks.are_one
+
+
+def _signature_of(
+    args: tuple[Any, ...], conditions: Conditions, pool: GraphPool
+) -> tuple[Signature, list[Tensor]]:
+    modes = Modes.current(pool.backend.device_type)
+    refuse_iterator(args[0])
+    return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -94,7 +94,8 @@ class Verification:
             VerificationError: names the first tensor that differs.
             GraphError: the eager step does by now what a captured one cannot do.
         """
-        batch = self._tensors(plan, args)
+        batch, missing = self._tensors(plan, args), ""
+        plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
         state = StepState(
@@ -104,7 +105,6 @@ class Verification:
             self._ranks.together(state.keep)
             with state.restored():
                 self._compare(plan, args, state)
-            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -113,7 +113,9 @@ class Verification:
             plan.inputs.copy_in(batch)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager step and the copy of the state
-        self._leave_proof(plan, args, missing)
+        if missing:
+            self._leave_proof(plan, args, missing)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
 
     # ------------------------------------------------------------------ everything
 
