@@ -160,10 +160,14 @@ class HostRecording(TorchDispatchMode):
     @contextlib.contextmanager
     def _noting_draws(self, func: OpOverload) -> Iterator[None]:
         """Note whether an operator of the device draws, where both halves have one generator."""
-        may_draw = self._emulated and torch.Tag.nondeterministic_seeded in func.tags
-        before = torch.get_rng_state() if may_draw else None
+        if not (self._emulated and torch.Tag.nondeterministic_seeded in func.tags):
+            yield
+            return
+        before = torch.default_generator.get_state()
         yield
-        self._device_draws |= before is not None and not torch.equal(torch.get_rng_state(), before)
+        with out_of_sight():
+            drawn = not torch.equal(torch.default_generator.get_state(), before)
+        self._device_draws |= drawn
 
     def _is_host(self, tensor: Tensor) -> bool:
         if self._emulated:

@@ -56,7 +56,9 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         if not captured.holds(conditions):
             return False
         tensors = plan.call.match((batch,), {})
-        if tensors is None or not plan.run_host(partial(self._copies, tensors)):
+        if tensors is None:
+            return False
+        if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
             return False
         plan.inputs.copy_in(tensors)
         return True

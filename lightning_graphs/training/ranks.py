@@ -41,6 +41,9 @@ class Ranks:
 
     Attributes:
         are_one: There is one rank only.
+        ready: Steps may be captured; see :meth:`are_ready`.
+        lost: Why no graph is right any longer; empty as long as they are.
+        ddp: What reduces gradients over ranks; None if nothing does.
         left: Called with the reason where one of the ranks :meth:`leave`.
     """
 
@@ -49,9 +52,9 @@ class Ranks:
         self.left: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self._numbers = itertools.count(CAPTURE + 1)
-        self._ddp = None if trainer is None else wrapper_of(trainer)
-        self._are_ready = trainer is None
-        self._reason = self._lost = ""
+        self.ddp = None if trainer is None else wrapper_of(trainer)
+        self.ready = trainer is None
+        self._reason = self.lost = ""
         self._sigterm = Sigterm()
         self._open = contextlib.ExitStack()
         self._group: Any = None
@@ -67,10 +70,10 @@ class Ranks:
 
     def are_ready(self) -> bool:
         """Whether steps may be captured: the gradient reducer must have settled."""
-        if not self._are_ready:
+        if not self.ready:
             assert self._trainer is not None
-            self._are_ready = is_warm(self._trainer)
-        return self._are_ready
+            self.ready = is_warm(self._trainer)
+        return self.ready
 
     def new_number(self) -> int:
         """The number of a plan that all ranks have captured together."""
@@ -107,8 +110,8 @@ class Ranks:
 
     def replayed(self, *, reduced: bool) -> None:
         """Note a replay, and whether gradients were reduced in it."""
-        if self._ddp is not None:
-            self._ddp.require_forward_param_sync = reduced
+        assert self.ddp is not None
+        self.ddp.require_forward_param_sync = reduced
 
     def any(self, value: bool) -> bool:
         """Whether it is so on any rank."""
@@ -137,9 +140,9 @@ class Ranks:
             error = raised
         worst, unfinished = self._largest(_outcome(error), error is not None and self._is_within())
         if unfinished:
-            assert self._ddp is not None
-            forget_backward(self._ddp)
-            self._are_ready, self._lost = False, "DDP makes its buckets anew"
+            assert self.ddp is not None
+            forget_backward(self.ddp)
+            self.ready, self.lost = False, "DDP makes its buckets anew"
         if error is not None:
             raise error
         if worst != _WELL:
@@ -147,13 +150,8 @@ class Ranks:
             raise _elsewhere(worst)
         return result  # type: ignore[return-value]
 
-    def reason_to_rebind(self) -> str:
-        """Why no graph is right any longer; empty as long as they are. It is said once."""
-        reason, self._lost = self._lost, ""
-        return reason
-
     def _is_within(self) -> bool:
-        return self._ddp is not None and is_within_backward(self._ddp)
+        return self.ddp is not None and is_within_backward(self.ddp)
 
     def _largest(self, *values: int) -> list[Any]:
         """The largest of each value over all ranks."""

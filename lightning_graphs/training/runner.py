@@ -283,10 +283,11 @@ class StepRunner:
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
         is_outside = bool(kwargs) or skips_backward(self._trainer)
-        if is_outside or self._warmup_left > 0 or not self._ranks.are_ready():
+        ranks = self._ranks
+        if is_outside or self._warmup_left > 0 or not (ranks.ready or ranks.are_ready()):
             if not is_outside:
                 self._look_ahead(args)
-            self._ranks.settle(EAGER, False)
+            ranks.settle(EAGER, False)
             return None
         conditions = self._conditions()
         plan = self._cache.find(args[0], conditions)
@@ -294,7 +295,9 @@ class StepRunner:
             choice, wish = plan.number, plan.unverified and self._investment.affords_verification
         else:
             choice, wish = CAPTURE if self._is_due(args, conditions) else EAGER, False
-        choice, verify = self._ranks.settle(GIVE_UP if self._failing else choice, wish)
+        choice, verify = GIVE_UP if self._failing else choice, wish
+        if not ranks.are_one:
+            choice, verify = ranks.settle(choice, wish)
         self.has_failed |= choice == GIVE_UP
         if plan is not None and choice <= CAPTURE:
             plan.rewind_host()
@@ -411,7 +414,8 @@ class StepRunner:
         if plan.backward is None:
             plan.adopt()
         plan.forward.replay()
-        self._ranks.replayed(reduced=plan.phase.stepping)
+        if self._ranks.ddp is not None:
+            self._ranks.replayed(reduced=plan.phase.stepping)
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
@@ -422,7 +426,7 @@ class StepRunner:
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
-        reason = self._watch.reason_to_rebind() or self._ranks.reason_to_rebind()
+        reason = self._watch.reason_to_rebind() or self._ranks.lost
         self._moved = reason
         if reason:
             self._rebind(reason)
@@ -436,6 +440,7 @@ class StepRunner:
         """Drop every graph, and look at the fit anew; the reason, where there is one, is said."""
         if reason:
             self._notices.rebound(reason)
+        self._ranks.lost = ""
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
