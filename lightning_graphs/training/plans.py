@@ -20,6 +20,9 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         worth: Decides from sightings what is worth a capture.
         release: Called with a plan that leaves the cache.
         capacity: Number of plans at most.
+
+    Attributes:
+        last: The plan that was found last.
     """
 
     def __init__(
@@ -28,27 +31,27 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         super().__init__(
             worth, attrgetter("uses"), release, capacity=capacity, shape=_without_values
         )
-        self._last: StepPlan | None = None
+        self.last: StepPlan | None = None
 
     def find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
         """The plan for a batch, which is copied in; None if there is none."""
-        last = self._last
+        last = self.last
         if last is not None and _fill(last, batch, conditions):
             return last
         for plan in self.plans():
             if plan is not last and _fill(plan, batch, conditions):
-                self._last = self.get(plan.call.signature)
+                self.last = self.get(plan.call.signature)
                 return plan
         return None
 
     def add(self, key: Signature, plan: StepPlan) -> None:
         """Keep a captured plan; see :meth:`PlanCache.add`."""
         super().add(key, plan)
-        self._last = plan
+        self.last = plan
 
     def drop(self, key: Signature) -> None:
         """Release one plan."""
-        self._last = None
+        self.last = None
         super().drop(key)
 
 
