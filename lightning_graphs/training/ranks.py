@@ -92,7 +92,8 @@ class Ranks:
             choice, -choice, not wish, bool(self._reason), self._sigterm.received
         )
         if leaving:
-            self.left(self._reason or "another rank has switched its graphs off, and says why")
+            rank, reason = self._first_said(self._reason)
+            self.left(self._reason or f"rank {rank} has switched its graphs off: {reason}")
             self.close()
             return EAGER, False
         if most != -least:
@@ -140,11 +141,12 @@ class Ranks:
             assert self._ddp is not None
             forget_backward(self._ddp)
             self._are_ready, self._lost = False, "DDP makes its buckets anew"
-        if error is not None:
-            raise error
         if worst != _WELL:
+            rank, said = self._first_said(error)
+            if error is not None:
+                raise error
             undo(result)  # type: ignore[arg-type]
-            raise _elsewhere(worst)
+            raise _elsewhere(worst, rank, said)
         return result  # type: ignore[return-value]
 
     def reason_to_rebind(self) -> str:
@@ -154,6 +156,14 @@ class Ranks:
 
     def _is_within(self) -> bool:
         return self._ddp is not None and is_within_backward(self._ddp)
+
+    def _first_said(self, said: Any) -> tuple[int, Any]:
+        """The first rank that says something, and what it says."""
+        found = [said] * (1 if self._trainer is None else self._trainer.world_size)
+        if self._group is not None:
+            mine = str(said) if isinstance(said, Exception) else said
+            torch.distributed.all_gather_object(found, mine, self._group)
+        return next((rank, other) for rank, other in enumerate(found) if other)
 
     def _largest(self, *values: int) -> list[Any]:
         """The largest of each value over all ranks."""
@@ -170,14 +180,12 @@ def _outcome(error: Exception | None) -> int:
     return _NO_ROOM if is_out_of_memory(error) else _FAILED
 
 
-def _elsewhere(outcome: int) -> CaptureError:
+def _elsewhere(outcome: int, rank: int, said: str) -> CaptureError:
+    observed = f"on rank {rank}: {said}"
     if outcome == _NO_ROOM:
-        return no_room("A captured step", "another rank has too little, and says so")
-    return CaptureError(
-        "A step is captured on all ranks or on none.",
-        "it cannot be captured on another rank",
-        "read what that rank says",
-    )
+        return no_room("A captured step", observed)
+    rule = "A step is captured on all ranks or on none, and computes what the eager step does."
+    return CaptureError(rule, observed, "mend it there")
 
 
 ONE_RANK = Ranks()
