@@ -6,9 +6,12 @@ PYTHON ?= python3
 ifneq ($(strip $(VENV)),)
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+# The demo needs a part of it, and nothing where all of it is there already.
+DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
 else
 PY := $(PYTHON)
 INSTALLED :=
+DEMO_INSTALLED :=
 endif
 
 # The package is importable from the checkout, also where it is not installed.
@@ -18,7 +21,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # OpenMP threads that wait without spinning: on a busy machine a spinning one holds up the others.
 demo: export OMP_WAIT_POLICY := passive
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(PY) examples/finetune_classifier.py
 
 test: $(INSTALLED)
@@ -38,12 +41,14 @@ clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightning_graphs tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 ifneq ($(strip $(VENV)),)
-	rm -f $(INSTALLED)
+	rm -f $(VENV)/.installed $(VENV)/.installed-demo
 endif
 
 ifneq ($(strip $(VENV)),)
-$(INSTALLED): pyproject.toml constraints.txt
+$(VENV)/.installed: EXTRAS := dev,docs,examples,report
+$(VENV)/.installed-demo: EXTRAS := demo
+$(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev,docs,examples,report]"
+	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 endif

@@ -227,9 +227,9 @@ def measure(row: str, rounds: int, bar: bool) -> dict[str, Any]:
         torchs_captures.append(torchs.capture_ms)
         watch = [reads] if i == 0 else []
         fits.append(fit(GraphCapture(**chosen), callbacks=watch))
-        launched = GraphCapture(**chosen, verify="off")
+        launched = GraphCapture(**chosen, verify=False)
         launches_fits.append(fit(launched, callbacks=[LaunchesAlone(launched)]))
-        two_shapes = GraphCapture(**chosen, verify="off")  # what is timed is the capture
+        two_shapes = GraphCapture(**chosen, verify=False)  # what is timed is the capture
         rebuilding = Rebuilding(two_shapes)
         fit(two_shapes, callbacks=[rebuilding], signatures=2)
         captures += rebuilding.capture_ms

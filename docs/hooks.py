@@ -1,4 +1,7 @@
-"""Hooks of mkdocs (``mkdocs.yml`` names this file): the package's messages, put into the pages."""
+"""The package's messages, put into the pages; and hooks of mkdocs (``mkdocs.yml`` names this file).
+
+``python docs/hooks.py`` writes the lists of messages anew.
+"""
 
 from __future__ import annotations
 
@@ -101,19 +104,23 @@ def sentences_as_markdown(messages: Messages) -> str:
     return "\n".join([*table, *cells])
 
 
-MARKS = {
-    "<!-- errors -->": errors_as_markdown,
-    "<!-- obstacles -->": obstacles_as_markdown,
-    "<!-- sentences -->": sentences_as_markdown,
+LISTS = {
+    "errors": errors_as_markdown,
+    "obstacles": obstacles_as_markdown,
+    "sentences": sentences_as_markdown,
 }
+"""What stands in pages between ``<!-- name -->`` and ``<!-- end of name -->``."""
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Hook of mkdocs: fill in the marks of a page."""
-    for mark, text in MARKS.items():
-        if mark in markdown:
-            markdown = markdown.replace(mark, text(Messages()))
-    return markdown
+def filled(page: str) -> str:
+    """The text of a page, its lists made anew from the source."""
+    for name, text in LISTS.items():
+        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        before, found, rest = page.partition(begin)
+        if found:
+            after = rest.partition(end)[2]
+            page = f"{before}{begin}\n{text(Messages()).strip()}\n{end}{after}"
+    return page
 
 
 _ROLE = re.compile(r":\w+:<code>~?([\w.]+)</code>")
@@ -123,3 +130,9 @@ def on_page_content(html: str, **_: Any) -> str:
     """Hook of mkdocs: what docstrings write for Sphinx (roles, ``::``), as plain text."""
     html = html.replace("::</p>", ":</p>")
     return _ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
+
+
+if __name__ == "__main__":
+    for path in Path(__file__).parent.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        path.write_text(filled(text), encoding="utf-8")

@@ -67,6 +67,7 @@ class Module:
         path: Where it is.
         tree: Its syntax.
         functions: Every function and method in it.
+        constants: Name -> value of what it assigns at its top.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
@@ -75,6 +76,11 @@ class Module:
         self.tree = ast.parse(path.read_text(encoding="utf-8"))
         nodes = ast.walk(self.tree)
         self.functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+        self.constants = {
+            node.targets[0].id: node.value
+            for node in self.tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        }
 
     def site(self, node: ast.expr) -> str:
         """``path:line`` of a part of it."""
@@ -141,15 +147,10 @@ class Messages:
                 found[name] = known[name] = _arguments_of(kind) or inherited
         return found
 
-    @cached_property
-    def constants(self) -> dict[str, ast.expr]:
-        """Name -> value of what modules assign at their top."""
-        return {
-            node.targets[0].id: node.value
-            for module in self.modules
-            for node in module.tree.body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        }
+    def constant(self, name: str, module: Module) -> ast.expr | None:
+        """What a name stands for at the top of a module, or of the one that it comes from."""
+        homes = [module, *(self.modules if not name.startswith("_") else ())]
+        return next((m.constants[name] for m in homes if name in m.constants), None)
 
     @cached_property
     def speakers(self) -> set[str]:
@@ -250,13 +251,14 @@ class Messages:
         texts = [self._text(value, place) for value in _assigned(name, place.function)]
         if texts and all(map(_says_something, texts)):
             return _either(*texts)
-        constant = self.constants.get(name)
+        constant = self.constant(name, place.module)
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
             return constant.value
         return _blank(name)
 
     def _text_of_attribute(self, node: ast.Attribute, place: Place) -> str:
-        owner = self.constants.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        name = node.value.id if isinstance(node.value, ast.Name) else ""
+        owner = self.constant(name, place.module)
         if isinstance(owner, ast.Call) and name_of(owner.func) == OBSTACLE:
             return str(
                 getattr(self._message(place.module, owner, place, _OBSTACLE_FIELDS), node.attr)

@@ -29,6 +29,13 @@ class GraphError(RuntimeError):
             lines.append(f"  remedy: {self.remedy}")
         return "\n".join(lines)
 
+    @property
+    def brief(self) -> str:
+        """The message for a warning: what is wrong and where in one line, the remedy in another."""
+        observed = " ".join(self.observed.split())
+        what = f"{self.rule.rstrip('.')} ({observed})" if observed else self.rule
+        return f"{what}\n  remedy: {self.remedy}" if self.remedy else what
+
 
 class CaptureError(GraphError):
     """Something in the captured code cannot become part of a graph."""

@@ -59,7 +59,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _captured_whether_it_pays_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are short, and no capture would pay off in them."""
-    defaults = {**(GraphCapture.__init__.__kwdefaults__ or {}), "profit_gate": False}
+    defaults = {**(GraphCapture.__init__.__kwdefaults__ or {}), "only_if_faster": False}
     monkeypatch.setattr(GraphCapture.__init__, "__kwdefaults__", defaults)
 
 

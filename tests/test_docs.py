@@ -246,7 +246,7 @@ def test_every_raise_has_a_message(messages: ModuleType, found: Any) -> None:
         for function in module.functions
         if any(messages.name_of(c.func) in found.exceptions for c in _calls_in(function))
     }
-    protocols = {"AttributeError", "ValueError"}
+    protocols = {"AttributeError", "TypeError", "ValueError"}
     seen = 0
     for module in found.modules:
         for node in ast.walk(module.tree):
@@ -280,6 +280,41 @@ def test_every_message_is_on_its_page(site: Path, found: Any) -> None:
                     assert _squeezed(part) in text, message.site
 
 
+def test_a_constant_is_that_of_its_own_file(messages: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("one", "two"):
+        (package / f"{name}.py").write_text(
+            f"_RULE = 'The rule of {name} holds.'\n"
+            "class OneError(RuntimeError): ...\n"
+            "def f():\n"
+            "    raise OneError(_RULE)\n",
+            encoding="utf-8",
+        )
+    found = messages.Messages(package, root=tmp_path)
+    assert [m.rule for m in found.errors] == ["The rule of one holds.", "The rule of two holds."]
+
+
+def test_a_rule_of_several_files_is_listed_with_its_own_observation(found: Any) -> None:
+    same = [m for m in found.errors if m.rule.startswith("A replay computes ")]
+    assert {m.site.partition(":")[0] for m in same} == {"lightning_graphs/training/agreement.py"}
+    assert all(m.observed for m in same)
+
+
+def test_no_advice_leans_on_another(hooks: ModuleType) -> None:
+    """The page has another order than the file."""
+    assert not [text for text in hooks.advice().values() if "before" in text and "sentence" in text]
+
+
+def test_the_lists_in_the_repository_are_current(hooks: ModuleType) -> None:
+    listed = 0
+    for page in PAGES[1:]:
+        text = page.read_text(encoding="utf-8")
+        assert hooks.filled(text) == text, f"{page.name}: run python docs/hooks.py"
+        listed += sum(text.count(f"<!-- {name} -->") for name in hooks.LISTS)
+    assert listed == len(hooks.LISTS)
+
+
 def _text_of(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     return _squeezed(html.unescape(re.sub(r"<[^>]+>", "", text)))
@@ -302,7 +337,7 @@ def test_every_sentence_has_advice(found: Any, hooks: ModuleType) -> None:
 
 def test_messages_as_they_are_raised(found: Any) -> None:
     """What is read from the source is what users see, with blanks for what is filled in."""
-    with pytest.raises(OptionError, match="is one of") as caught:
+    with pytest.raises(OptionError, match="must be one of") as caught:
         Options(scope="everything")  # type: ignore[arg-type]
     site = caught.traceback[-1]
     line = f"{Path(site.path).relative_to(ROOT).as_posix()}:{site.lineno + 1}"

@@ -117,6 +117,22 @@ def test_the_captured_step_equals_the_eager_one() -> None:
     assert "8 of 8 losses equal" in done.stdout
 
 
+def test_the_minimal_example_needs_nothing_else() -> None:
+    text = (EXAMPLES / "minimal.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    modules = {line.split()[1].partition(".")[0] for line in text.splitlines() if "import " in line}
+    assert modules == {"lightning", "torch", "lightning_graphs"}
+    done = run_example("minimal.py")
+    assert done.returncode == 0, done.stderr
+    assert "123 steps replayed, 5 eager" in done.stdout
+
+
+def test_every_example_is_listed() -> None:
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f"`{path.name}`" in listed, path.name
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_example_explains_its_flags(
     example: Example,

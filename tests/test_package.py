@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,11 @@ import pytest
 
 import lightning_graphs
 from lightning_graphs import errors
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_graphs"
@@ -200,3 +206,45 @@ def test_nothing_outgrows_a_reader(path: Path) -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             most = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
             assert (node.end_lineno or 0) - node.lineno < most, node.name
+
+
+# ---------------------------------------------------------------------- what targets install
+
+
+def installs(target: str, environment: Path) -> list[str]:
+    """What ``make`` would install for a target, into an environment."""
+    done = subprocess.run(
+        ["make", "-n", target, f"VENV={environment}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return re.findall(r"pip install .* -e \"\.\[(.*)\]\"", done.stdout)
+
+
+def test_each_target_installs_what_it_needs(tmp_path: Path) -> None:
+    assert installs("demo", tmp_path) == ["demo"]
+    assert installs("test", tmp_path) == ["dev,docs,examples,report"]
+    (tmp_path / ".installed-demo").touch()
+    assert installs("demo", tmp_path) == []
+    assert installs("test", tmp_path) == ["dev,docs,examples,report"]
+    (tmp_path / ".installed-demo").unlink()
+    (tmp_path / ".installed").touch()
+    assert installs("demo", tmp_path) == installs("test", tmp_path) == []
+
+
+def test_the_demo_imports_nothing_else() -> None:
+    examples, pending, imported = ROOT / "examples", ["finetune_classifier"], set[str]()
+    while pending:
+        tree = ast.parse((examples / f"{pending.pop()}.py").read_text(encoding="utf-8"))
+        nodes = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = {getattr(n, "module", None) or n.names[0].name for n in nodes}
+        for name in {name.partition(".")[0] for name in names} - imported:
+            imported.add(name)
+            pending += [name] if (examples / f"{name}.py").exists() else []
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [*table["dependencies"], *table["optional-dependencies"]["demo"]]
+    known = {re.match(r"[\w-]+", line)[0] for line in required}  # type: ignore[index]
+    here = {path.stem for path in examples.glob("*.py")} | {"lightning_graphs"}
+    assert imported - set(sys.stdlib_module_names) - here <= known

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -249,6 +248,23 @@ def dispatch_modes() -> list[Any]:
     return list(_get_current_dispatch_mode_stack())
 
 
+@contextlib.contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Run operators and functions of torch that no mode of this thread sees.
+
+    torch has no public way to leave the dispatch modes around a mode's own handler.
+    """
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+
+    modes = [_pop_mode() for _ in dispatch_modes()]
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        while modes:
+            _push_mode(modes.pop())
+
+
 def generator_identity(generator: torch.Generator) -> int:
     """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
     address: int = generator._cdata  # type: ignore[attr-defined]
@@ -439,48 +455,3 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
         return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
 
     return uses
-
-
-def reducer_is_warm(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP's gradient reducer has its final buckets and takes no times any more.
-
-    In its first ten iterations it records events, which it reads on the host (reducer.hpp,
-    ``should_collect_runtime_stats``). No public method tells how far it is; torch documents eleven
-    warm-up iterations.
-    """
-    iteration = int(ddp._get_ddp_logging_data().get("iteration", 0))
-    return iteration >= 10 and getattr(ddp, "_has_rebuilt_buckets", True)
-
-
-def take_no_more_times(ddp: DistributedDataParallel) -> None:
-    """Let the reducer take no times at every hundredth iteration either, which may be captured.
-
-    No public method does.
-    """
-    never = 2**31 - 1
-    ddp._set_ddp_runtime_logging_sample_rate(never)
-
-
-def is_within_backward(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer waits for gradients of a backward pass that has failed.
-
-    No public method tells. Without the private one, the next step raises.
-    """
-    check = getattr(ddp.reducer, "_check_reducer_finalized", None)
-    try:
-        if check is not None:
-            check()
-    except RuntimeError:
-        return True
-    return False
-
-
-def forget_backward(ddp: DistributedDataParallel) -> None:
-    """Let the reducer forget its backward pass, and make its buckets anew after the next one.
-
-    To be called on all ranks, which make them together; no public method does it.
-    """
-    reset = getattr(ddp.reducer, "_reset_state", None)
-    if reset is not None:
-        ddp._has_rebuilt_buckets = False
-        reset()

@@ -20,18 +20,21 @@ def figure_of(report: Report) -> Figure:
         raise UnsupportedError(
             "Report.plot() draws with matplotlib.",
             "it is not installed",
-            'pip install "lightning-graphs[report]", or read Report.times',
+            "pip install matplotlib, or read Report.times",
         ) from None
-    gains = [r for r in report.graphs if r.speed_up is not None and report.times_mean_something]
+    times = report.times if report.times_mean_something else ()
+    gains = [r for r in report.graphs if times and r.speed_up is not None]
     figure = Figure(figsize=(10 if gains else 6, 4), layout="constrained")
     axes = figure.subplots(1, 2 if gains else 1, squeeze=False)[0]
-    for kind, colour in (("eager", "tab:orange"), ("replay", "tab:blue")):
-        of_kind = [time for time in report.times if time.kind == kind]
-        steps, heights = [time.step for time in of_kind], [time.ms for time in of_kind]
-        axes[0].bar(steps, heights, label=kind, color=colour)
-    rehearsed = "" if report.times_mean_something else " (rehearsed on the CPU)"
-    axes[0].set(title=f"Times of the first steps{rehearsed}", xlabel="step", ylabel="ms")
-    axes[0].legend()
+    missing = "no step was timed" if report.times_mean_something else "rehearsed on the CPU"
+    title = "Times of the first steps" if times else f"No times: {missing}"
+    axes[0].set(title=title, xlabel="step", ylabel="ms")
+    if times:
+        for kind, colour in (("eager", "tab:orange"), ("replay", "tab:blue")):
+            of_kind = [time for time in times if time.kind == kind]
+            steps, heights = [time.step for time in of_kind], [time.ms for time in of_kind]
+            axes[0].bar(steps, heights, label=kind, color=colour)
+        axes[0].legend()
     if gains:
         # By position: two scopes can have a signature in common.
         bars = axes[1].barh(range(len(gains)), [record.speed_up for record in gains])

@@ -124,7 +124,7 @@ class Report:
         """Figures for a logger, named ``graphs/...``.
 
         Sizes are sums over all graphs, times those of the most replayed one. What is unknown is
-        absent, and so is the speed-up of a rehearsal.
+        absent, and so are the times of a rehearsal.
         """
         busiest = self.busiest
         found: dict[str, float | None] = {
@@ -141,6 +141,8 @@ class Report:
             "replay_ms": busiest.replay_ms if busiest else None,
             "speed_up": self.speed_up,
         }
+        if not self.times_mean_something:
+            found = {name: v for name, v in found.items() if not name.endswith("_ms")}
         return {f"graphs/{name}": float(v) for name, v in found.items() if v is not None}
 
     def to_json(self) -> str:

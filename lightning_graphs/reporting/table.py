@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from textwrap import indent, shorten
@@ -22,8 +23,8 @@ _COLUMNS = (
     "replay ms/step",
     "speed-up",
 )
-_COLUMNS_OF_TIMES = 3
-"""So many columns, from the right, compare times, which a rehearsal has none of that count."""
+_TIMES = ("capture ms", "eager ms/step", "replay ms/step", "speed-up")
+"""Columns of times, of which a rehearsal has none that count."""
 
 _TIMES_OF_A_REHEARSAL = (
     "Rehearsed on the CPU: the emulated backend replays operator by operator, and its times say "
@@ -62,22 +63,26 @@ def cells(record: GraphRecord, report: Report) -> tuple[str, ...]:
 
 
 def _shown(every: tuple[str, ...], report: Report) -> tuple[str, ...]:
-    return every if report.times_mean_something else every[:-_COLUMNS_OF_TIMES]
+    if report.times_mean_something:
+        return every
+    return tuple(t for name, t in zip(_COLUMNS, every, strict=True) if name not in _TIMES)
 
 
 def notes(report: Report) -> list[str]:
     """What is said below the table, a sentence each, reasons indented below theirs."""
     steps = "step" if report.replayed == 1 else "steps"
     said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
-    if report.times and not report.times_mean_something:
+    if not report.times_mean_something:
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.verdict:
         said.append(report.verdict)
     for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
-        if reasons:
-            said += [f"{title}:", *(indent(reason, "  ") for reason in reasons[:_ROWS])]
-        if len(reasons) > _ROWS:
-            said.append(f"  and {len(reasons) - _ROWS:,d} more")
+        counts = Counter(reasons)
+        texts = [f"{r} ({n:,d} times)" if n > 1 else r for r, n in counts.items()]
+        if texts:
+            said += [f"{title}:", *(indent(text, "  ") for text in texts[:_ROWS])]
+        if len(texts) > _ROWS:
+            said.append(f"  and {len(texts) - _ROWS:,d} more")
     return said
 
 
@@ -88,7 +93,7 @@ def summary_line(report: Report) -> str:
     parts = [f"{len(graphs)} graph{'s' * (len(graphs) != 1)}"]
     if graphs and None not in nodes:
         parts.append(f"{sum(count or 0 for count in nodes):,d} nodes")
-    if graphs:
+    if graphs and report.times_mean_something:
         parts.append(f"captured in {sum(record.capture_ms for record in graphs):.0f} ms")
     pools = [record.pool_mib for record in graphs if record.pool_mib is not None]
     if pools:

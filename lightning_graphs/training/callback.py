@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
 from lightning_graphs.training.ddp import capture_stream, why_not_captured
 from lightning_graphs.training.diagnosis import Diagnosis
@@ -22,7 +22,7 @@ from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.investment import Investment, steps_left
 from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.observers import moves_batches_itself
-from lightning_graphs.training.options import OptionError, Options
+from lightning_graphs.training.options import OptionError, Options, in_present_names
 from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.ranks import Ranks
@@ -54,30 +54,31 @@ class GraphCapture(Callback):
         modules: Which submodules: patterns of qualified names, matched between dots
             (``"encoder.layers.*"``), or names of classes. By default the largest that a step calls
             once and that can be captured.
-        exclude: Submodules that are left out, named likewise.
-        eval_graphs: Submodules have graphs for calls without autograd in validation steps,
-            too.
+        exclude: Submodules that are left out, named likewise. Graphs are those of submodules then,
+            as with ``modules``.
+        validation: Submodules have graphs in validation steps, too, for calls without autograd.
         warmup_steps: Real training steps that run eagerly before the first capture.
-        capture_after: How often a batch signature (structure, shapes, dtypes) must have been seen
+        min_repeats: How often a batch signature (structure, shapes, dtypes) must have come back
             after the warm-up before it gets a graph of its own. By default it gets one as soon as
             the steps that are left are expected to repay the capture, by measured times.
-        max_graphs: Number of signatures that have a graph at a time. No graph is released for a
+        max_graphs: How many signatures have graphs at a time, at most. No graph is released for a
             signature that is not used much more. By default there is no limit but memory.
-        on_failure: ``"eager"``: a step that cannot be captured runs eagerly, with a warning;
-            ``"raise"``: it raises.
+        on_failure: ``"eager"``: what cannot be captured runs eagerly, with a warning; with
+            ``scope="auto"`` submodules are tried first. ``"raise"``: the first refusal raises.
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
             trainer, inactive on a CPU trainer.
         verify: Run a captured step eagerly as well, from the same state, and compare everything
-            that both computed: ``"first"``: after each capture; K: after each capture and at every
-            K-th optimizer step; ``"off"``: never. A replay that differs follows ``on_failure``.
+            that both computed. True: after each capture. A whole number K: after each capture and
+            at every K-th optimizer step. False: never. A replay that differs follows
+            ``on_failure``.
         memory: How much more GPU memory than eager steps all that is ours may take, as a part of
             their peak; ``"auto"``: 0.35. What does not fit runs eagerly, or is not verified.
-        profit_gate: Steps are timed. Nothing is captured that is not expected to pay off, and
+        only_if_faster: Steps are timed. Nothing is captured that is not expected to pay off, and
             where replayed steps turn out not to be faster than eager ones, the callback switches
             itself off and says so. With False it captures whatever comes back.
         log_metrics: Log the report's figures as ``graphs/...``, once the first steps have been
             timed and at the end of the fit.
-        doctor: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
+        diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
             and a table lists everything that stands in the way of a capture, with the line and
             the remedy. It is kept as ``diagnosis``.
 
@@ -91,35 +92,37 @@ class GraphCapture(Callback):
         scope: Literal["auto", "step", "modules"] = "auto",
         modules: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
-        eval_graphs: bool = False,
+        validation: bool = False,
         warmup_steps: int = 3,
-        capture_after: int | None = None,
+        min_repeats: int | None = None,
         max_graphs: int | None = None,
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
-        verify: Literal["first", "off"] | int = "first",
+        verify: bool | int | Literal["first", "off"] = True,
         memory: float | Literal["auto"] = "auto",
-        profit_gate: bool = True,
+        only_if_faster: bool = True,
         log_metrics: bool = False,
-        doctor: bool = False,
+        diagnose: bool = False,
+        **old_names: Any,
     ) -> None:
         super().__init__()
-        self.options = Options(
+        given = dict(
             scope=scope,
             modules=modules,
             exclude=exclude,
-            eval_graphs=eval_graphs,
+            validation=validation,
             warmup_steps=warmup_steps,
-            capture_after=capture_after,
+            min_repeats=min_repeats,
             max_graphs=max_graphs,
             on_failure=on_failure,
             backend=backend,
             verify=verify,
             memory=memory,
-            profit_gate=profit_gate,
+            only_if_faster=only_if_faster,
             log_metrics=log_metrics,
-            doctor=doctor,
+            diagnose=diagnose,
         )
+        self.options = Options(**in_present_names(given, old_names))
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None
         self.gives_way = False  # The environment made it: one of the program's own comes first.
@@ -138,11 +141,19 @@ class GraphCapture(Callback):
         """Refuse what no batch could make possible.
 
         Raises:
-            OptionError: the backend is not one for the trainer's device.
+            OptionError: the backend is not one for the trainer's device, or the trainer has
+                another ``GraphCapture``.
             CaptureError: the strategy cannot be captured, and ``on_failure="raise"``.
         """
         if stage != "fit" or self._has_given_way(trainer):
             return
+        same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
+        if sum(not one.gives_way for one in same) > 1:
+            raise OptionError(
+                "A trainer must have one GraphCapture.",
+                f"there are {len(same)} of them among its callbacks",
+                "leave out all but one of them",
+            )
         device = trainer.strategy.root_device
         backend = self.options.backend
         if backend != "auto" and _BACKEND_OF.get(device.type) != backend:
@@ -152,7 +163,7 @@ class GraphCapture(Callback):
                 "leave backend='auto', or write Trainer(accelerator="
                 f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
             )
-        if self.options.doctor:
+        if self.options.diagnose:
             return
         if (reason := why_not_captured(trainer)) and self.options.on_failure == "raise":
             raise _refused(reason)
@@ -172,6 +183,19 @@ class GraphCapture(Callback):
         )
         return True
 
+    def on_after_setup(self, fabric: object, module: object) -> None:
+        """Refuse a Fabric, which would call no other hook by itself.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "GraphCapture is a callback of a Trainer, whose loop it knows.",
+            "Fabric(callbacks=[GraphCapture()])",
+            "leave it out, and capture with lightning_graphs.core in your own loop, as "
+            "examples/capture_training_step.py does",
+        )
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the training loop onto the capture stream and take over the strategy's methods.
@@ -182,7 +206,7 @@ class GraphCapture(Callback):
         own_stream = self._stream  # DDP was made on it
         self._release()
         self.statistics = Statistics()
-        if self.options.doctor:
+        if self.options.diagnose:
             self._observe(trainer, pl_module)
             return
         if not self._is_active(trainer, pl_module):
@@ -230,6 +254,8 @@ class GraphCapture(Callback):
             stack.callback(release, trainer.strategy, calls)
             self._fit = stack.pop_all()
         self._runner, self._reporter = runner, reporter
+        steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
+        rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         doctor = Doctor(

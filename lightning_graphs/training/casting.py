@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -31,15 +32,20 @@ class StepCasts:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
         self._module = module
-        self._is_plain = (
-            is_lightnings(type(trainer.strategy), "strategies.single_device")
-            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            and not overrides(module, "backward")
-            and not overrides(trainer.precision_plugin, "backward")
-            and not Foresight(module).reaches_nodes
-        )
         self._has_hooks = False
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Looked at once there is a capture: to read all code takes its time."""
+        return (
+            is_lightnings(type(self._trainer.strategy), "strategies.single_device")
+            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            and not overrides(self._module, "backward")
+            and not overrides(self._trainer.precision_plugin, "backward")
+            and not Foresight(self._module).reaches_nodes
+        )
 
     @contextlib.contextmanager
     def watched_forward(self) -> Iterator[None]:

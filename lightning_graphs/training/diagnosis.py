@@ -80,7 +80,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """The result of ``GraphCapture(doctor=True)``.
+    """The result of ``GraphCapture(diagnose=True)``.
 
     Attributes:
         steps: Training steps that were observed.

@@ -21,12 +21,13 @@ class Generators:
 
     Args:
         module: The module.
+        torch_too: Those of torch's CPU count.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, *, torch_too: bool = True) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
-        self._with_torch = module.device.type != "cpu"
+        self._with_torch = torch_too and module.device.type != "cpu"
         found: list[tuple[str, _Get, _Set]] = [
             ("Python's random", random.getstate, random.setstate)
         ]

@@ -38,13 +38,16 @@ class Investment:
 
     A capture is expected to pay where the steps that it will serve save more than it costs. Both
     are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
-    with ``capture_after`` or ``profit_gate=False``, sightings decide alone.
+    with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
 
     Args:
         options: The callback's options.
         statistics: How long steps take.
         steps_left: How many micro-batches are left in the fit.
         timed: Times say something about graphs.
+
+    Attributes:
+        earliest: After how many steps the first graph may come.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class Investment:
         *,
         timed: bool,
     ) -> None:
-        given = options.capture_after
-        measures = timed and options.profit_gate and given is None
+        given = options.min_repeats
+        measures = timed and options.only_if_faster and given is None
         self._pace = statistics.pace if measures else None
         self._sightings = _SIGHTINGS if given is None else given
+        self.earliest = options.warmup_steps + (0 if measures else self._sightings)
         self._steps_left = steps_left
         self._costs: list[float] = []
         self._started = perf_counter()

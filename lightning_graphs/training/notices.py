@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -10,12 +11,18 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.statistics import Statistics, difference
+from lightning_graphs.training.statistics import Statistics, differences, listed
 from lightning_graphs.training.step import RaisedInCapture
 from lightning_graphs.training.watch import OF_THE_TRAINER
 
 _PATIENCE = 32
 """How many eager steps in a row are taken before it is said why."""
+_NEW_IN_A_ROW = 8
+"""The same where each of them has a batch of a kind that no step before had."""
+
+_SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
+_PAD = "pad batches to a few fixed lengths"
+_LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
 
 Kind = TypeVar("Kind")
 
@@ -26,32 +33,41 @@ class Waiting(Generic[Kind]):
     Args:
         options: The callback's options.
         statistics: Where it is said.
-        difference: What tells two kinds of steps apart, for a person to read; empty if nothing.
+        difference: What tells two kinds of steps apart, a line each.
     """
 
     def __init__(
         self,
         options: Options,
         statistics: Statistics,
-        difference: Callable[[Kind, Kind], str],
+        difference: Callable[[Kind, Kind], list[str]],
     ) -> None:
-        self._tolerated = _PATIENCE + (options.capture_after or 0)
+        self._tolerated = _PATIENCE + (options.min_repeats or 0)
         self._statistics = statistics
         self._difference = difference
         self._before: Kind | None = None
-        self._in_a_row = 0
+        self._in_a_row = self._new_in_a_row = 0
         self._is_said = False
 
     def end(self) -> None:
         """Note that graphs are of use: what came before is forgotten."""
-        self._in_a_row = 0
+        self._in_a_row = self._new_in_a_row = 0
 
-    def add(self, kind: Kind, why_not: str, *, at_once: bool = False, say: bool = True) -> bool:
+    def add(
+        self,
+        kind: Kind,
+        why_not: str,
+        *,
+        is_new: bool = False,
+        at_once: bool = False,
+        say: bool = True,
+    ) -> bool:
         """Count an eager step; when they go on and on, say once in a fit why they are.
 
         Args:
             kind: What tells it from others.
             why_not: Why it is not captured.
+            is_new: No step before had a batch like this one.
             at_once: Do not wait for more of them.
             say: Say it; else somebody else does.
 
@@ -59,12 +75,16 @@ class Waiting(Generic[Kind]):
             Whether it is time to say it.
         """
         self._in_a_row += 1
+        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
         before, self._before = self._before, kind
         is_time = at_once or self._in_a_row > self._tolerated
+        is_time |= self._new_in_a_row >= _NEW_IN_A_ROW
         if self._is_said or not (is_time or not self._statistics.replayed):
             return False
-        change = self._difference(before, kind) if before is not None else ""
-        further = f". The last two steps differ: {change}" if change else ""
+        changes = self._difference(before, kind) if before is not None else []
+        further = f". The last two steps differ: {listed(changes)}" if changes else ""
+        if is_new and changes:
+            further += f"\n  remedy: {_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
         self._statistics.waiting = f"steps run eagerly: {why_not}{further}"
         if is_time and say:
             self._statistics.note(self._statistics.waiting)
@@ -83,7 +103,7 @@ class Notices:
     def __init__(self, options: Options, statistics: Statistics) -> None:
         self._options = options
         self._statistics = statistics
-        self._waiting = Waiting(options, statistics, difference)
+        self._waiting = Waiting(options, statistics, differences)
         self._latest: Signature | None = None
 
     def replayed(self) -> None:
@@ -94,14 +114,14 @@ class Notices:
         """Count a capture, and say what tells it from the last one."""
         self._statistics.captures += 1
         before, self._latest = self._latest, signature
-        if before is not None and (change := difference(before, signature)):
+        if before is not None and (change := listed(differences(before, signature))):
             self._statistics.recaptured(f"captured another graph, because {change}", change)
 
     def rebound(self, reason: str) -> None:
         """Say why every graph was dropped."""
         self._statistics.recaptured(f"recapturing, because {reason}", reason)
 
-    def waiting(self, signature: Signature, why_not: str, *, at_once: bool) -> bool:
+    def waiting(self, signature: Signature, why_not: str, *, is_new: bool, at_once: bool) -> bool:
         """Say once, when eager steps go on and on, why they are.
 
         Returns:
@@ -109,7 +129,9 @@ class Notices:
         """
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
-        is_time = self._waiting.add(signature, why_not, at_once=at_once, say=not moved)
+        is_time = self._waiting.add(
+            signature, why_not, is_new=is_new, at_once=at_once, say=not moved
+        )
         if not moved or not is_time:
             return False
         error = CaptureError(
@@ -138,9 +160,11 @@ class Notices:
 
     def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
         if self._options.scope == "auto" and not has_graphs:
-            self._statistics.note(f"no graph of the whole step: {error}")
+            self._statistics.note(
+                "cannot capture the whole step; capturing submodules instead", error
+            )
         else:
-            self._statistics.note(f"a step runs eagerly: {error}")
+            self._statistics.note("a step runs eagerly", error)
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:

@@ -2,20 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_graphs.errors import GraphError
+from lightning_graphs.training.warned import stacklevel_of_user
 
 OnFailure = Literal["eager", "raise"]
 Scope = Literal["auto", "step", "modules"]
-Verify = Literal["first", "off"] | int
+Verify = bool | int | Literal["first", "off"]
 BackendChoice = Literal["auto", "cuda", "emulated"]
 
 
 class OptionError(GraphError, ValueError):
     """An option has a value that it cannot have."""
+
+
+OLD_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "capture_after": "min_repeats",
+        "doctor": "diagnose",
+        "eval_graphs": "validation",
+        "profit_gate": "only_if_faster",
+    }
+)
+"""Names that options had before -> those that they have now; the former go in 0.2."""
+OLD_VALUES: Mapping[tuple[str, str], bool] = MappingProxyType(
+    {("verify", "off"): False, ("verify", "first"): True}
+)
+"""The same for values."""
+
+
+def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Options under the names and with the values that they have now; a warning names those.
+
+    Args:
+        given: Options by their present names.
+        further: By any other name.
+
+    Raises:
+        TypeError: a name was never one.
+    """
+    options, written = dict(given), dict[str, str]()
+    for old, value in further.items():
+        if old not in OLD_NAMES:
+            near = difflib.get_close_matches(old, given, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}{hint}")
+        options[OLD_NAMES[old]] = value
+        written[OLD_NAMES[old]] = f"{old}={value!r}"
+    for (name, value), new in OLD_VALUES.items():
+        if options[name] == value:
+            options[name] = new
+            written[name] = f"{name}={value!r}"
+    for name, text in written.items():
+        rank_zero_warn(
+            f"GraphCapture: {text} is the old name, which goes in 0.2; write "
+            f"{name}={options[name]!r}",
+            category=FutureWarning,
+            stacklevel=stacklevel_of_user(),
+        )
+    return options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +77,17 @@ class Options:
     scope: Scope = "auto"
     modules: Sequence[str] | None = None
     exclude: Sequence[str] = ()
-    eval_graphs: bool = False
+    validation: bool = False
     warmup_steps: int = 3
-    capture_after: int | None = None
+    min_repeats: int | None = None
     max_graphs: int | None = None
     on_failure: OnFailure = "eager"
     backend: BackendChoice = "auto"
-    verify: Verify = "first"
+    verify: Verify = True
     memory: float | Literal["auto"] = "auto"
-    profit_gate: bool = True
+    only_if_faster: bool = True
     log_metrics: bool = False
-    doctor: bool = False
+    diagnose: bool = False
 
     def __post_init__(self) -> None:
         _require_one_of("scope", self.scope, ("auto", "step", "modules"))
@@ -44,39 +96,46 @@ class Options:
         _require_at_least(
             "warmup_steps", self.warmup_steps, 1, "eager steps make the optimizer's state"
         )
-        if self.capture_after is not None:
-            _require_at_least("capture_after", self.capture_after, 0, "it counts sightings")
+        if self.min_repeats is not None:
+            _require_at_least("min_repeats", self.min_repeats, 0, "it counts sightings")
         if self.max_graphs is not None:
             _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
-        if self.verify not in ("first", "off"):
-            _require_at_least("verify", self.verify, 1, "every so many steps; or 'first' or 'off'")
+        if isinstance(self.verify, bool):  # YAML reads ``off`` as False
+            object.__setattr__(self, "verify", "first" if self.verify else "off")
+        elif self.verify not in ("first", "off") and not _is_whole(self.verify, 1):
+            raise OptionError(
+                "verify must be True, False, or a whole number of at least 1.",
+                f"verify={self.verify!r}",
+                "write verify=100 to verify every 100th step as well, or verify=False for never",
+            )
         memory = self.memory
         is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
         if memory != "auto" and not (is_number and float(memory) >= 0):
             raise OptionError(
-                "memory is a part of the peak of eager steps, or 'auto'.",
+                "memory must be a part of the peak of eager steps, or 'auto'.",
                 f"memory={memory!r}",
                 "write memory=0.35 for a third more than eager steps take",
             )
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
-        _require_bool("eval_graphs", self.eval_graphs)
-        _require_bool("profit_gate", self.profit_gate)
+        _require_bool("validation", self.validation)
+        _require_bool("only_if_faster", self.only_if_faster)
         _require_bool("log_metrics", self.log_metrics)
-        if self.modules and self.scope == "step":
-            raise OptionError(
-                "modules names submodules, and scope='step' captures whole steps.",
-                f"scope='step', modules={list(self.modules)!r}",
-                "write scope='modules', or leave out modules",
-            )
-        _require_bool("doctor", self.doctor)
+        for name in ("modules", "exclude"):
+            if self.scope == "step" and (names := getattr(self, name)):
+                raise OptionError(
+                    f"{name} names submodules, and scope='step' captures whole steps.",
+                    f"scope='step', {name}={list(names)!r}",
+                    f"write scope='modules', or leave out {name}",
+                )
+        _require_bool("diagnose", self.diagnose)
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise OptionError(
-            f"{name} is one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
+            f"{name} must be one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
         )
 
 
@@ -87,7 +146,7 @@ def _require_names(name: str, value: object) -> None:
         or not all(isinstance(entry, str) and entry for entry in value)
     ):
         raise OptionError(
-            f"{name} is a list of names of submodules, of patterns or of classes.",
+            f"{name} must be a list of names of submodules, of patterns or of classes.",
             f"{name}={value!r}",
             f'write {name}=["encoder.layers.*"]',
         )
@@ -96,16 +155,21 @@ def _require_names(name: str, value: object) -> None:
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise OptionError(
-            f"{name} is True or False.", f"{name}={value!r}", f"write {name}=True or {name}=False"
+            f"{name} must be True or False.",
+            f"{name}={value!r}",
+            f"write {name}=True or {name}=False",
         )
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _require_at_least(name: str, value: object, least: int, why: str) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least:  # type: ignore[operator]
-        kind = "" if whole else f", a {type(value).__name__}"
+    if not _is_whole(value, least):
+        kind = "" if type(value) is int else f", a {type(value).__name__}"
         raise OptionError(
-            f"{name} is a whole number of at least {least}: {why}.",
+            f"{name} must be a whole number of at least {least}: {why}.",
             f"{name}={value!r}{kind}",
             f"write {name}={least} or more",
         )

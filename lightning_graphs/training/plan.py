@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.host_half import HostHalf
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
@@ -43,6 +44,7 @@ class StepPlan:
         scaling: What the gradient scaler knows between ``unscale`` and ``step``.
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
+        host: What its code computes on the host; None if that is nothing.
         number: The same on all ranks.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
@@ -66,8 +68,22 @@ class StepPlan:
     uses: int = 0
     unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
+    host: HostHalf | None = None
     number: int = 0
     proof: Callable[[Any], None] | None = None
+
+    def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
+        """Compute on the host what the coming replay needs; whether it goes the captured way.
+
+        Args:
+            batch: Tells what the host has of the batch.
+        """
+        return self.host is None or self.host.run(batch)
+
+    def rewind_host(self) -> None:
+        """Let the generators of the host be where they were before: there is no replay."""
+        if self.host is not None:
+            self.host.rewind()
 
     def store(self, graph: str) -> None:
         """Set the attributes that the code in one of its graphs sets."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
+
+from torch import Tensor
 
 from lightning_graphs.core.cache import PlanCache, Worth
 from lightning_graphs.core.signature import Signature
@@ -20,29 +23,46 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         worth: Decides from sightings what is worth a capture.
         release: Called with a plan that leaves the cache.
         capacity: Number of plans at most.
+        copies: Tells what the host has of the tensors of a batch.
 
     Attributes:
         last: The plan that was found last.
     """
 
     def __init__(
-        self, worth: Worth, release: Callable[[StepPlan], None], capacity: int | None
+        self,
+        worth: Worth,
+        release: Callable[[StepPlan], None],
+        capacity: int | None,
+        copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
     ) -> None:
         super().__init__(
             worth, attrgetter("uses"), release, capacity=capacity, shape=_without_values
         )
+        self._copies = copies
         self.last: StepPlan | None = None
 
     def find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
         """The plan for a batch, which is copied in; None if there is none."""
         last = self.last
-        if last is not None and _fill(last, batch, conditions):
+        if last is not None and self._fill(last, batch, conditions):
             return last
         for plan in self.plans():
-            if plan is not last and _fill(plan, batch, conditions):
+            if plan is not last and self._fill(plan, batch, conditions):
                 self.last = self.get(plan.call.signature)
                 return plan
         return None
+
+    def _fill(self, plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
+        """Copy the batch in, if it and the fit are what the plan was captured from."""
+        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
+        if not captured.holds(conditions):
+            return False
+        tensors = plan.call.match((batch,), {})
+        if tensors is None or not plan.run_host(partial(self._copies, tensors)):
+            return False
+        plan.inputs.copy_in(tensors)
+        return True
 
     def add(self, key: Signature, plan: StepPlan) -> None:
         """Keep a captured plan; see :meth:`PlanCache.add`."""
@@ -53,18 +73,6 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         """Release one plan."""
         self.last = None
         super().drop(key)
-
-
-def _fill(plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
-    """Copy the batch in, if it and the fit are what the plan was captured from."""
-    captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
-    if not captured.holds(conditions):
-        return False
-    tensors = plan.call.match((batch,), {})
-    if tensors is None:
-        return False
-    plan.inputs.copy_in(tensors)
-    return True
 
 
 def _without_values(signature: Signature) -> Hashable:

@@ -19,18 +19,26 @@ if TYPE_CHECKING:
 
 VARIABLE = "LIGHTNING_GRAPHS"
 _FILES = (".json", ".yaml", ".yml")
+_OFF = frozenset({"", "0", "false", "off", "no"})
+_WORDS = {
+    **dict.fromkeys(("1", "true", "on", "yes"), ""),
+    **{scope: f"scope: {scope}" for scope in ("auto", "step", "modules")},
+    **dict.fromkeys(("diagnose", "doctor"), "diagnose: true"),
+}
+"""Single words -> the options that they stand for."""
 
 
 def callbacks() -> list[Callback]:
     """The callback that the environment asks for; none without ``LIGHTNING_GRAPHS``.
 
-    An empty value and ``0`` ask for none, everything else for that of :func:`capture_of`.
+    An empty value, ``0``, ``false``, ``off`` and ``no`` ask for none, everything else for that of
+    :func:`capture_of`.
 
     Raises:
         OptionError: the value is none of these, or an option is unknown or impossible.
     """
     value = os.environ.get(VARIABLE, "").strip()
-    if value in ("", "0"):
+    if value.lower() in _OFF:
         return []
     capture = capture_of(value)
     capture.gives_way = True
@@ -41,22 +49,23 @@ def capture_of(value: str) -> GraphCapture:
     """The callback with the options that a value of the variable holds.
 
     Args:
-        value: ``1`` for the defaults, the path of a YAML or JSON file, or options as YAML.
+        value: ``1``, ``true``, ``on`` or ``yes`` for the defaults, a scope, ``diagnose``, the path
+            of a YAML or JSON file, or options as YAML.
 
     Raises:
         OptionError: it is none of these, or an option is unknown or impossible; with its line.
     """
     from lightning_graphs.training.callback import GraphCapture
-    from lightning_graphs.training.options import OptionError, Options
+    from lightning_graphs.training.options import OLD_NAMES, OptionError, Options
 
-    text, place = _text_of("" if value == "1" else value)
+    text, place = _text_of(_WORDS.get(value.lower(), value))
     values, places = _read(text, place)
     known = list(Options.__dataclass_fields__)
     for name in values:
-        if name not in known:
+        if name not in (*known, *OLD_NAMES):
             near = difflib.get_close_matches(str(name), known, n=1)
             raise OptionError(
-                "A configuration holds options of GraphCapture only.",
+                "A configuration must hold options of GraphCapture only.",
                 f"{places.get(str(name), place)}: {name}",
                 f"write {near[0]}" if near else f"write one of {', '.join(known)}",
             )
@@ -77,7 +86,7 @@ def _text_of(value: str) -> tuple[str, str]:
         return Path(value).read_text(encoding="utf-8"), value
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
-            f"{VARIABLE} names a file that can be read.",
+            f"{VARIABLE} must name a file that can be read.",
             f"{Path(value).absolute()}: {error}",
             "correct the path, which starts from the working directory",
         ) from None
@@ -90,7 +99,7 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
     from lightning_graphs.training.options import OptionError
 
     def unreadable(where: str, problem: str) -> OptionError:
-        rule = "Options of GraphCapture are written in YAML or JSON."
+        rule = "Options of GraphCapture must be written in YAML or JSON."
         return OptionError(rule, f"{where}: {problem}", "correct it")
 
     try:
@@ -104,7 +113,7 @@ def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
         raise unreadable(where, getattr(error, "problem", None) or str(error)) from None
     if not isinstance(values, dict | None):
         raise OptionError(
-            f"{VARIABLE} is 0, 1, a YAML or JSON file, or options in YAML.",
+            f"{VARIABLE} must be 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.torch_private import forget_backward, is_within_backward
+from lightning_graphs.core.ddp_private import forget_backward
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.ddp import is_warm, wrapper_of
+from lightning_graphs.training.ddp import is_warm, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
@@ -136,7 +136,10 @@ class Ranks:
             result = run()
         except Exception as raised:
             error = raised
-        worst, unfinished = self._largest(_outcome(error), error is not None and self._is_within())
+        worst, unfinished = self._largest(
+            _outcome(error),
+            error is not None and self._trainer is not None and waits_for_gradients(self._trainer),
+        )
         if unfinished:
             assert self._ddp is not None
             forget_backward(self._ddp)
@@ -153,9 +156,6 @@ class Ranks:
         """Why no graph is right any longer; empty as long as they are. It is said once."""
         reason, self._lost = self._lost, ""
         return reason
-
-    def _is_within(self) -> bool:
-        return self._ddp is not None and is_within_backward(self._ddp)
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
         """The first rank that says something, and what it says."""

@@ -17,6 +17,9 @@ from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.timing import StepTiming, stopwatch_for
 
+_OF_PARTS = "the optimizer step", "capturing submodules, not"
+"""How reasons begin that do not say why no step was replayed."""
+
 
 class FitReporter:
     """Times the first steps of a fit, draws the conclusion, and says how it went.
@@ -52,7 +55,7 @@ class FitReporter:
             statistics.device = torch.cuda.get_device_name(device)
         self._stopwatch = stopwatch_for(device)
         self._off_since: int | None = None
-        self._decides = options.profit_gate and self._stopwatch.meaningful
+        self._decides = options.only_if_faster and self._stopwatch.meaningful
         self.timing = StepTiming(
             handler,
             statistics,
@@ -71,11 +74,11 @@ class FitReporter:
         rank_zero_info(summary_line(self._statistics.report()))
         if self._statistics.verdict:
             hint = ""
-            if slower and not self._options.profit_gate:
-                hint = ". GraphCapture(profit_gate=True) switches itself off then"
+            if slower and not self._options.only_if_faster:
+                hint = ". GraphCapture(only_if_faster=True) switches itself off then"
             rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
         if slower and self._decides:
-            self.switch_off(f"switched off by profit_gate: {self._statistics.verdict}")
+            self.switch_off(f"switched off by only_if_faster: {self._statistics.verdict}")
         self._log()
 
     def switch_off(self, reason: str) -> None:
@@ -113,10 +116,25 @@ class FitReporter:
             self._statistics.eager += self._batches() - self._off_since
         self._judge()
         statistics = self._statistics
-        if statistics.waiting and not (statistics.replayed or statistics.fallbacks):
-            statistics.note(statistics.waiting)
+        self._explain()
         statistics.inspect()
         self._log()
+
+    def _explain(self) -> None:
+        """Give a reason where no step was replayed, and none was refused."""
+        statistics = self._statistics
+        refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
+        if statistics.replayed or refused or not statistics.eager:
+            return
+        if statistics.waiting:
+            statistics.note(statistics.waiting)
+            return
+        steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
+        reason = (
+            f"steps run eagerly: the fit ended after {steps}, before the first graph "
+            f"(warmup_steps={self._options.warmup_steps})"
+        )
+        statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
 
     def tell(self) -> None:
         """Show the table, on rank 0."""

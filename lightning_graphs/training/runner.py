@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
+from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
 
@@ -95,7 +97,8 @@ class StepRunner:
         self._statistics = statistics
         self._verify = options.verify
         self._investment = investment
-        self._cache = StepPlans(investment, self._release, options.max_graphs)
+        copies = partial(copies_on_host, trainer)
+        self._cache = StepPlans(investment, self._release, options.max_graphs, copies)
         self._notices = Notices(options, statistics)
         self._captures_unseen = True
         self._moved = ""
@@ -293,6 +296,8 @@ class StepRunner:
             choice, wish = CAPTURE if self._is_due(args, conditions) else EAGER, False
         choice, verify = self._ranks.settle(GIVE_UP if self._failing else choice, wish)
         self.has_failed |= choice == GIVE_UP
+        if plan is not None and choice <= CAPTURE:
+            plan.rewind_host()
         if choice == CAPTURE:
             if plan is not None:  # another rank has lost it
                 self._cache.drop(plan.call.signature)
@@ -307,26 +312,20 @@ class StepRunner:
         if self._investment.measures:
             with contextlib.suppress(CaptureError):
                 conditions = self._watch.conditions(self._stepping)
-                self._cache.see(self._signature(args, conditions)[0])
-
-    def _signature(
-        self, args: tuple[Any, ...], conditions: Conditions
-    ) -> tuple[Signature, list[Tensor]]:
-        modes = Modes.current(self._pool.backend.device_type)
-        refuse_iterator(args[0])
-        return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
+                self._cache.see(_signature_of(args, conditions, self._pool)[0])
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
         try:
-            signature, _ = self._signature(args, conditions)
+            signature, _ = _signature_of(args, conditions, self._pool)
         except CaptureError as error:
             self._refused(None, error)
             return False
         if not self._cache.is_due(signature):
             if not self._cache.is_refused(signature):
-                why, at_once = self._moved or self._cache.why_not, self._cache.is_full
-                self._fails(self._notices.waiting(signature, why, at_once=at_once))
+                why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
+                full = self._cache.is_full
+                self._fails(self._notices.waiting(signature, why, is_new=is_new, at_once=full))
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (
@@ -340,7 +339,7 @@ class StepRunner:
 
     def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
-        signature, tensors = self._signature(args, conditions)
+        signature, tensors = _signature_of(args, conditions, self._pool)
 
         def capture() -> StepPlan:
             self._retry.before_capture(args)
@@ -358,7 +357,8 @@ class StepRunner:
                 self._refused(signature, error)
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
-        signature = replace(signature, extra=(conditions,))
+        told = () if plan.host is None else (plan.host.read,)
+        signature = replace(signature, extra=(conditions, *told))
         plan.call = CallPlan(signature, check_modes=True)
         plan.number = self._ranks.new_number()
         self._notices.captured(signature)
@@ -367,6 +367,7 @@ class StepRunner:
         self._kept.count()
         plan.inputs.copy_in(tensors)
         plan.unverified = self._verification is not None
+        plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
         return self._verified(plan, args) if affords else plan
 
@@ -451,6 +452,14 @@ class StepRunner:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
         self.has_failed |= self._failing and self._ranks.are_one
+
+
+def _signature_of(
+    args: tuple[Any, ...], conditions: Conditions, pool: GraphPool
+) -> tuple[Signature, list[Tensor]]:
+    modes = Modes.current(pool.backend.device_type)
+    refuse_iterator(args[0])
+    return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

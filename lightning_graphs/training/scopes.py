@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
@@ -105,11 +104,11 @@ def runner_for(fit: Fit) -> Runner:
     """The runner that the options ask for."""
     if fit.options.scope == "step":
         return fit.step_runner()
-    if fit.options.scope == "modules" or fit.options.modules:
+    if fit.options.scope == "modules" or fit.options.modules or fit.options.exclude:
         return fit.module_runner()
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
-        fit.statistics.note(f"submodules become graphs, not the whole step: {reason}")
+        fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
         return fit.module_runner()
     return AutoRunner(fit)
 
@@ -134,14 +133,12 @@ class AutoRunner:
     It fails where the first capture is refused, and where attributes take new values too often.
 
     Args:
-        fit: The fit. Its option ``on_failure`` is about the submodules.
+        fit: The fit.
     """
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit
-        self._runner: StepRunner | ModuleRunner = replace(
-            fit, options=replace(fit.options, on_failure="eager")
-        ).step_runner()
+        self._runner: StepRunner | ModuleRunner = fit.step_runner()
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
@@ -175,9 +172,6 @@ class AutoRunner:
         """The runner for the step that begins; here alone the scope changes."""
         runner = self._runner
         if isinstance(runner, StepRunner) and runner.has_failed:
-            rank_zero_info(
-                "GraphCapture: submodules become graphs, since the whole step cannot be one"
-            )
             runner.close()
             self._runner = self._fit.module_runner(warmed_up=True)
         return self._runner

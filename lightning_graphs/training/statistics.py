@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from textwrap import shorten
 from time import perf_counter
 
 import torch
@@ -20,6 +22,10 @@ from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.warned import stacklevel_of_user
 
 _RECAPTURES_SAID = 8
+_LINES = 3
+"""How many changes, or names, are listed in one sentence."""
+_LONGEST = 160
+"""Characters of a change."""
 
 
 @dataclass(slots=True)
@@ -89,18 +95,44 @@ class Statistics:
         default_factory=dict, repr=False
     )
     _uncounted: dict[CUDAGraph, None] = field(default_factory=dict, repr=False)
+    _refused: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
-    def note(self, reason: str) -> None:
-        """Warn, once for each reason, that something runs eagerly."""
-        if reason not in self.fallbacks:
-            self.fallbacks.append(reason)
-            rank_zero_warn(f"GraphCapture: {reason}", stacklevel=stacklevel_of_user())
+    def note(self, reason: str, error: GraphError | None = None) -> None:
+        """Warn, once for each reason, that something runs eagerly.
+
+        Args:
+            reason: What does, and why unless an error says so.
+            error: The warning has it in two lines, the report in full.
+        """
+        full = reason if error is None else f"{reason}: {error}"
+        if full not in self.fallbacks:
+            self.fallbacks.append(full)
+            why = "" if error is None else f": {error.brief}"
+            rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
+
+    def refused(self, name: str, error: GraphError) -> None:
+        """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
+        text = str(error)
+        is_said = any(text in reason for reason in self.fallbacks)
+        names = self._refused.setdefault(text, [])
+        before = f"{_in_short(names)}: {text}"
+        if name not in names:
+            names.append(name)
+        entry = f"{_in_short(names)}: {text}"
+        if before in self.fallbacks:
+            self.fallbacks[self.fallbacks.index(before)] = entry
+        elif is_said:
+            self.fallbacks.append(entry)
+        else:
+            self.note(_in_short(names), error)
 
     def recaptured(self, sentence: str, change: str) -> None:
         """Say that another capture is made, and keep what changed; further ones are not said."""
+        is_said = change in self.recaptures
         self.recaptures.append(change)
-        if len(self.recaptures) <= _RECAPTURES_SAID:
-            is_last = len(self.recaptures) == _RECAPTURES_SAID
+        said = len(set(self.recaptures))
+        if not is_said and said <= _RECAPTURES_SAID:
+            is_last = said == _RECAPTURES_SAID
             further = "; further ones are listed in the report" if is_last else ""
             rank_zero_info(f"GraphCapture: {sentence}{further}")
 
@@ -118,7 +150,7 @@ class Statistics:
         new = [name for name in names if name not in self.modules]
         if new:
             self.modules += new
-            rank_zero_info(f"GraphCapture: graphs for {', '.join(new)}")
+            rank_zero_info(f"GraphCapture: graphs for {', '.join(_patterns(new))}")
 
     def captured(
         self,
@@ -246,8 +278,32 @@ def _bare(name: str) -> str:
     return path[2:-2] if is_key else name
 
 
-def difference(before: Signature, after: Signature) -> str:
-    """What tells two captures apart, for a person to read."""
+def differences(before: Signature, after: Signature) -> list[str]:
+    """What tells two captures apart, a line each, for a person to read."""
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
     conditions: Conditions = before.extra[0]  # type: ignore[assignment]
-    return "; ".join(lines + conditions.diff(after.extra[0]))  # type: ignore[arg-type]
+    return lines + conditions.diff(after.extra[0])  # type: ignore[arg-type]
+
+
+def listed(lines: Sequence[str]) -> str:
+    """The lines as one text, and no more of them than anybody reads."""
+    shown = [shorten(line, _LONGEST, placeholder=" ...") for line in lines[:_LINES]]
+    further = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    return "; ".join(shown + further)
+
+
+def _patterns(names: Sequence[str]) -> Iterator[str]:
+    """Names that differ by numbers only as one, with their number."""
+    alike: dict[str, list[list[str]]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name.split("."))
+    for group in alike.values():
+        parts = [ps[0] if len(set(ps)) == 1 else "*" for ps in zip(*group, strict=True)]
+        yield ".".join(parts) + (f" ({len(group)})" if len(group) > 1 else "")
+
+
+def _in_short(names: Sequence[str]) -> str:
+    quoted = [f"`{name}`" for name in names[:_LINES]]
+    if len(names) > _LINES:
+        quoted[-1] += f" and {len(names) - _LINES} more"
+    return f"{', '.join(quoted)} {'runs' if len(names) == 1 else 'run'} eagerly"

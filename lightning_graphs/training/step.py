@@ -16,17 +16,18 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.host_recording import ArenaFull, HostRecording
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import capture_unseen
+from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
-from lightning_graphs.training.ddp import unseen_by_ddp, wrapper_of
+from lightning_graphs.training.ddp import unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
@@ -58,7 +59,9 @@ from lightning_graphs.training.precision import (
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
 from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.transfer import copies_on_host
 
+_ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 
 
@@ -118,6 +121,9 @@ class StepCapture:
         self._casts = StepCasts(trainer, module)
         self._is_unseen = True
         self._asked: list[str] = []
+        self._has_host_half = False
+        self._room_on_device = _ROOM_ON_DEVICE
+        self._host: AbstractContextManager[object] = nullcontext()
 
     def capture(
         self,
@@ -140,16 +146,26 @@ class StepCapture:
             phase: Its part in the accumulation window.
 
         Raises:
-            CaptureError: the step cannot be captured, or finds no memory; everything is as before.
+            CaptureError: the step cannot be captured, or finds no memory; everything is as before,
+                but for a gradient reducer that waits for the rest of a backward pass.
         """
-        self._asked.clear()
-        try:
-            return self._captured(batch, tensors, rest, signature, phase)
-        except CaptureError as error:
-            if isinstance(error, NoRoomError) or not (self._is_unseen and self._asked):
-                raise
-            self._is_unseen = False
-            return self._captured(batch, tensors, rest, signature, phase)
+        while True:
+            self._asked.clear()
+            try:
+                return self._captured(batch, tensors, rest, signature, phase)
+            except ArenaFull as error:
+                self._room_on_device = error.needed
+                if waits_for_gradients(self._trainer):
+                    raise
+            except CaptureError as error:
+                if isinstance(error, NoRoomError) or waits_for_gradients(self._trainer):
+                    raise
+                if not (self._has_host_half or has_compiled_anything()):
+                    self._has_host_half = True
+                elif self._is_unseen and self._asked:
+                    self._is_unseen = self._has_host_half = False
+                else:
+                    raise
 
     def _captured(
         self,
@@ -159,6 +175,7 @@ class StepCapture:
         signature: Signature,
         phase: Phase,
     ) -> StepPlan:
+        recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
@@ -169,6 +186,11 @@ class StepCapture:
 
         try:
             inputs = StaticInputs(tensors)
+            if self._has_host_half:
+                copies = copies_on_host(self._trainer, tensors)
+                device, room = self._module.device, self._room_on_device
+                recording = HostRecording(device, inputs.tensors, copies, room)
+            self._host = nullcontext() if recording is None else recording
             own = substitute(batch, inputs.tensors)
             arguments = (own, *map(self._frozen, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
@@ -199,6 +221,7 @@ class StepCapture:
                         keep=targets.keep,
                     )
                 gradients, others = targets.attached()
+            host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
             segments.abandon()
@@ -237,6 +260,7 @@ class StepCapture:
             written=loose.written(),
             stores=segments.stores,
             scaling=scaling,
+            host=host,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -273,7 +297,7 @@ class StepCapture:
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
         numbers = numbers_exchanged(self._optimizer, self._open_keys())
-        with old_gradients_watched(self._trainer), watched, numbers, self._unseen():
+        with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
             return StepBody.forward(self._body, arguments, recorder)
 
     def _open_keys(self) -> Sequence[Collection[str]]:

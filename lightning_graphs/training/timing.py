@@ -95,14 +95,14 @@ def stopwatch_for(device: torch.device) -> Stopwatch[Any]:
 class _Counts:
     """What had happened when a step began."""
 
-    disturbances: tuple[int, ...]
+    disturbances: tuple[object, ...]
     eager: int
     replays: tuple[int, ...]
 
     @classmethod
     def of(cls, done: Statistics) -> _Counts:
         captures = done.captures, sum(record.captures for record in done.graphs)
-        disturbances = (*captures, len(done.fallbacks), len(done.recaptures))
+        disturbances = (*captures, *done.fallbacks, len(done.recaptures))
         return cls(disturbances, done.eager, tuple(record.replays for record in done.graphs))
 
 

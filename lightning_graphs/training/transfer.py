@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.profiling import is_profiled
 
@@ -36,6 +38,7 @@ class BatchTransfer:
         self._stream = torch.cuda.Stream(self._device)
         self._moved = torch.cuda.Event()
         self._launched: deque[torch.cuda.Event] = deque()
+        self._copied: deque[list[tuple[weakref.ref[Tensor], Tensor]]] = deque(maxlen=_AHEAD + 1)
         unchanged = getattr(self._transfer, "__func__", None) is Strategy.batch_to_device
         self._is_short = unchanged and not is_profiled(trainer)
 
@@ -61,7 +64,16 @@ class BatchTransfer:
         finally:
             torch.cuda.set_stream(steps)
         self._hand_over(steps, moved)
+        self._copied.append(list(zip(map(weakref.ref, moved), tensors, strict=True)))
         return build(moved)
+
+    def on_host(self, tensor: Tensor) -> Tensor | None:
+        """What one of the last batches' tensors was copied from; None if it was changed since."""
+        for copied in self._copied:
+            for moved, source in copied:
+                if moved() is tensor and version_of(tensor) == 0:
+                    return source
+        return None
 
     def _long_way(self, steps: torch.cuda.Stream, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if any(map(_needs_the_step_stream, leaves_of(batch))):
@@ -69,7 +81,10 @@ class BatchTransfer:
         self._wait_for_steps(steps)
         with torch.cuda.stream(self._stream):
             moved = self._transfer(batch, *args, **kwargs)
-        leaves = leaves_of(moved)
+        leaves, before = leaves_of(moved), leaves_of(batch)
+        if len(leaves) == len(before):
+            pairs = [(t, b) for t, b in zip(leaves, before, strict=True) if isinstance(t, Tensor)]
+            self._copied.append([(weakref.ref(t), b) for t, b in pairs if t.is_cuda])
         self._hand_over(steps, [t for t in leaves if isinstance(t, Tensor) and t.is_cuda])
         return moved
 
@@ -89,6 +104,14 @@ class BatchTransfer:
             event = torch.cuda.Event()
         event.record(steps)
         self._launched.append(event)
+
+
+def copies_on_host(trainer: Trainer, batch: Sequence[Tensor]) -> list[Tensor | None]:
+    """What the host has of each tensor of a batch; None where that is nothing."""
+    transfer = getattr(vars(trainer.strategy).get("batch_to_device"), "__self__", None)
+    if isinstance(transfer, BatchTransfer):
+        return [transfer.on_host(tensor) for tensor in batch]
+    return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
 
 
 _AHEAD = 2

@@ -33,6 +33,7 @@ from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import nothing_left_behind
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.state import StepState, outputs
+from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.warned import stacklevel_of_user
 
 
@@ -93,7 +94,8 @@ class Verification:
             VerificationError: names the first tensor that differs.
             GraphError: the eager step does by now what a captured one cannot do.
         """
-        batch = self._tensors(plan, args)
+        batch, missing = self._tensors(plan, args), ""
+        plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
         state = StepState(
@@ -103,7 +105,6 @@ class Verification:
             self._ranks.together(state.keep)
             with state.restored():
                 self._compare(plan, args, state)
-            return
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -112,7 +113,9 @@ class Verification:
             plan.inputs.copy_in(batch)
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager step and the copy of the state
-        self._leave_proof(plan, args, missing)
+        if missing:
+            self._leave_proof(plan, args, missing)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
 
     # ------------------------------------------------------------------ everything
 
@@ -140,14 +143,16 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
-        with self._surroundings(recorder):
+        with self._surroundings(plan, recorder):
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())
 
     def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """The same of a replay."""
-        plan.inputs.copy_in(self._tensors(plan, args))
+        batch = self._tensors(plan, args)
+        plan.inputs.copy_in(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
         for graph in plan.graphs:
@@ -158,10 +163,11 @@ class Verification:
         return state.results(plan.outputs.hand_out())
 
     @contextlib.contextmanager
-    def _surroundings(self, recorder: LogRecorder) -> Iterator[None]:
+    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module, Generators(self._module)))
+            generators = Generators(self._module, torch_too=plan.host is None)
+            stack.enter_context(nothing_left_behind(self._module, generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
@@ -196,7 +202,7 @@ class Verification:
 
         def forward() -> list[Result]:
             recorder, arguments = LogRecorder(self._module), self._arguments(plan, args)
-            with self._surroundings(recorder), torch.no_grad():
+            with self._surroundings(plan, recorder), torch.no_grad():
                 output, _ = self._body.forward(arguments, recorder)
             state.restore()
             return outputs(output.hand_out())

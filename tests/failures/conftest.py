@@ -70,10 +70,24 @@ def _nothing_leaked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert list(directory.iterdir()) == []
 
 
+def _is_of_a_generator(thing: object) -> bool:
+    return (
+        type(thing) is Tensor
+        and thing.is_cuda
+        and (thing.dtype, thing.shape)
+        == (
+            torch.int64,
+            (1,),
+        )
+    )
+
+
 def _held() -> dict[str, int]:
     """How much of everything there is, once what nobody refers to is gone."""
     gc.collect()
-    kinds = [type(thing) for thing in gc.get_objects()]
+    # Below torch 2.14 the graph of a refused capture lives on, with seed and offset of a generator,
+    # which a dispatch mode of a test makes known to Python.
+    kinds = [type(thing) for thing in gc.get_objects() if not _is_of_a_generator(thing)]
     held = {
         "graphs": sum(issubclass(kind, CUDAGraph) for kind in kinds),
         "tensors": sum(issubclass(kind, Tensor) for kind in kinds),

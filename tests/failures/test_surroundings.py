@@ -262,7 +262,7 @@ weights = []
 for scope in (None, "step", "modules"):
     L.seed_everything(1)
     graphs = GraphCapture(scope=scope or "step", on_failure="raise", backend={backend!r},
-                          profit_gate=False)
+                          only_if_faster=False)
     module = BoringModel()
     L.Trainer(
         max_epochs=1, devices=1, accelerator="cpu" if {backend!r} == "emulated" else "gpu",

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SCOPES = ("step", "modules")
 CAPS = (1.02, 1.05, 1.10, 1.25, 1.5)
+ROOMY = {"step": 1.25, "modules": 1.5}
+"""From which cap on there are graphs: submodules are observed first, with all their arguments."""
 STEPS = 12
 WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 768, 8, 12, 16_384, 512
 
@@ -88,7 +90,7 @@ def fit(scope: str, cap: int) -> dict[str, Any]:
         torch.cuda.set_per_process_memory_fraction(cap / total)
     module = Language()
     data = torch.randint(VOCABULARY, (STEPS * 16, LENGTH)).split(16)
-    capture = GraphCapture(scope=scope or "step")  # type: ignore[arg-type]
+    capture = GraphCapture(scope=scope or "step", only_if_faster=False)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as directory:
         trainer = Trainer(
             accelerator="gpu",
@@ -127,7 +129,8 @@ def elsewhere(scope: str = "", cap: float = 0.0) -> dict[str, Any]:
         env=environment,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-4000:]
+    if run.returncode:
+        return {"error": run.stderr[-4000:]}
     result: dict[str, Any] = json.loads(run.stdout.strip().splitlines()[-1])
     return result
 
@@ -149,17 +152,19 @@ Fits = dict[tuple[str, float], dict[str, Any]]
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_fit_trains_at_any_cap(fits: Fits, scope: str, cap: float) -> None:
     eager, captured = fits["", 0.0], fits[scope, cap]
+    assert "error" not in captured, captured["error"]
     for kind in ("losses", "parameters", "random"):
         assert captured[kind] == eager[kind], kind
     assert captured["peak"] <= cap * eager["peak"]
     assert len(captured["said"]) <= 2, captured["said"]
-    if cap >= 1.25:
+    if cap >= ROOMY[scope]:
         assert captured["replayed"] > 0, captured["said"]
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_how_much_a_fit_takes(fits: Fits, scope: str) -> None:
     eager, captured = fits["", 0.0], fits[scope, 0.0]
+    assert "error" not in captured, captured["error"]
     assert captured["losses"] == eager["losses"]
     assert captured["replayed"] > 0, captured["said"]
     ratios = {kind: captured[kind] / eager[kind] for kind in ("peak", "allocated")}

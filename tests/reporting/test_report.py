@@ -115,11 +115,11 @@ class TestPlot:
         assert [text.get_text() for text in gains.texts] == ["2.50x"]
         assert [text.get_text() for text in gains.get_yticklabels()] == ["x f32[32,128], y i64[32]"]
 
-    def test_a_rehearsal_has_no_speed_up(self) -> None:
+    def test_a_rehearsal_has_no_times(self) -> None:
         pytest.importorskip("matplotlib")
-        (times,) = example(backend="emulated").plot().axes
-        assert times.get_title() == "Times of the first steps (rehearsed on the CPU)"
-        assert [len(bars) for bars in times.containers] == [2, 1]
+        (axes,) = example(backend="emulated").plot().axes
+        assert list(axes.containers) == []
+        assert "rehearsed on the CPU" in axes.get_title()
 
     @pytest.mark.parametrize("changes", [{}, {"times": ()}, {"graphs": ()}], ids=str)
     def test_it_becomes_a_picture(self, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ class TestPlot:
 
     def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UnsupportedError, match=r'pip install "lightning-graphs\[report\]"'):
+        with pytest.raises(UnsupportedError, match=r"pip install matplotlib"):
             example().plot()
 
 
@@ -164,10 +164,12 @@ class TestTable:
     def test_a_rehearsal_shows_no_times_of_steps(self) -> None:
         rehearsed, real = example(backend="emulated"), example()
         assert "say nothing about a GPU" in render(rehearsed)
-        for text in ("2.50x", "5.250", "2.100", "speed-up"):
-            assert text not in f"{render(rehearsed)} {summary_line(rehearsed)} {rehearsed!r}"
+        for text in ("2.50x", "5.250", "2.100", "speed-up", "captured in", "310", "330"):
+            assert text not in f"{render(rehearsed)} {summary_line(rehearsed)}"
         assert "speed-up" in render(real)
-        assert "graphs/speed_up" not in rehearsed.metrics()
+        assert not {"speed_up", "eager_ms", "replay_ms", "capture_ms"} & {
+            name.removeprefix("graphs/") for name in rehearsed.metrics()
+        }
         assert "say nothing about a GPU" not in render(real)
         assert summary_line(real).endswith(
             "2.100 ms a step instead of 5.250 ms (2.50x), 1 fallback"

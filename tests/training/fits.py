@@ -256,7 +256,9 @@ def prepare(
     """
     seed_everything(seed, verbose=False)
     wanted = {"backend": backend, "on_failure": "raise", "scope": "step", **(capture or {})}
-    wanted.setdefault("profit_gate", False)  # what a test is about is captured, if it pays or not
+    wanted.setdefault(
+        "only_if_faster", False
+    )  # what a test is about is captured, if it pays or not
     own = GraphCapture(**wanted)
     seen = trace()
     logger = CSVLogger(str(root / ("captured" if captured else "eager")), name="logs")

@@ -129,7 +129,7 @@ def _eager(said: str, elsewhere: str, replays: int = 0) -> Expect:
     def expect(rank: int, fit: Fit) -> None:
         assert fit.statistics.replayed == replays
         (line,) = fit.statistics.fallbacks
-        assert (said if rank == ODD else elsewhere) in line
+        assert (said if rank == ODD else elsewhere) in line, line
 
     return expect
 

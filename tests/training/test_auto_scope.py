@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_graphs import CaptureError
 from lightning_graphs.core import is_current_stream_capturing
 from tests.training.fits import (
     GradientTrace,
@@ -118,7 +119,7 @@ def test_submodules_where_an_attribute_keeps_changing(
     assert statistics.replayed > 0
     if scope == "auto":
         (reason,) = statistics.fallbacks
-        assert reason.startswith("no graph of the whole step: ")
+        assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
         assert re.search(
             r"self\.w: 0\.\d+ -> 0\.\d+\n  remedy: .*a buffer that a hook fills", reason
         )
@@ -148,7 +149,7 @@ def test_submodules_where_a_global_keeps_changing(backend: str, tmp_path: Path) 
     assert statistics.modules == ["net"]
     assert statistics.replayed > 15
     (reason,) = statistics.fallbacks
-    assert reason.startswith("no graph of the whole step: ")
+    assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
     assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+\n  remedy: .*a buffer that a hook fills", reason)
 
 
@@ -225,11 +226,12 @@ def test_eager_steps_where_nothing_can_be_captured(backend: str, tmp_path: Path)
     assert_nothing_left(captured)
 
 
-@SAYS
-def test_raise_means_that_nothing_could_be_captured(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [Nothing, Counted])
+def test_raise_means_the_first_refusal(backend: str, tmp_path: Path, module: Any) -> None:
+    """Also where graphs of submodules would have been possible."""
     capture = {**AUTO, "on_failure": "raise"}
-    fit = prepare(backend, tmp_path, True, module=Nothing, capture=capture, validation=0)
-    with pytest.raises(Exception, match="needs a submodule that can be captured"):
+    fit = prepare(backend, tmp_path, True, module=module, capture=capture, validation=0)
+    with pytest.raises(CaptureError, match=r"on the host(?s:.*)test_auto_scope\.py:"):
         fit.run()
     assert_nothing_left(fit)
 
@@ -302,7 +304,9 @@ def test_submodules_where_the_whole_step_computes_something_else(
         f"module {name}" for name in statistics.modules
     }
     whole, *modules = statistics.fallbacks
-    assert whole.startswith("no graph of the whole step: A replay computes what")
+    assert whole.startswith(
+        "cannot capture the whole step; capturing submodules instead: A replay computes what"
+    )
     names = ["net", "net.1", "net.1.1", "net.1.1.1"]
     for name, reason in zip(names, modules, strict=True):
         assert reason.startswith(f"`{name}` runs eagerly: ")

@@ -153,7 +153,7 @@ def test_graphs_that_are_always_dropped_end(monkeypatch: pytest.MonkeyPatch) -> 
     assert "graphs have to be dropped before they have paid off (9 graphs" in fit.cache.why_not
 
 
-@pytest.mark.parametrize("given", [{"capture_after": 1}, {"profit_gate": False}])
+@pytest.mark.parametrize("given", [{"min_repeats": 1}, {"only_if_faster": False}])
 def test_sightings_decide_alone_where_asked(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:

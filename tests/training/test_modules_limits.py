@@ -136,7 +136,7 @@ def test_the_search_for_the_right_graphs_ends(backend: str, tmp_path: Path) -> N
     compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 1
     assert len(captured.statistics.fallbacks) == 1
-    assert "a call of `blocks.0` runs eagerly" in captured.statistics.fallbacks[0]
+    assert "calls of `blocks.0` run eagerly: their arguments" in captured.statistics.fallbacks[0]
 
 
 class Reading(Block):
@@ -414,3 +414,57 @@ def test_what_a_refused_call_has_read_binds_no_other(
     assert captured.statistics.captures == 1
     assert captured.statistics.replayed >= 10
     assert captured.module.block.calls == eager.module.block.calls
+
+
+class Routed(nn.Module):
+    """A mixture of experts: each gets the rows that a gate chooses, so many or so many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        for i, expert in enumerate(self.experts):
+            (rows,) = (chosen == i).nonzero(as_tuple=True)
+            x = x.index_add(0, rows, expert(x[rows]))
+        return x
+
+
+class MixtureOfExperts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.net[0].in_features
+        self.before, self.routed = nn.Linear(width, 8), Routed()
+        self.after = nn.Linear(8, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.after(self.routed(self.before(batch["x"])))
+        return super().training_step({**batch, "x": x}, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["modules", "auto"])
+def test_calls_whose_shapes_follow_from_values_are_left_out(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=MixtureOfExperts,
+        capture={"scope": scope},
+        data=lambda: batches(30),
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    statistics = captured.statistics
+    assert statistics.modules == ["before", "routed.gate", "after", "net"]
+    assert statistics.captures == 1
+    assert statistics.replayed > 15
+    found = replays(captured)
+    assert {found[f"module {name}"] for name in statistics.modules} == {statistics.replayed}
+    experts, routed = statistics.fallbacks[-2:]
+    assert "`routed` and what calls it run eagerly: it contains an operator" in routed
+    assert "test_modules_limits.py:" in routed
+    assert "calls of `routed.experts.0` and 3 others run eagerly" in experts

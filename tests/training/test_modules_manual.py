@@ -197,7 +197,7 @@ def test_networks_that_are_called_repeatedly_are_not_chosen_unasked(
         for name, times in (("generator", 2), ("critic", 3))
     ] + [
         "steps run eagerly: no submodule of them could be captured. "
-        "modules=[...] names some, doctor=True lists what is in the way"
+        "modules=[...] names some, diagnose=True lists what is in the way"
     ]
 
 

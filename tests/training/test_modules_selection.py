@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,20 @@ def test_a_module_and_its_ancestor_are_refused() -> None:
         names("encoder", "Layer")
     with pytest.raises(OptionError, match=r"exclude=\['backbone'\]"):
         names("backbone", "backbone.0")
+
+
+def test_the_remedy_against_ancestors_can_be_followed() -> None:
+    with pytest.raises(OptionError, match="A module and one of its own ancestors") as caught:
+        names("encoder", "encoder.layers.*", "Linear", exclude=["backbone.0"])
+    exclude = caught.value.remedy.partition("exclude=")[2]
+    assert names("encoder", "encoder.layers.*", "Linear", exclude=ast.literal_eval(exclude)) == [
+        f"{layer}.inner" for layer in LAYERS
+    ]
+
+
+def test_what_is_excluded_inside_of_a_module_is_not_graphed_with_it() -> None:
+    with pytest.raises(OptionError, match=r"names `encoder\.norm`, .* `encoder` around it"):
+        names("encoder", exclude=["encoder.norm"])
 
 
 def test_a_class_name_that_several_classes_have_is_refused() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
+from torch import Tensor, nn
 
-from tests.training.fits import Net, compare, fit_twice
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.test_batches import lengths
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -120,3 +122,149 @@ def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path
     )  # fmt: skip
     compare(eager, captured)
     assert captured.statistics.captures == 5
+
+
+SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
+
+
+@SAYS
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+@pytest.mark.parametrize("steps", [1, 3, 4, 5])
+def test_a_fit_that_ends_before_its_first_graph_says_why(
+    backend: str, tmp_path: Path, scope: str, steps: int
+) -> None:
+    fit = prepare(
+        backend, tmp_path, True, capture={"scope": scope}, max_steps=steps, validation=0
+    ).run()
+    report = fit.capture.report
+    assert (report.replayed, report.eager) == (0, steps)
+    (reason,) = report.fallbacks
+    assert reason.startswith("steps run eagerly: ")
+    if steps <= 3:
+        assert f"the fit ended after {steps} " in reason
+        assert "warmup_steps=3" in reason
+
+
+@SAYS
+def test_a_fast_dev_run_says_why(backend: str, tmp_path: Path) -> None:
+    fit = prepare(backend, tmp_path, True, fast_dev_run=True, logger=False, validation=0).run()
+    (reason,) = fit.capture.report.fallbacks
+    assert "the fit ended after 1 step," in reason
+
+
+class Moments(Callback):
+    """After which step something was said."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        [graphs] = [one for one in trainer.callbacks if hasattr(one, "statistics")]
+        if graphs.statistics.fallbacks and not self.steps:
+            self.steps.append(trainer.global_step)
+
+
+def never_back(kind: str) -> list[dict[str, Any]]:
+    if kind == "lengths":
+        return lengths(*range(4, 44))()
+    return [
+        {**batch, "ids": [f"{i:06}-{j}" for j in range(64)]} for i, batch in enumerate(batches(40))
+    ]
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize(("kind", "remedy"), [("lengths", "pad "), ("ids", "tensors of")])
+def test_batches_of_which_none_comes_back_are_said_after_eight(
+    backend: str, tmp_path: Path, scope: str, kind: str, remedy: str
+) -> None:
+    moments = Moments()
+    fit = prepare(
+        backend, tmp_path, True, data=lambda: never_back(kind), capture={"scope": scope},
+        callbacks=lambda: [moments], validation=0, max_epochs=1,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=rf"The last two steps differ: .*\n  remedy: .*{remedy}"):
+        fit.run()
+    assert moments.steps == [3 + 8]
+    (reason,) = fit.capture.report.fallbacks
+    assert len(reason) < 400
+
+
+class Reading(nn.Linear):
+    """Reads a value on the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2 if x.sum().item() > 100 else x
+
+
+class ManyReads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Reading(8, 8)) for _ in range(6)))
+
+
+def test_the_same_refusal_of_many_modules_is_said_once(
+    backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, lines: Lines
+) -> None:
+    capture = {"scope": "auto", "on_failure": "eager"}
+    fits = fit_twice(backend, tmp_path, module=ManyReads, capture=capture, validation=0)
+    compare(*fits, replayed=False)
+    said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
+    assert len(said) == 1
+    whole, modules = fits[1].capture.report.fallbacks
+    assert whole.startswith("cannot capture the whole step; capturing submodules instead: ")
+    assert modules.startswith("`net`, `net.0`, `net.0.1` and 10 more run eagerly: ")
+    (graphs,) = lines("graphs for")
+    assert graphs.endswith("graphs for net.*.0 (6)")
+
+
+class Branching(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 2 if loss.item() > 0.5 else loss
+
+
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+@pytest.mark.parametrize("module", [Branching, ManyReads, moving(1)])
+def test_a_warning_has_two_lines_at_most(
+    backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, lines: Lines,
+    module: Any, scope: str,
+) -> None:  # fmt: skip
+    capture = {"scope": scope, "on_failure": "eager"}
+    data = {"data": lambda: batches(50), "max_epochs": 1, "validation": 0}
+    fit = prepare(backend, tmp_path, True, module=module, capture=capture, **data).run()
+    said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
+    assert all(len(text.splitlines()) <= 2 for text in said)
+    reasons = fit.capture.report.fallbacks
+    refused = [text for text in said if "\n" in text]
+    assert refused or (scope, module) == ("modules", Branching) or module.__name__ == "Stepwise"
+    for text in refused:
+        what, remedy = text.splitlines()
+        assert "test_notices.py:" in what or "self.share" in what
+        assert remedy.startswith("  remedy: ")
+    assert sum("\n  observed: " in reason for reason in reasons) >= len(refused)
+    assert not lines("become graphs, since")
+
+
+class Replaced(Net):
+    """Exchanges the memory of a parameter after every step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[0].weight.data = self.net[0].weight.data.clone()
+
+
+@SAYS
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_the_same_reason_to_capture_again_is_said_once(
+    backend: str, tmp_path: Path, lines: Lines, scope: str
+) -> None:
+    capture = {"scope": scope, "on_failure": "eager", "capture_after": 0}
+    fits = fit_twice(
+        backend, tmp_path, module=Replaced, data=lambda: batches(60), max_epochs=1, capture=capture
+    )
+    compare(*fits, replayed=False)
+    said, reasons = lines("recapturing"), fits[1].capture.report.recaptures
+    assert len(said) == len(set(reasons)) < len(reasons)
+    (table,) = lines("steps replayed")
+    shown = table.partition("Recaptures:\n")[2].splitlines()
+    assert shown == [f"  {text} ({reasons.count(text)} times)" for text in dict.fromkeys(reasons)]

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
+from torch import nn
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import GraphError, UnsupportedError
+from lightning_graphs.training.options import OptionError
+from lightning_graphs.training.plugins import capture_of
+from tests.training.fits import compare, fit_twice, prepare
+from tests.training.leftovers import assert_nothing_left
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("scope", "everything", "scope is one of"),
-    ("backend", "tpu", "backend is one of 'auto', 'cuda', 'emulated'"),
-    ("on_failure", "ignore", "on_failure is one of 'eager', 'raise'"),
-    ("warmup_steps", 0, "warmup_steps is a whole number of at least 1"),
-    ("warmup_steps", 2.0, "warmup_steps is a whole number"),
-    ("warmup_steps", True, "warmup_steps is a whole number"),
-    ("capture_after", -1, "capture_after is a whole number of at least 0"),
-    ("max_graphs", 0, "max_graphs is a whole number of at least 1"),
+    ("scope", "everything", "scope must be one of"),
+    ("backend", "tpu", "backend must be one of 'auto', 'cuda', 'emulated'"),
+    ("on_failure", "ignore", "on_failure must be one of 'eager', 'raise'"),
+    ("warmup_steps", 0, "warmup_steps must be a whole number of at least 1"),
+    ("warmup_steps", 2.0, "warmup_steps must be a whole number"),
+    ("warmup_steps", True, "warmup_steps must be a whole number"),
+    ("min_repeats", -1, "min_repeats must be a whole number of at least 0"),
+    ("max_graphs", 0, "max_graphs must be a whole number of at least 1"),
     ("max_graphs", "8", "write max_graphs=1 or more"),
-    ("memory", -0.5, "memory is a part of the peak of eager steps, or 'auto'"),
+    ("verify", 0, "verify must be True, False, or a whole number"),
+    ("verify", "of", "verify must be True, False, or a whole number"),
+    ("memory", -0.5, "memory must be a part of the peak of eager steps, or 'auto'"),
     ("memory", "1.0", "write memory=0.35"),
-    ("memory", True, "memory is a part of the peak"),
+    ("memory", True, "memory must be a part of the peak"),
 ]
 
 
@@ -40,5 +49,68 @@ def test_options_are_keyword_only() -> None:
 
 def test_defaults() -> None:
     options = GraphCapture().options
-    assert (options.warmup_steps, options.capture_after, options.max_graphs) == (3, None, None)
+    assert (options.warmup_steps, options.min_repeats, options.max_graphs) == (3, None, None)
     assert (options.on_failure, options.backend) == ("eager", "auto")
+
+
+OLD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"capture_after": 4}, {"min_repeats": 4}),
+    ({"eval_graphs": True}, {"validation": True}),
+    ({"profit_gate": True}, {"only_if_faster": True}),
+    ({"doctor": True}, {"diagnose": True}),
+    ({"verify": "off"}, {"verify": False}),
+    ({"verify": "first"}, {"verify": True}),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), OLD, ids=str)
+def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[str, Any]) -> None:
+    [(name, value)] = new.items()
+    with pytest.warns(FutureWarning, match=f"write {name}={value!r}") as said:
+        options = GraphCapture(**old).options
+    assert options == GraphCapture(**new).options
+    assert [one.filename for one in said] == [__file__]
+
+
+def test_old_names_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(FutureWarning, match="write only_if_faster=False"):
+        graphs = capture_of("profit_gate: false")
+    assert not graphs.options.only_if_faster
+
+
+def test_a_name_that_was_never_one() -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_graph'.*max_graphs"):
+        GraphCapture(max_graph=3)
+
+
+class TestNoOptionIsIgnored:
+    def test_exclude_beside_whole_steps(self) -> None:
+        with pytest.raises(OptionError, match=r"scope='step', exclude=\['net'\]") as caught:
+            GraphCapture(scope="step", exclude=["net"])
+        assert "scope='modules'" in caught.value.remedy
+
+    def test_exclude_asks_for_graphs_of_submodules(self, backend: str, tmp_path: Path) -> None:
+        capture = {"scope": "auto", "exclude": ["net.0"]}
+        eager, captured = fit_twice(backend, tmp_path, capture=capture)
+        compare(eager, captured)
+        assert captured.statistics.modules == ["net.1", "net.4"]
+
+    def test_exclude_with_a_typo(self, backend: str, tmp_path: Path) -> None:
+        fit = prepare(backend, tmp_path, True, capture={"scope": "auto", "exclude": ["nett"]})
+        with pytest.raises(OptionError, match=r"'nett' matches nothing\n.*nearest names are net"):
+            fit.run()
+        assert_nothing_left(fit)
+
+    def test_two_in_one_trainer(self, backend: str, tmp_path: Path) -> None:
+        second = GraphCapture(backend=backend)  # type: ignore[arg-type]
+        fit = prepare(backend, tmp_path, True, callbacks=lambda: [second])
+        with pytest.raises(OptionError, match="one GraphCapture") as caught:
+            fit.run()
+        assert "2 of them" in caught.value.observed
+        assert_nothing_left(fit)
+
+    def test_fabric_is_told_that_it_needs_a_trainer(self) -> None:
+        fabric = Fabric(accelerator="cpu", devices=1, callbacks=[GraphCapture()])
+        with pytest.raises(UnsupportedError, match="Trainer") as caught:
+            fabric.setup(nn.Linear(2, 2))
+        assert "lightning_graphs.core" in caught.value.remedy

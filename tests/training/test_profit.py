@@ -101,7 +101,11 @@ class TestInAFit:
     ) -> None:
         eager = prepare(backend, tmp_path, False, max_epochs=3).run()
         fit = prepare(
-            backend, tmp_path, True, max_epochs=3, capture={"profit_gate": True, "capture_after": 2}
+            backend,
+            tmp_path,
+            True,
+            max_epochs=3,
+            capture={"only_if_faster": True, "capture_after": 2},
         )
         taken_over: list[bool] = []
 
@@ -109,7 +113,9 @@ class TestInAFit:
             taken_over.append("training_step" in vars(trainer.strategy))
 
         monkeypatch.setattr(fit.trace, "on_train_epoch_end", look)
-        with pytest.warns(UserWarning, match=r"switched off by profit_gate: a replayed step take"):
+        with pytest.warns(
+            UserWarning, match=r"switched off by only_if_faster: a replayed step take"
+        ):
             given(monkeypatch, fit, 1.0, 1.5).run()
         # Five eager steps, one that captured and replayed, eight that were timed.
         assert fit.statistics.replayed == 1 + SAMPLES
@@ -131,7 +137,7 @@ class TestInAFit:
         replay: float,
         gate: bool,
     ) -> None:
-        fit = prepare(backend, tmp_path, True, capture={"profit_gate": gate, "capture_after": 2})
+        fit = prepare(backend, tmp_path, True, capture={"only_if_faster": gate, "capture_after": 2})
         given(monkeypatch, fit, 1.0, replay).run()
         assert (fit.statistics.eager, fit.statistics.replayed) == (5, 15)
         assert fit.statistics.fallbacks == []
@@ -146,9 +152,9 @@ class TestInAFit:
         fit = prepare(backend, tmp_path, True)
         with caplog.at_level(logging.INFO, logger=INFO.name):
             given(monkeypatch, fit, 1.0, 1.5).run()
-        said = [r.getMessage() for r in caplog.records if "profit_gate" in r.getMessage()]
+        said = [r.getMessage() for r in caplog.records if "only_if_faster" in r.getMessage()]
         assert len(said) == 1
-        assert re.search(r"takes 1\.500 ms .* GraphCapture\(profit_gate=True\)", said[0])
+        assert re.search(r"takes 1\.500 ms .* GraphCapture\(only_if_faster=True\)", said[0])
 
     def test_a_busy_gpu_is_told_of_torch_compile(
         self,
@@ -161,13 +167,13 @@ class TestInAFit:
         with caplog.at_level(logging.INFO, logger=INFO.name):
             given(monkeypatch, fit, 1.0, 0.98).run()
         assert any("torch.compile" in record.getMessage() for record in caplog.records)
-        assert not any("profit_gate" in record.getMessage() for record in caplog.records)
+        assert not any("only_if_faster" in record.getMessage() for record in caplog.records)
         assert "torch.compile" in fit.capture.report.verdict
 
     def test_a_rehearsal_is_not_judged(
         self, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fit = prepare(backend, tmp_path, True, capture={"profit_gate": True, "capture_after": 2})
+        fit = prepare(backend, tmp_path, True, capture={"only_if_faster": True, "capture_after": 2})
         given(monkeypatch, fit, 1.0, 9.0, meaningful=False).run()
         assert fit.statistics.replayed == 15
         assert fit.capture.report.verdict == ""
@@ -176,9 +182,9 @@ class TestInAFit:
         assert not reporter.stopwatch_for(torch.device("cpu")).meaningful
 
 
-@pytest.mark.parametrize("name", ["profit_gate", "log_metrics"])
+@pytest.mark.parametrize("name", ["only_if_faster", "log_metrics"])
 def test_the_options_are_switches(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is True or False(.|\n)*{name}='yes'"):
+    with pytest.raises(ValueError, match=rf"{name} must be True or False(.|\n)*{name}='yes'"):
         GraphCapture(**{name: "yes"})
 
 

@@ -121,7 +121,7 @@ def test_with_dropout_their_siblings_are_graphed(backend: str, tmp_path: Path, s
     if scope == "auto":
         (reason,) = whole
         assert reason.startswith(
-            f"submodules become graphs, not the whole step: `encoder.recurrent` {REASON}"
+            f"capturing submodules, not the whole step: `encoder.recurrent` {REASON}"
         )
     assert_nothing_left(fits[1])
 

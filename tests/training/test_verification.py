@@ -143,9 +143,9 @@ def test_without_verification_the_first_one_is_the_default() -> None:
     assert GraphCapture().options.verify == "first"
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, "always", None])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "always", None])
 def test_impossible_values(value: Any) -> None:
-    with pytest.raises(OptionError, match="verify is"):
+    with pytest.raises(OptionError, match="verify must be"):
         GraphCapture(verify=value)
 
 

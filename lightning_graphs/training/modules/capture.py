@@ -20,13 +20,13 @@ from lightning_graphs.core.lending import Source
 from lightning_graphs.core.order import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.refusals import refuse_written_arguments
-from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import (
+    capture_unseen,
     has_compiled_anything,
     has_gradient_hooks,
 )
-from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
 from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
@@ -45,21 +45,11 @@ def pattern_of(calls: Sequence[ObservedCall], observation: Observation) -> Hasha
     """What tells one step from another with the same batch: which calls, and in which order."""
     number = {call: i for i, call in enumerate(calls)}
     return (
-        tuple(map(_described, calls)),
+        tuple(call.key() for call in calls),
         tuple(
             (number[call], direction) for call, direction in observation.passes if call in number
         ),
     )
-
-
-def _described(call: ObservedCall) -> Hashable:
-    # The switches of torch count where the call noted them; those of now are the same for all.
-    modes = Modes.current("cpu")
-    try:
-        signature: Hashable = Signature.of(call.args, call.kwargs, modes=modes)[0]
-    except CaptureError:
-        signature = None
-    return call.name, signature, call.autocast, call.grad_enabled, call.frozen, call.training
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +325,7 @@ class _Capture:
         call = self._call
         try:
             # Leaving inference mode turns autograd on, whatever it was.
-            with torch.inference_mode(False), self._state.restored():
+            with torch.inference_mode(False), self._state.restored(), capture_unseen([]):
                 return run()
         except GraphError as error:
             self._surroundings.baked.outside.empty_caches()  # of the run that explains the refusal

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, is_compiled_in_place, module_hooks
+from lightning_graphs.training.modules.kinds import StepKind
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
-from lightning_graphs.training.modules.selection import excluded, select
+from lightning_graphs.training.modules.selection import excluded, is_inside, select
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.uncapturable import has_own_dropout, obstacle_in
+
+_SHAPES = 3
+"""Of so many shapes in steps of one kind, the arguments of a call do not come back."""
 
 
 class Choice:
@@ -37,6 +41,8 @@ class Choice:
         self._shown: dict[tuple[nn.Module, int], str] = {}
         self._named: Mapping[str, nn.Module] = {}
         self._left_out: set[str] = set()
+        self._observed: Counter[Hashable] = Counter()
+        self._keys: dict[Hashable, set[Hashable]] = {}
         if options.modules:
             self._named = select(root, options.modules, options.exclude)
         else:
@@ -62,6 +68,38 @@ class Choice:
         self._shown |= found
         return bool(found)
 
+    def leave_out_unsteady(
+        self, kind: StepKind, observation: Observation, note: Callable[[str], None]
+    ) -> list[nn.Module]:
+        """Leave out, for good, modules whose arguments change from step to step of one kind.
+
+        Returns:
+            Those that are left out from now on.
+        """
+        self._observed[kind] += 1
+        found: dict[nn.Module, str] = {}
+        for call in observation.calls:
+            keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
+            keys.add(call.key())
+            few = 2 if call.follows_values else _SHAPES
+            batch_tells = call.follows_values or kind.signature is not None
+            if batch_tells and len(keys) >= few and call.module not in self._refused:
+                found[call.module] = call.name
+        if found:
+            first, *others = found.values()
+            also = f" and {len(others)} others" if others else ""
+            why = f" ({observation.shaped_by})" if observation.shaped_by else ""
+            note(
+                f"calls of `{first}`{also} run eagerly: their arguments have other shapes in each "
+                f"step{why}; give them a fixed shape, such as a capacity for each expert"
+            )
+            self._refused |= set(found)
+        return list(found)
+
+    def is_sure(self, kind: StepKind, observation: Observation) -> bool:
+        """Whether it is known which arguments follow from values, and not from the batch."""
+        return not observation.shaped_by or self._observed[kind] > 1
+
     def _reason(self, call: ObservedCall) -> str | None:
         return call.obstacle() or self._shown.get((call.module, call.ordinal))
 
@@ -78,6 +116,8 @@ class Choice:
             for call in observation.calls:
                 if has_own_dropout(call.module):  # all the same where its siblings are graphed
                     note(_left_out(call.name, _obstacle(call.module, observation)))
+                if call.shaped_by and not any(c.shaped_by for c in self._inside(call, observation)):
+                    note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
                 if call.parent is None:
                     inside = self._largest([call], times, observation)
                     found += inside
@@ -107,9 +147,12 @@ class Choice:
         if self._by_name:
             return left
         times = Counter(call.module for call in observation.calls)
-        inside = [call for call in observation.calls if call.parent is refused]
-        chosen = {*left, *self._largest(inside, times, observation)}
+        chosen = {*left, *self._largest(self._inside(refused, observation), times, observation)}
         return [call for call in observation.calls if call in chosen]
+
+    @staticmethod
+    def _inside(call: ObservedCall, observation: Observation) -> list[ObservedCall]:
+        return [inner for inner in observation.calls if inner.parent is call]
 
     def _largest(
         self, calls: Sequence[ObservedCall], times: Mapping[nn.Module, int], observed: Observation
@@ -118,8 +161,7 @@ class Choice:
         found: list[ObservedCall] = []
         for call in calls:
             if call.module in self._refused or self._obstacle(call, times, observed) is not None:
-                inside = [c for c in observed.calls if c.parent is call]
-                found += self._largest(inside, times, observed)
+                found += self._largest(self._inside(call, observed), times, observed)
             else:
                 found.append(call)
         return found
@@ -127,13 +169,17 @@ class Choice:
     def _obstacle(
         self, call: ObservedCall, times: Mapping[nn.Module, int], observed: Observation
     ) -> str | None:
-        reason = self._reason(call)
+        reason = _shaped(call) if call.shaped_by else self._reason(call)
         if reason is None and times[call.module] > 1:
             reason = (
                 f"is called {times[call.module]} times in a step; "
                 f'modules=["{call.name}"] names it all the same'
             )
         return _obstacle(call.module, observed) or (reason and f"it {reason}")
+
+
+def _shaped(call: ObservedCall) -> str:
+    return f"contains an operator whose output shape depends on values: {call.shaped_by}"
 
 
 def _left_out(name: str, reason: str | None) -> str:
@@ -155,12 +201,12 @@ def _is_closed(module: nn.Module) -> bool:
 
 
 def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
-    """Every submodule with parameters that is not left out, nor inside of one that is."""
+    """Every submodule with parameters that is not left out, inside of one that is, or around it."""
     return {
         name: module
         for name, module in root.named_modules()
         if name
-        and not any(f"{name}.".startswith(f"{outer}.") for outer in left_out)
+        and not any(o == name or is_inside(name, o) or is_inside(o, name) for o in left_out)
         and next(module.parameters(), None) is not None
     }
 

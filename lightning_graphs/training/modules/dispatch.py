@@ -210,7 +210,7 @@ class GraphedForward(Entry):
         except (CaptureError, CallDiffers) as error:
             if isinstance(error, CallDiffers) and stage.options.on_failure == "raise":
                 raise
-            stage.statistics.note(f"`{self._label}` runs eagerly without autograd: {error}")
+            stage.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
             return None
         enter([site], stage.statistics, "; without autograd")
         self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))

@@ -21,6 +21,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.conditions import moved_values
 from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
+from lightning_graphs.training.statistics import listed
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _TURNS = 8
@@ -124,7 +125,7 @@ class StepOfModules:
         """What is different in another step, for a person to read."""
         lines = self.kind.change(to.kind)
         lines += moved_values(self.baked.values, to.baked.values)
-        return "; ".join(lines) or "a step calls its modules differently"
+        return listed(lines) or "a step calls its modules differently"
 
     def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
         """Whether a step with these arguments is of this kind."""

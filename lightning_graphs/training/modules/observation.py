@@ -11,15 +11,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.leaves import alias_groups
+from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
+    has_compiled_anything,
     in_transform,
     version_of,
     will_execute,
@@ -39,10 +44,12 @@ class Observation:
     Attributes:
         calls: Calls in the order of their beginning.
         passes: Forward and backward passes of these calls in the order in which they ran.
+        shaped_by: The first operator whose output shape depends on values; empty if there is none.
     """
 
     calls: list[ObservedCall] = field(default_factory=list)
     passes: list[tuple[ObservedCall, Direction]] = field(default_factory=list)
+    shaped_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,30 @@ class WatchedForward(Entry):
         return output
 
 
+class _ShapesOfValues(TorchDispatchMode):
+    """Calls ``found`` with every operator whose output shape depends on values."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, found: Callable[[Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = isinstance(func, OpOverload)
+        if known and operator_obstacle(func, args, kwargs, (), _is_constant) is DYNAMIC_SHAPE:
+            self._found(func)
+        return func(*args, **kwargs)
+
+
+def _is_constant(value: Tensor) -> bool:
+    """Whether a value that a mask assigns may be a Python number: benefit of the doubt."""
+    return True
+
+
 class _Token:
     """Lives as long as the autograd graph of some outputs."""
 
@@ -146,6 +177,9 @@ class StepObserver:
                 forward.name, forward.observer = name, self
                 self._forwards.append(forward)
         self._is_watching = False
+        self._sites = CallSiteFinder()
+        # A dispatch mode would let compiled code run eagerly.
+        self._looks_at_shapes = not has_compiled_anything()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -156,12 +190,21 @@ class StepObserver:
         forwards, self._is_watching = self._forwards, True
         for forward in forwards:
             forward.install()
+        stepping = self._looks_at_shapes and self._is_stepping()
         try:
-            yield
+            with _ShapesOfValues(self._takes_shape) if stepping else contextlib.nullcontext():
+                yield
         finally:
             self._is_watching = False
             for forward in forwards:
                 forward.uninstall()
+
+    def _takes_shape(self, func: Any) -> None:
+        """Note that an operator took the shape of its output from values."""
+        reason = f"{func} at {self._sites.here().describe()}"
+        self.observation.shaped_by = self.observation.shaped_by or reason
+        for call in self._open:
+            call.shaped_by = call.shaped_by or reason
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note that a call of a module begins."""
@@ -173,6 +216,7 @@ class StepObserver:
         parent = self._open[-1] if self._open else None
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
         call.ordinal = self._times[module]
+        call.follows_values = bool(self.observation.shaped_by)
         call.transformed = transformed
         # Precision plugins set the default dtype for the step's own code alone.
         call.switched = self._kernels._replace(dtype=call.kernels.dtype).changes(call.kernels)
@@ -295,13 +339,17 @@ class StepObserver:
             call.outlives |= call.backwards == 0 and token() is not None
         for made in self._shared:
             made.call.rewritten |= version_of(made.tensor) != made.version
-        self._graphs.clear()
-        self._shared.clear()
-        self._open.clear()
-        self._made.clear()
+        for held in (self._graphs, self._shared, self._open, self._made, self._given):
+            held.clear()
         for call in self.observation.calls:
             if call.arguments is not None:
                 call.written = call.arguments.written()
+
+    def discard(self) -> None:
+        """End the observation, and let go of what it holds while a step still runs under it."""
+        self.remove()
+        self._originals.clear()
+        self.observation = Observation()
 
 
 def _has_address(tensor: Tensor) -> bool:

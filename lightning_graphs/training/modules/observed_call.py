@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.kernel_choice import KernelChoice
+from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import current_autograd_node
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.modules.arguments import WatchedArguments
 
 
@@ -51,6 +53,9 @@ class ObservedCall:
             after the call, before the next step began.
         gradient_strides: In which strides the gradients of its outputs came, by the index of each.
         draws: It has drawn random numbers on a GPU.
+        shaped_by: An operator inside of it whose output shape depends on values; or empty.
+        follows_values: Such an operator ran before it in the step: its arguments may have any
+            shape in the next one.
         written: Which of the tensors among them the call has written, by whatever way; None where
             nobody could tell.
     """
@@ -81,6 +86,8 @@ class ObservedCall:
     rewritten: bool = False
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False
+    shaped_by: str = ""
+    follows_values: bool = False
     written: list[bool] | None = None
 
     @classmethod
@@ -108,6 +115,16 @@ class ObservedCall:
             parent,
             recomputed=current_autograd_node() is not None,
         )
+
+    def key(self) -> Hashable:
+        """What tells this call from another one of its module."""
+        # The switches of torch count where the call noted them; those of now are the same for all.
+        modes = Modes.current("cpu")
+        try:
+            signature: Hashable = Signature.of(self.args, self.kwargs, modes=modes)[0]
+        except CaptureError:
+            signature = None
+        return self.name, signature, self.autocast, self.grad_enabled, self.frozen, self.training
 
     def obstacle(self) -> str | None:
         """Why this call cannot be a graph, in words that follow its name; None if it can.

@@ -61,7 +61,7 @@ class ModuleRunner:
         self._graphs = ModuleGraphs(
             module, options, pool, gradients, statistics, schedule, investment
         )
-        if options.eval_graphs:
+        if options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
         self._update: CapturedUpdate | None = None
@@ -90,7 +90,8 @@ class ModuleRunner:
     @property
     def held(self) -> str:
         """What may leave too little memory for eager code that runs now; empty if nothing."""
-        return self._graphs.held
+        update = self._update
+        return self._graphs.held or ("update" if update is not None and update.is_new else "")
 
     def close(self) -> None:
         """Release every graph and give every module its forward back; may be called again."""

@@ -35,11 +35,13 @@ def select(
         Name and module, in the order of ``named_modules()``, each module once.
 
     Raises:
-        OptionError: a pattern matches nothing, or several classes, or a module and its ancestor.
+        OptionError: a pattern matches nothing, or several classes, or a module and its ancestor;
+            or ``exclude`` means a part of what ``patterns`` mean.
     """
     named = _submodules(root)
     wanted = _all_matches(named, patterns, "modules")
-    found = wanted - _all_matches(named, exclude, "exclude")
+    left_out = _all_matches(named, exclude, "exclude")
+    found = wanted - left_out
     if wanted and not found:
         raise OptionError(
             "modules names what is graphed, and exclude takes some of it out.",
@@ -47,14 +49,24 @@ def select(
             "leave out exclude, or name other modules",
         )
     chosen = [name for name in named if name in found]
-    for name in chosen:
-        ancestor = next((other for other in chosen if name.startswith(f"{other}.")), None)
-        if ancestor is not None:
+    for outer in chosen:
+        inner = next((name for name in left_out if is_inside(name, outer)), None)
+        if inner is not None:
             raise OptionError(
-                "A module and one of its own ancestors cannot both be graphed.",
-                f"modules={list(patterns)!r} name `{ancestor}` and `{name}`",
-                f"leave out one of them: exclude=[{ancestor!r}]",
+                "A graphed module is graphed with everything in it.",
+                f"exclude={list(exclude)!r} names `{inner}`, and modules={list(patterns)!r} "
+                f"`{outer}` around it",
+                f"name what is beside it instead: modules=['{outer}.*']",
             )
+    pairs = [(outer, name) for outer in chosen for name in chosen if is_inside(name, outer)]
+    if pairs:
+        outer, name = pairs[0]
+        both = [*exclude, *dict.fromkeys(outer for outer, _ in pairs)]
+        raise OptionError(
+            "A module and one of its own ancestors cannot both be graphed.",
+            f"modules={list(patterns)!r} name `{outer}` and `{name}`",
+            f"leave out the outer ones: exclude={both!r}",
+        )
     return {name: named[name] for name in chosen}
 
 
@@ -65,6 +77,11 @@ def excluded(root: nn.Module, patterns: Sequence[str]) -> set[str]:
         OptionError: a pattern matches nothing, or several classes.
     """
     return _all_matches(_submodules(root), patterns, "exclude")
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module is a part of another one, by their qualified names."""
+    return name.startswith(f"{outer}.")
 
 
 def _submodules(root: nn.Module) -> dict[str, nn.Module]:

@@ -217,11 +217,12 @@ class ModuleGraphs:
             if self._observed is None:  # else one waits for its values to come back
                 self._observe(kind)
         elif not self._cache.is_refused(key):
-            self._waiting.add(kind, self._cache.why_not, at_once=self._cache.is_full)
+            is_new, is_full = self._cache.is_new(key), self._cache.is_full
+            self._waiting.add(kind, self._cache.why_not, is_new=is_new, at_once=is_full)
         return None
 
-    def _difference(self, before: StepKind, kind: StepKind) -> str:
-        return "; ".join(before.change(kind) or moved_attributes(self._plans_of(kind)))
+    def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
+        return before.change(kind) or moved_attributes(self._plans_of(kind))
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
@@ -271,7 +272,7 @@ class ModuleGraphs:
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
-            self._observed.observer.remove()
+            self._observed.observer.discard()
             self._observed = None
 
     def _look_back(self, observed: Observed) -> StepOfModules | None:
@@ -295,6 +296,15 @@ class ModuleGraphs:
                 "steps run eagerly until one shows which module create_graph=True or "
                 f"retain_graph=True is about, {_PATIENCE} steps at most"
             )
+            return None
+        for module in self._choice.leave_out_unsteady(kind, observation, self._statistics.note):
+            if (forward := self._forwards.pop(module, None)) is not None:
+                forward.remove()
+                self._search = None
+        if searched and self._search is None:
+            return None
+        if not self._choice.is_sure(kind, observation):
+            self._observe(kind)
             return None
         calls = self._choice.first(observation, self._statistics.note)
         search = self._search
@@ -336,7 +346,7 @@ class ModuleGraphs:
             except NoRoomError as error:
                 if self._options.on_failure == "raise":
                     raise
-                self._statistics.note(f"a step runs eagerly: {error}")
+                self._statistics.note("a step runs eagerly", error)
                 self._cache.refuse((kind, self._read(kind)))
                 return None
             except (CallRefused, CallDiffers) as error:
@@ -344,7 +354,7 @@ class ModuleGraphs:
                 if self._options.on_failure == "raise" and is_named:
                     raise
                 calls = self._choice.without(error.call, calls, observation)
-                self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
+                self._statistics.refused(error.call.name, error)
         if captured is None:
             self._cache.refuse((kind, self._read(kind)))
             self._refused()
@@ -374,7 +384,7 @@ class ModuleGraphs:
                 raise
             self._choice.without(error.call, (), Observation())
             self._forwards.pop(error.call.module).remove()
-            self._statistics.note(f"`{error.call.name}` runs eagerly: {error}")
+            self._statistics.refused(error.call.name, error)
             # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
             return True
@@ -392,7 +402,7 @@ class ModuleGraphs:
             )
         self._statistics.note(
             "steps run eagerly: no submodule of them could be captured. modules=[...] names some, "
-            "doctor=True lists what is in the way"
+            "diagnose=True lists what is in the way"
         )
 
     def _go_searching(self) -> None:

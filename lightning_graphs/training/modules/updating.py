@@ -71,6 +71,9 @@ class CapturedUpdate:
         statistics: Where it is said why the step runs eagerly.
         schedule: Which steps are verified.
         investment: Decides what is worth a capture.
+
+    Attributes:
+        is_new: The last step had no graph before it: no other step has run beside its memory.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class CapturedUpdate:
         investment: Investment,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
+        self.is_new = False
         self.capturable: CapturableOptimizer | None = None
         self._trainer = trainer
         self._module = module
@@ -192,7 +196,7 @@ class CapturedUpdate:
             with_gradient,
         )
         plan = self._cache.get(key)
-        is_new = plan is None
+        is_new = self.is_new = plan is None
         if is_new and not (self._cache.is_due(key) and capturable.has_stepped):
             return None
         try:
@@ -205,7 +209,7 @@ class CapturedUpdate:
             if self._raises and isinstance(error, VerificationError):
                 raise
             self._cache.refuse(key)
-            self._statistics.note(f"the optimizer step runs eagerly: {error}")
+            self._statistics.note("the optimizer step runs eagerly", error)
             return None
         return plan
 

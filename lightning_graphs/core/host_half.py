@@ -1,0 +1,153 @@
+"""The host half of captured code: what it computes on the CPU, done again by every replay.
+
+A graph holds what the device does. Code that is captured may also compute on the host: numbers and
+tables that it makes there and copies to the device, draws of torch's CPU generator, branches on
+them, and on values of its inputs. While it is captured these operators are recorded. What follows
+from constants alone is computed once and stays on the device. The rest runs before each replay, in
+its order: tensors that go to the device are copied into the graph's inputs, and what Python reads
+is compared with what it was: where it is something else, the code would have gone another way.
+
+What the host reads of the device is computed on the host, too, where that is exact (integers,
+booleans, comparisons, selections) and follows from inputs of which the host has a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.recorder import tensors_in
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """The place of a tensor that every replay computes anew."""
+
+    index: int
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operator of the host half.
+
+    Attributes:
+        func: The operator.
+        args: Its arguments, registers in place of tensors that are computed anew.
+        kwargs: Likewise.
+        results: The registers of the tensors that it returns.
+        draws: The generator that it draws from; None if it draws nothing.
+        read: What it told Python, for an operator that returns no tensor.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[int]
+    draws: torch.Generator | None = None
+    read: Any = None
+
+
+class HostHalf:
+    """What the host computes for a graph.
+
+    Args:
+        operations: Its operators, in their order.
+        values: A place for each register, with what no operator computes.
+        inputs: The registers of inputs, and which input each of them is.
+        arena: The memory on the device for what goes there.
+    """
+
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        values: list[Any],
+        inputs: Sequence[tuple[int, int]],
+        arena: Tensor,
+    ) -> None:
+        self._operations = operations
+        self._values = values
+        self._inputs = inputs
+        self._arena = arena
+        self._generators = list({o.draws: None for o in operations if o.draws is not None})
+        self._begun: dict[torch.Generator, Tensor] = {}
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """What Python was told of values that every replay computes anew."""
+        return tuple(o.read for o in self._operations if o.func in READS)
+
+    @torch.no_grad()
+    def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
+        """Compute what the coming replay needs.
+
+        Args:
+            copies: Tells what the host has of each input.
+
+        Returns:
+            Whether Python would be told what it was told then. If not, the generators are where
+            they were, and the graph is not for this step.
+        """
+        values = self._values
+        self._begun = {}
+        if self._inputs:
+            given = copies()
+            for register, i in self._inputs:
+                if given[i] is None:
+                    return False
+                values[register] = given[i]
+        self._begun = {generator: generator.get_state() for generator in self._generators}
+        for operation in self._operations:
+            args = [_resolved(a, values) for a in operation.args]
+            kwargs = {k: _resolved(v, values) for k, v in operation.kwargs.items()}
+            result = operation.func(*args, **kwargs)
+            if operation.func in READS:
+                if not _same(result, operation.read):
+                    self.rewind()
+                    return False
+                continue
+            for register, tensor in zip(operation.results, tensors_in(result), strict=True):
+                values[register] = tensor
+        return True
+
+    def rewind(self) -> None:
+        """Put the generators back to where they were before the last :meth:`run`."""
+        for generator, state in self._begun.items():
+            generator.set_state(state)
+
+
+def copy_in(static: Tensor, value: Tensor) -> Tensor:
+    static.copy_(value, non_blocking=True)
+    return value
+
+
+def shape(value: Tensor) -> torch.Size:
+    return value.shape
+
+
+def numbers(value: Tensor) -> tuple[torch.Size, tuple[Any, ...]]:
+    return value.shape, tuple(value.flatten().tolist())
+
+
+READS = frozenset(
+    {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+    | {shape, numbers}
+)
+
+
+def _resolved(value: Any, values: Sequence[Any]) -> Any:
+    kind = type(value)
+    if kind is Register:
+        return values[value.index]
+    if kind is list or kind is tuple:
+        return [_resolved(item, values) for item in value]
+    return value
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)

@@ -1,0 +1,392 @@
+"""What captured code does on the host, seen while it runs, and what it is told of the device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_graphs.core.exact import is_exact
+from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
+from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, mapped, memory_of
+from lightning_graphs.core.recorder import tensors_in, written_tensors
+from lightning_graphs.core.torch_private import out_of_sight
+from lightning_graphs.errors import CaptureError
+
+aten = torch.ops.aten
+
+_ALIGNMENT = 256  # bytes, as the allocator has it
+_TRANSFERS = (aten._to_copy.default, aten.copy_.default)
+_FACTORIES = frozenset(
+    {"arange", "empty", "eye", "full", "linspace", "logspace"}
+    | {"ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "zeros"}
+)
+_FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+_TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
+_UNKNOWN = object()
+_SHAPES = ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim")
+
+
+class ArenaFull(CaptureError):
+    """The memory for what goes to the device was too small.
+
+    Attributes:
+        needed: Bytes that are enough.
+    """
+
+    needed = 0
+
+
+class HostRecording(TorchDispatchMode):
+    """Records, while it is entered, what runs on the host.
+
+    On a CPU, where the emulated backend captures, those tensors are the host's that a factory makes
+    without ``device=``, or with ``device="cpu"`` as a string, and what is computed from them. One
+    generator serves both halves there: code that draws in both cannot be rehearsed.
+
+    Args:
+        device: Where the graph runs.
+        inputs: The graph's inputs on the device.
+        copies: What the host has of each of them; None where it has nothing.
+        capacity: Bytes on the device for what goes there.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        inputs: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+        capacity: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._emulated = device.type == "cpu"
+        self._arena = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._needed = 0
+        self._constants: list[tuple[Tensor, Tensor]] = []
+        self._makes_on_host = False
+        self._device_draws = False
+        self._tape = HostTape()
+        self._copies = copies
+        self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
+            if copy is not None:
+                shadow = copy.detach()
+                self._tape.input(shadow, i)
+                self._shadows[id(tensor)] = weakref.ref(tensor), shadow
+        self._functions = _Functions(self)
+
+    def __enter__(self) -> HostRecording:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> HostHalf | None:
+        """What replays need, at the end of all captures; None where that is nothing.
+
+        Raises:
+            ArenaFull: it needs more memory on the device.
+            CaptureError: it cannot be done again by itself, or is kept beyond the captured code.
+        """
+        tape = self._tape
+        if self._needed > self._arena.nbytes:
+            full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
+            full.needed = self._needed
+            raise full
+        if self._emulated and self._device_draws and any(o.draws for o in tape.operations):
+            raise CaptureError(
+                "One generator serves host and device on a CPU.",
+                "the captured code draws in both halves",
+                "capture it on a GPU, or rehearse it without dropout",
+            )
+        self._shadows.clear()
+        tape.drop_what_nobody_reads()
+        tape.refuse_what_is_kept()
+        with torch.no_grad():
+            for static, value in self._constants:
+                static.copy_(value)
+        self._constants.clear()
+        half = HostHalf(tape.operations, tape.values, tape.inputs, self._arena)
+        goes_the_same_way = half.run(lambda: self._copies)
+        drawn = all(torch.equal(g.get_state(), state) for g, state in tape.states.items())
+        half.rewind()
+        if not (goes_the_same_way and drawn):
+            raise CaptureError(RULE, "it draws or branches out of sight", REMEDY)
+        return half if tape.operations or self._needed else None
+
+    # ------------------------------------------------------------------ operators
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+        hosts = [t for t in inputs if self._is_host(t)]
+        if not hosts and (inputs or not self._makes(kwargs)):
+            if (found := self._read(func, args, kwargs, inputs)) is not _UNKNOWN:
+                return found
+            with self._noting_draws(func):
+                result = func(*args, **kwargs)
+            return self._follow(func, args, kwargs, result)
+        if len(hosts) == len(inputs):
+            target = kwargs.get("device")
+            if not self._emulated and target is not None and target.type != "cpu":
+                return self._copied(args[0], {**kwargs, "device": None})
+            return self._tape.run(func, args, kwargs, hosts)
+        for tensor in written_tensors(func, args, kwargs):
+            if self._is_host(tensor):
+                return func(*args, **kwargs)  # a host read: refused as ever
+        move = self._moving(func, [t for t in inputs if not self._is_host(t)])
+        moved = tuple(mapped(a, move) for a in args)
+        named = {k: mapped(v, move) for k, v in kwargs.items()}
+        return self._follow(func, args, kwargs, func(*moved, **named))
+
+    @contextlib.contextmanager
+    def _noting_draws(self, func: OpOverload) -> Iterator[None]:
+        """Note whether an operator of the device draws, where both halves have one generator."""
+        may_draw = self._emulated and torch.Tag.nondeterministic_seeded in func.tags
+        before = torch.get_rng_state() if may_draw else None
+        yield
+        self._device_draws |= before is not None and not torch.equal(torch.get_rng_state(), before)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        if self._emulated:
+            return self._tape.knows(tensor)
+        return tensor.device.type == "cpu"
+
+    def _makes(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator without tensors makes one on the host."""
+        if self._emulated:
+            return self._makes_on_host
+        device = kwargs.get("device")
+        return device is not None and device.type == "cpu"
+
+    # ------------------------------------------------------------------ reads of the device
+
+    def _shadow(self, tensor: Tensor) -> Tensor | None:
+        """What the host has of a tensor: itself, or what stands for one of the device."""
+        if self._is_host(tensor):
+            return tensor
+        known, shadow = self._shadows.get(id(tensor), (None, None))
+        return shadow if known is not None and known() is tensor else None
+
+    def _follow(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Compute on the host, too, what an operator of the device does, if that is exact."""
+        written, outputs = list(written_tensors(func, args, kwargs)), list(tensors_in(result))
+        inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+        shadows = [self._shadow(tensor) for tensor in inputs]
+        known = [shadow for shadow in shadows if shadow is not None]
+        follows = len(known) == len(inputs) and is_exact(func, outputs)
+        if follows and all(self._tape.made(t) for t in map(self._shadow, written)):
+            self._stand_in(outputs, self._tape.run(func, *self._in_shadow(args, kwargs), known))
+            return result
+        for tensor in written:
+            if (shadow := self._shadow(tensor)) is not None:
+                lost = memory_of(shadow)
+                for key, (_, other) in list(self._shadows.items()):
+                    if memory_of(other) == lost:
+                        del self._shadows[key]
+        return result
+
+    def _stand_in(self, tensors: Sequence[Tensor], result: Any) -> None:
+        for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
+            self._shadows[id(tensor)] = weakref.ref(tensor), shadow
+
+    def _in_shadow(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = tuple(mapped(a, self._shadow) for a in args)
+        named = {k: mapped(v, self._shadow) for k, v in kwargs.items()}
+        if isinstance(named.get("device"), torch.device):
+            named["device"] = torch.device("cpu")
+        return own, named
+
+    def _read(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> Any:
+        """The result of an operator by which the host learns a value of the device."""
+        target = kwargs.get("device")
+        to_host = func is aten._to_copy.default and target is not None and target.type == "cpu"
+        shapes = func._schema.name in _SHAPES
+        if not (func in READS or shapes or (to_host and not self._emulated)):
+            return _UNKNOWN
+        shadows = [self._shadow(tensor) for tensor in inputs]
+        known = [shadow for shadow in shadows if shadow is not None]
+        if len(known) < len(inputs):
+            return _UNKNOWN
+        found = self._tape.run(func, *self._in_shadow(args, kwargs), known)
+        if not shapes:
+            return found
+        for tensor in tensors_in(found):
+            self._tape.compare(shape, tensor)
+        return mapped(found, lambda tensor: self._copied(tensor, {}))
+
+    # ------------------------------------------------------------------ to the device
+
+    def _moving(self, func: OpOverload, on_device: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """How an operator of the device gets what it is given of the host."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not self._is_host(tensor):
+                return tensor
+            changes = self._tape.know(func, tensor).register is not None
+            if tensor.dim() == 0 and func not in _TRANSFERS:
+                if not changes:
+                    return tensor  # kernels take it as a constant
+                if any(t.is_floating_point() and t.dtype != tensor.dtype for t in on_device):
+                    self._tape.refuse(f"{func} rounds a number of the host otherwise on the device")
+            return self._copied(tensor, {})
+
+        return moved
+
+    def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """A tensor of the host on the device, as a copy that the captured code may write."""
+        drop = ("device", "non_blocking", "pin_memory")
+        kwargs = {k: v for k, v in kwargs.items() if k not in drop and v is not None}
+        value: Tensor = self._tape.run(aten._to_copy.default, (tensor,), kwargs, [tensor])
+        with out_of_sight():
+            static = self._static(value)
+            if self._emulated:  # there the captured code runs
+                static.copy_(value)
+        if self._tape.changes(value):
+            self._tape.copy(static, value)
+        else:
+            self._constants.append((static, value))
+        result = static.clone()
+        self._stand_in([result], self._tape.run(aten.clone.default, (value,), {}, [value]))
+        return result
+
+    def _static(self, value: Tensor) -> Tensor:
+        """Memory on the device for a tensor of this shape."""
+        span = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
+        size = span * value.element_size() if value.numel() else 0
+        begin = self._needed
+        self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
+        if self._needed > self._arena.nbytes:  # the capture is done again with more
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=self._device
+            )
+        flat = self._arena[begin : begin + size].view(value.dtype)
+        return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
+
+    # ------------------------------------------------------------------ functions of Python
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a Python function of torch, where the dispatcher would not show what it does."""
+        name = getattr(func, "__name__", "")
+        data = (*args, None, None)[name == "new_tensor"]
+        if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
+            with out_of_sight():
+                return func(value, *args[1:], **kwargs)
+        if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
+            return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
+        if name in _FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
+            self._tape.refuse(f"{name} of a tensor that changes from step to step")
+        if name in _FROM_PYTHON and not isinstance(data, Tensor):
+            return self._from_python(func, name, args, kwargs)
+        if not self._emulated:
+            return func(*args, **kwargs)
+        if name in ("to", "cuda") and self._is_host(args[0]) and _names_device(args, kwargs):
+            dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
+            return self._copied(args[0], {"dtype": dtype})
+        if name in _FACTORIES and kwargs.get("device") in (None, "cpu"):
+            self._makes_on_host = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._makes_on_host = False
+        return func(*args, **kwargs)
+
+    def _index(self, tensor: Tensor, index: Any) -> Any:
+        """An index without lists and tensors of the host: autograd would keep them as they are."""
+        if isinstance(index, tuple):
+            return tuple(self._index(tensor, item) for item in index)
+        if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
+            given = {"device": tensor.device}
+            return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
+        if isinstance(index, Tensor) and index.dim() and self._is_host(index):
+            return self._copied(index, {})
+        return index
+
+    def _to_python(self, name: str, tensor: Any) -> Tensor | None:
+        """The tensor of the host of which Python is told all values; None if there is none."""
+        if not isinstance(tensor, Tensor) or (name != "tolist" and not self._is_host(tensor)):
+            return None
+        shadow: Tensor | None = self._shadow(tensor)
+        if shadow is None or not self._tape.changes(shadow):
+            return shadow
+        if name in ("data_ptr", "__dlpack__"):
+            self._tape.refuse(f"{name} of a tensor that changes from step to step")
+        with out_of_sight():
+            self._tape.compare(numbers, shadow)
+        return shadow
+
+    def _from_python(
+        self,
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        moves: bool = False,
+    ) -> Any:
+        """A tensor of Python's numbers: a constant."""
+        device = kwargs.get("device")
+        if device is None and name == "new_tensor":
+            device = args[0].device
+        host = {**kwargs, "device": "cpu"}
+        if name == "new_tensor":
+            host["dtype"] = kwargs.get("dtype") or args[0].dtype
+        grad = bool(host.pop("requires_grad", False))
+        with out_of_sight():
+            value: Tensor = func(*args, **host)
+        self._tape.constant(value)
+        # On a CPU, what names the device by an object means that of the module.
+        on_host = device is None or torch.device(device).type == "cpu"
+        on_host = on_host and not (self._emulated and isinstance(device, torch.device))
+        result = value if on_host and not moves else self._copied(value, {})
+        return result.requires_grad_() if grad else result
+
+
+class _Functions(TorchFunctionMode):
+    """Shows Python functions of torch to a host half."""
+
+    def __init__(self, half: HostRecording) -> None:
+        super().__init__()
+        self._half = half
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._half.call(func, args, kwargs or {})
+
+
+def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
+    return any(isinstance(a, (torch.device, Tensor)) for a in given)

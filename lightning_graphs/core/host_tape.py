@@ -1,0 +1,264 @@
+"""The tape of what captured code computes on the host, and what of it replays need."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.host_half import READS, Operation, Register, copy_in
+from lightning_graphs.core.recorder import tensors_in, written_tensors
+from lightning_graphs.core.torch_private import generator_identity, out_of_sight, storage_uses
+from lightning_graphs.errors import CaptureError
+
+aten = torch.ops.aten
+
+RULE = "A replay does again what its code computes on the host, as far as torch shows it."
+REMEDY = "compute it on the device, or hand it in with the batch"
+
+
+@dataclass(slots=True)
+class _Known:
+    """A tensor of the host that was seen while code was captured; kept, so that its id stays.
+
+    Attributes:
+        register: Where a replay computes it; None if it is a constant.
+        born: It was made by the captured code.
+    """
+
+    tensor: Tensor
+    register: Register | None
+    born: bool
+
+
+class HostTape:
+    """Runs operators on the host while code is captured, and keeps those that replays repeat.
+
+    Operators on constants are not kept. Generators are left where the capture found them; draws
+    begin where they were when the tape was made.
+
+    Attributes:
+        operations: Those that are kept.
+        values: The tensors that they compute; a register is a place in this list.
+        inputs: The registers of inputs, and which input each of them is.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.values: list[Any] = []
+        self.inputs: list[tuple[int, int]] = []
+        self.states = {torch.default_generator: torch.get_rng_state()}
+        self._known: dict[int, _Known] = {}
+        self._sites = CallSiteFinder()
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it has met a tensor."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.tensor is tensor
+
+    def made(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor was made by the captured code."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.born
+
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether replays compute a tensor anew."""
+        return self.knows(tensor) and self._known[id(tensor)].register is not None
+
+    def input(self, tensor: Tensor, index: int) -> None:
+        """Meet what the host has of an input."""
+        register = self._new_register(tensor)
+        self.inputs.append((register.index, index))
+        self._known[id(tensor)] = _Known(tensor, register, born=False)
+
+    def constant(self, tensor: Tensor) -> None:
+        """Meet a tensor that is the same in every step."""
+        self._known[id(tensor)] = _Known(tensor, None, born=True)
+
+    def copy(self, static: Tensor, value: Tensor) -> None:
+        """Let replays copy a tensor into memory of the device."""
+        register = self._known[id(value)].register
+        assert register is not None
+        self.operations.append(Operation(copy_in, (static, register), {}, [register.index]))
+
+    def compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
+        """Let replays compare what Python is told of a tensor of the host."""
+        register = self._known[id(tensor)].register
+        if register is not None:
+            self.operations.append(Operation(func, (register,), {}, [], read=func(tensor)))
+
+    def run(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+    ) -> Any:
+        known = [self.know(func, tensor) for tensor in inputs]
+        generator = self._generator(func, kwargs)
+        changes = generator is not None or any(k.register is not None for k in known)
+        written = list(written_tensors(func, args, kwargs))
+        for tensor in written:
+            self._before_write(func, tensor, changes)
+        if changes:
+            recorded = tuple(mapped(a, self._reference) for a in args)
+            named = {k: mapped(v, self._reference) for k, v in kwargs.items()}
+        with out_of_sight():
+            result = self._drawing(generator, func, args, kwargs)
+        outputs = list(tensors_in(result))
+        if not changes:
+            for tensor in outputs:
+                self._meet(tensor, None)
+            return result
+        if not outputs:
+            if func not in READS:
+                self.refuse(f"{func}")
+            self.operations.append(Operation(func, recorded, named, [], read=result))
+            return result
+        results = [self._meet(tensor, Register(len(self.values))) for tensor in outputs]
+        self.operations.append(Operation(func, recorded, named, results, generator))
+        return result
+
+    def know(self, func: OpOverload, tensor: Tensor) -> _Known:
+        """What is known of a tensor that is given to an operator."""
+        known = self._known.get(id(tensor))
+        if known is None or known.tensor is not tensor:
+            # What torch makes of Python numbers by itself is a constant. What was there before may
+            # change: it is read anew by every replay.
+            constant = func is aten.lift_fresh.default
+            register = None if constant else self._new_register(tensor)
+            known = self._known[id(tensor)] = _Known(tensor, register, born=False)
+        return known
+
+    def _meet(self, tensor: Tensor, register: Register | None) -> int:
+        """Know a tensor that an operator returned; the place where replays have it, or -1."""
+        known = self._known.get(id(tensor))
+        if known is not None and known.tensor is tensor:  # it was written in place
+            return -1 if known.register is None else known.register.index
+        self._known[id(tensor)] = _Known(tensor, register, born=True)
+        if register is None:
+            return -1
+        self.values.append(tensor)
+        return register.index
+
+    def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
+        """Let a constant that is about to be written be computed anew by replays."""
+        known = self._known[id(tensor)]
+        if not known.born:
+            self.refuse(f"{func} writes a tensor that was there before")
+        if not changes or known.register is not None:
+            return
+        with out_of_sight():
+            count = tensor.untyped_storage().nbytes() // tensor.element_size()
+            value = tensor.as_strided((count,), (1,), 0).clone()
+        base = self._new_register(value)
+        self.operations.append(Operation(aten.clone.default, (value,), {}, [base.index]))
+        for known in self._known.values():
+            alias = known.tensor
+            if memory_of(alias) == memory_of(tensor):
+                if alias.dtype != tensor.dtype:
+                    self.refuse(f"{func} writes a view")
+                known.register = self._new_register(alias)
+                view = (base, alias.shape, alias.stride(), alias.storage_offset())
+                result = [known.register.index]
+                self.operations.append(Operation(aten.as_strided.default, view, {}, result))
+
+    def _new_register(self, tensor: Tensor) -> Register:
+        self.values.append(tensor)
+        return Register(len(self.values) - 1)
+
+    def _reference(self, tensor: Tensor) -> Tensor | Register:
+        register = self._known[id(tensor)].register
+        return tensor if register is None else register
+
+    def _generator(self, func: OpOverload, kwargs: Mapping[str, Any]) -> torch.Generator | None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        given = kwargs.get("generator")
+        if given is None:
+            return torch.default_generator
+        same = (g for g in self.states if generator_identity(g) == generator_identity(given))
+        return next(same, given)
+
+    def _drawing(
+        self,
+        generator: torch.Generator | None,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an operator; the generator that it draws from is left where a capture found it."""
+        if generator is None:
+            return func(*args, **kwargs)
+        found = generator.get_state()
+        if generator not in self.states:
+            self.states[generator] = found
+        generator.set_state(self.states[generator])
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.states[generator] = generator.get_state()
+            generator.set_state(found)
+
+    def drop_what_nobody_reads(self) -> None:
+        """Keep draws, and what Python or the device is told, with all that it follows from."""
+        storages = list(map(memory_of, self.values))
+        needed: set[int] = set()
+        kept = []
+        for operation in reversed(self.operations):
+            told = operation.func in READS or operation.func is copy_in
+            if told or operation.draws or any(storages[r] in needed for r in operation.results):
+                given = (*operation.args, *operation.kwargs.values())
+                needed.update(storages[r.index] for value in given for r in registers_in(value))
+                needed.update(storages[r] for r in operation.results)
+                kept.append(operation)
+        self.operations = kept[::-1]
+        self.inputs = [(r, i) for r, i in self.inputs if storages[r] in needed]
+
+    def refuse_what_is_kept(self) -> None:
+        """A replay would leave another value there."""
+        if any(o.func not in READS for o in self.operations):
+            gc.collect()  # frames of the code that was captured
+        changing = [k for k in self._known.values() if k.register is not None]
+        others = {k.tensor.untyped_storage()._cdata for k in changing if not k.born}
+        born = [k.tensor for k in changing if k.tensor.untyped_storage()._cdata not in others]
+        del changing
+        self._known.clear()
+        uses = Counter(tensor.untyped_storage()._cdata for tensor in born)
+        for tensor in born:
+            storage = tensor.untyped_storage()
+            # Each of our tensors uses it, and so does the name above. Of the tensor know `born`,
+            # the values of replays, the name in this loop and the call.
+            if storage_uses(storage) > uses[storage._cdata] + 1 or sys.getrefcount(tensor) > 4:
+                self.refuse(f"a tensor of the host, {tuple(tensor.shape)}, is kept or returned")
+
+    def refuse(self, what: str) -> None:
+        """Raise for something that cannot be repeated, naming the user's line."""
+        raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
+
+
+def memory_of(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def registers_in(value: Any) -> list[Register]:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in values if isinstance(item, Register)]
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """An argument with its tensors changed; schemas nest lists one deep at most."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return [change(item) if isinstance(item, Tensor) else item for item in value]
+    return value

@@ -1,0 +1,218 @@
+"""The model zoo, on the CPU: a dozen of its rows, and that its table and its limits can fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.processes import ROOT
+
+pytest.importorskip("transformers")
+
+ROWS = [
+    "BertForSequenceClassification",
+    "GPT2LMHeadModel",
+    "ViTForImageClassification",
+    "ResNetForImageClassification",
+    "LlamaForCausalLM",  # masks that are made, or left out
+    "LlamaForCausalLM with padding",
+    "CLIPModel",
+    "T5ForConditionalGeneration",
+    "GPTJForCausalLM",  # numbers and tables that are made on the host
+    "MPNetForSequenceClassification",
+    "OPTForCausalLM",  # and draws, with branches on them
+    "WhisperForConditionalGeneration",
+    "WavLMForSequenceClassification without masks",
+]
+if find_spec("timm") and find_spec("torchvision"):
+    ROWS.append("samvit_base_patch16_224")
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts find each other, and what they set for their process is set back."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def zoo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    zoo = import_module("zoo")
+    monkeypatch.setattr(zoo, "STEPS", 11)
+    return zoo
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch) -> Any:
+    lab = import_module("harness").Lab(dry=True)
+    monkeypatch.setattr(lab, "clean", lambda: None)  # of the whole test run: that takes seconds
+    return lab
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ROWS)
+def test_an_architecture(zoo: Any, lab: Any, name: str) -> None:
+    found = zoo.measure(name, lab)
+    assert (found["scope"], found["why"]) == ("whole step", "")
+    assert found["repeatable"]
+    assert found["differs"] == ""
+    assert len(set(found["losses"])) == 11  # of finite numbers: NaN is never the same
+    assert found["replayed"] >= 5
+    assert "equal" in zoo.line(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_batch_decides_is_refused_with_its_line(zoo: Any, lab: Any) -> None:
+    found = zoo.measure("DebertaV2ForSequenceClassification", lab)
+    assert (found["scope"], found["differs"]) == ("submodules", "")
+    assert "nonzero" in found["why"]
+    assert "transformers/models/deberta_v2/modeling_deberta_v2.py:" in found["why"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_is_wrong(zoo: Any, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(net: Any, batches: Any, lab: Any, graphs: Any = None) -> Any:
+        outcome = fit(net, batches, lab, graphs)
+        if graphs is not None:
+            outcome.state["model.transformer.ln_f.bias"][0] += 2**-20
+        return outcome
+
+    fit = zoo.fit
+    monkeypatch.setattr(zoo, "fit", wrong)
+    found = zoo.measure("GPT2LMHeadModel", lab)
+    assert found["repeatable"]
+    assert found["differs"] == "model.transformer.ln_f.bias"
+    assert "differs (model.transformer.ln_f.bias)" in zoo.line(found)
+
+
+def test_not_a_number_equals_itself(zoo: Any) -> None:
+    nan, number = torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0])
+    first = zoo.Outcome(nan, {"weight": number})
+    assert not first.differs(zoo.Outcome(nan.clone(), {"weight": number.clone()}))
+    assert first.differs(zoo.Outcome(number, {"weight": number})) == "losses"
+    assert first.differs(zoo.Outcome(nan, {"weight": nan})) == "weight"
+
+
+def test_what_is_not_installed_is_no_crash(
+    zoo: Any, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = import_module("architectures").Architecture("NoSuchForCausalLM", "vision")
+    monkeypatch.setattr(zoo, "ARCHITECTURES", {row.name: row})
+    found = zoo.measure(row.name, lab)
+    assert found["scope"] == "unavailable"
+    assert "NoSuchForCausalLM" in found["why"]
+    assert not found["last"]
+
+
+def test_a_crash_with_the_callback(zoo: Any, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fit(net: Any, batches: Any, lab: Any, graphs: Any = None) -> Any:
+        if graphs is not None:
+            raise ValueError("out of order\nand more")
+        return zoo.Outcome(torch.ones(1), {})
+
+    monkeypatch.setattr(zoo, "fit", fit)
+    found = zoo.measure("BertForSequenceClassification", lab)
+    assert found["scope"] == "crashed"
+    assert found["why"].startswith("ValueError: out of order (")
+    assert "and more" in found["traceback"]
+
+
+def rows(**counts: int) -> list[dict[str, Any]]:
+    """So many rows of each kind."""
+    kinds = {
+        "whole": {"scope": "whole step", "repeatable": True, "differs": ""},
+        "modules": {"scope": "submodules", "repeatable": True, "differs": ""},
+        "eager": {"scope": "eager", "repeatable": True, "differs": ""},
+        "wrong": {"scope": "whole step", "repeatable": True, "differs": "weight"},
+        "wild": {"scope": "whole step", "repeatable": False, "differs": "losses"},
+        "crashed": {"scope": "crashed"},
+        "absent": {"scope": "unavailable"},
+    }
+    return [kinds[kind] for kind, count in counts.items() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "verdict"),
+    [
+        ({"whole": 95, "modules": 5}, "PASS"),
+        ({"whole": 94, "modules": 6}, "FAIL"),
+        ({"whole": 99, "eager": 1}, "FAIL"),
+        ({"whole": 99, "crashed": 1}, "FAIL"),
+        ({"whole": 99, "wrong": 1}, "WRONG RESULT"),
+        ({"whole": 99, "wild": 1}, "PASS"),
+        ({"whole": 19, "modules": 1, "absent": 80}, "PASS"),
+    ],
+)
+def test_limits(zoo: Any, counts: dict[str, int], verdict: str) -> None:
+    verdict_of = import_module("harness").verdict_of
+    assert verdict_of(zoo.summary(rows(**counts), limits=True)) == verdict
+
+
+def test_a_row_that_hangs_or_kills_its_process_loses_only_itself(
+    zoo: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "print('ready', flush=True)\n"
+        "assert sys.argv[1:] == ['--worker', '--tiny']\n"
+        "for name in map(str.strip, sys.stdin):\n"
+        "    if name == 'hangs': time.sleep(600)\n"
+        "    assert name != 'dies', 'of this'\n"
+        "    found = {'row': name, 'scope': 'unavailable', 'why': 'no', 'last': name == 'last'}\n"
+        "    print(json.dumps(found), flush=True)\n"
+        "    if name == 'last': break\n"
+    )
+    names = ["hangs", "good", "dies", "last", "better"]
+    known = dict.fromkeys(names, import_module("architectures").Architecture("", "vision"))
+    monkeypatch.setattr(zoo, "ARCHITECTURES", known)
+    monkeypatch.setattr(zoo, "__file__", str(script))
+    found = zoo.in_processes(names, ["--tiny"], jobs=1, limit=2)
+    assert [row["row"] for row in found] == names
+    hangs, good, dies, last, better = found
+    assert (hangs["scope"], hangs["why"]) == ("crashed", "took longer than 2 s")
+    assert (dies["scope"], dies["why"]) == ("crashed", "its process ended")
+    assert dies["traceback"].strip().endswith("AssertionError: of this")
+    assert {row["scope"] for row in (good, last, better)} == {"unavailable"}
+    assert "took longer" in capsys.readouterr().out
+
+
+def test_processes_and_tables(
+    zoo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    names = ["GPT2LMHeadModel", "ViTForImageClassification"]
+    written, table = tmp_path / "rows.json", tmp_path / "zoo.md"
+    flags = ["--tiny", "--jobs", "1", "--limit", "300", "--rows", ",".join(names)]
+    assert zoo.main([*flags, "--json", str(written), "--markdown", str(table)]) == 0
+    found = json.loads(written.read_text())
+    assert [row["row"] for row in found["rows"]] == names
+    assert found["verdict"] == "PASS"
+    said = "2 architectures: 2 whole step; equal to eager training to the last bit: 2 of 2"
+    assert said in capsys.readouterr().out
+    text = table.read_text()
+    assert said in text
+    assert str(torch.__version__) in text
+    assert "## Vision" in text
+    assert "| GPT2LMHeadModel | whole step | 1 | 11 | equal |  |" in text
+
+
+def test_without_a_gpu_it_says_so_in_one_sentence(
+    zoo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert zoo.main([]) == 0
+    said = "This benchmark needs a GPU; --tiny rehearses it on the CPU.\n"
+    assert capsys.readouterr().out == said
+    with pytest.raises(SystemExit):
+        zoo.main(["--rows", "NoSuchForCausalLM"])
+    assert "there is no NoSuchForCausalLM" in capsys.readouterr().err

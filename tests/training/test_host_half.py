@@ -1,0 +1,251 @@
+"""What a step computes on the host: constants, draws of the CPU's generator, branches on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.fits import Net, batches, compare, fit_twice
+
+pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
+
+
+class Plain(Net):
+    """No draws on the device: on a CPU one generator serves both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Identity()
+        self.table = torch.arange(3.0)
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = {**batch, "x": batch["x"] * self.scale(batch["x"])}
+        return super().training_step(batch, batch_idx)
+
+
+class ANumber(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor(1.5, device=x.device)
+
+
+class Numbers(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0] * 4, device=x.device)
+
+
+class WrittenInPlace(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0] * 4, device=x.device).add_(x.detach().mean())
+
+
+class NewTensor(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x.new_tensor([1, 2] * 4)
+
+
+class ATable(Plain):
+    """As relative positions are made: computed on the host, moved in every step."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        places = torch.arange(8)[:, None] - torch.arange(8)[None, :]
+        return places.abs().to(x.device)[x.shape[0] % 8].to(x.dtype) + 1.0
+
+
+class Draw(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((8,), device="cpu").to(x.device)
+
+
+class ADrawnNumber(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((), device="cpu") + 0.5
+
+
+class DrawnPlaces(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x[torch.randperm(x.shape[0], device="cpu").to(x.device)].detach()
+
+
+class FilledInPlace(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        noise = torch.zeros(8, device="cpu")
+        noise.uniform_(0.5, 1.5)
+        noise[2] = 1.0
+        return noise.to(x.device)
+
+
+class NeverDropped(Plain):
+    """A ``layerdrop`` of nought, as most configurations have it."""
+
+    rate = 0.0
+
+    def scale(self, x: Tensor) -> float:
+        return 1.0 if torch.rand([], device="cpu") < self.rate else 2.0
+
+
+class Dropped(NeverDropped):
+    rate = 0.25
+
+
+class Drawn(Plain):
+    """With ``item()``, and with a number that no step has twice: only the branch is compared."""
+
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if torch.rand((), device="cpu").mul(2).gt(1.9).item() else 1.0
+
+
+class AMask(Plain):
+    """As transformers asks whether a mask may be dropped: it may, but for the first element."""
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        mask = x.new_ones(x.shape, dtype=torch.bool)
+        mask = torch.cat([mask, (x > -1e9)], dim=1)
+        return 2.0 if mask.all() else mask.float().mean()
+
+
+class Lengths(Plain):
+    def scale(self, x: Tensor) -> float:
+        lengths = (x[:, :3] > -1e9).sum(1)
+        return float(lengths.max().item()) / 3
+
+
+class Places(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        places = (x[0] > -1e9).nonzero()[:, 0]
+        return x[0, places].detach()
+
+
+class Unique(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        return loss * (batch["y"] * 0 + 5).unique().numel()
+
+
+class Shifted(Plain):
+    """As labels are shifted to the right, with an assertion."""
+
+    def scale(self, x: Tensor) -> float:
+        shifted = x.new_zeros(x.shape, dtype=torch.long)
+        shifted[:, 1:] = (x[:, :-1] > -1e9).long()
+        shifted.masked_fill_(shifted == -100, 0)
+        assert torch.all(shifted >= 0).item()
+        return 2.0
+
+
+class WrittenOnTheHost(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        table = torch.zeros((2, 8), device="cpu")
+        row = table[1]
+        row[2:] = torch.rand((6,), device="cpu")
+        return table.to(x.device).sum(0) + 1.0
+
+
+class IndexedByAList(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x[:, [-2]].detach() + x[torch.arange(8).flip(0)]
+
+
+class AsList(Plain):
+    def scale(self, x: Tensor) -> float:
+        return float(sum((x[:, 0] > -1e9).tolist())) / 8
+
+
+class ABranch(Plain):
+    """About one batch in six has another number of positive values in its first column."""
+
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if (x[:, 0] > 0).sum() > 5 else 1.0
+
+
+HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
+DRAWN = [Draw, ADrawnNumber, DrawnPlaces, FilledInPlace, NeverDropped]
+READ = [AMask, Lengths, Places, Unique, AsList, Shifted, WrittenOnTheHost, IndexedByAList]
+
+
+@pytest.mark.parametrize("module", [*HOISTED, *DRAWN, *READ], ids=lambda kind: kind.__name__)
+def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[[], Any]) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=module, data=lambda: batches(12))
+    compare(eager, captured)
+    assert captured.statistics.captures == 1
+    assert captured.statistics.fallbacks == []
+
+
+@pytest.mark.parametrize("module", [Dropped, Drawn, ABranch], ids=lambda kind: kind.__name__)
+def test_a_branch_that_turns_out_otherwise(
+    backend: str, tmp_path: Path, module: Callable[[], Any]
+) -> None:
+    data = lambda: batches(40)  # noqa: E731
+    eager, captured = fit_twice(backend, tmp_path, module=module, data=data, max_epochs=2)
+    compare(eager, captured)
+    assert 1 <= captured.statistics.captures <= 2
+    assert captured.statistics.replayed > 50
+
+
+class Kept(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        self.kept = torch.rand((8,), device="cpu")
+        return self.kept.to(x.device)
+
+
+class Returned(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, noise = super().training_step(batch, batch_idx), torch.rand((8,), device="cpu")
+        return {"loss": loss if noise[0] < 2.0 else 2.0 * loss, "noise": noise}
+
+
+class AsNumbers(Plain):
+    def scale(self, x: Tensor) -> float:
+        return float(sum(torch.rand((2,), device="cpu").tolist()))
+
+
+class ReadOfTheDevice(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if x.mean().item() > 0 else 1.0
+
+
+class ReadOfAParameter(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if (self.net[0].weight > 10).any() else 1.0
+
+
+class ReadOfWhatWasWritten(Plain):
+    """The device alone knows what is written."""
+
+    def scale(self, x: Tensor) -> float:
+        mask = x > 0
+        mask[:, 0] = self.net[0].weight[0, 0] > 10
+        return 2.0 if mask.any() else 1.0
+
+
+REFUSED = [Kept, Returned, ReadOfTheDevice, ReadOfAParameter, ReadOfWhatWasWritten]
+
+
+@pytest.mark.parametrize("module", REFUSED, ids=lambda kind: kind.__name__)
+def test_what_cannot_be_done_again_is_refused(
+    backend: str, tmp_path: Path, module: Callable[[], Any]
+) -> None:
+    capture = {"on_failure": "eager"}
+    data = lambda: batches(12)  # noqa: E731
+    eager, captured = fit_twice(backend, tmp_path, module=module, data=data, capture=capture)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed == 0
+
+
+def test_numbers_that_never_come_back_are_not_captured_for_ever(
+    backend: str, tmp_path: Path
+) -> None:
+    data = lambda: batches(40)  # noqa: E731
+    eager, captured = fit_twice(backend, tmp_path, module=AsNumbers, data=data)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.captures <= 10
