@@ -175,7 +175,7 @@ class Probe(Callback):
     def _floor(self) -> float:
         assert self.graphs is not None
         assert self.graphs._runner is not None
-        plan = self.graphs._runner._last
+        plan = self.graphs._runner._cache.last
         assert plan is not None
         return self.lab.on_gpu(plan.forward.replay, TIMED) / 1e3
 

@@ -65,8 +65,8 @@ HOST_COPY = Obstacle(
     'self.register_buffer("table", table)  # in __init__, for what stays the same',
 )
 COLLECTIVE = Obstacle(
-    "A captured step runs on one device: it cannot talk to other processes.",
-    "leave the exchange to Lightning: self.log(..., sync_dist=True), or a hook after the step",
+    "A graphed submodule talks to no other process: each rank captures and replays it by itself.",
+    "leave the exchange to the code around it, or capture the whole step (scope='step')",
     kind="collective",
     code='self.log("loss", loss, sync_dist=True)  # in place of all_reduce(loss)',
 )

@@ -9,7 +9,11 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.core.ddp_private import reducer_is_warm, take_no_more_times
+from lightning_graphs.core.ddp_private import (
+    is_within_backward,
+    reducer_is_warm,
+    take_no_more_times,
+)
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
 from lightning_graphs.training.own_code import is_lightnings
 
@@ -86,6 +90,12 @@ def is_warm(trainer: Trainer) -> bool:
             return False
         take_no_more_times(ddp)
     return True
+
+
+def waits_for_gradients(trainer: Trainer) -> bool:
+    """Whether a backward pass has failed, and the reducer has yet to forget it, on all ranks."""
+    ddp = wrapper_of(trainer)
+    return ddp is not None and is_within_backward(ddp)
 
 
 def syncs(trainer: Trainer) -> bool:

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.observer import Call, Observer, changes
-from lightning_graphs.core.obstacles import COMPILED, DYNAMIC_SHAPE, HOST_COPY, HOST_DATA, Obstacle
+from lightning_graphs.core.obstacles import (
+    COLLECTIVE,
+    COMPILED,
+    DYNAMIC_SHAPE,
+    HOST_COPY,
+    HOST_DATA,
+    Obstacle,
+)
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
@@ -253,6 +260,8 @@ class Doctor:
     def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
         if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
             return  # one remedy mends both
+        if obstacle is COLLECTIVE and not (self._only_submodules and self._nesting.inside):
+            return  # a part of whole steps
         if not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
         else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from lightning_graphs.core.obstacles import Obstacle
 
 CONFIGURATION = Obstacle(
-    "GraphCapture captures on one device, and without a check of every operator on the host.",
+    "GraphCapture captures on one device or under DDP, and without a check of every operator on "
+    "the host.",
     "change that, or train without GraphCapture",
     kind="configuration",
-    code="Trainer(devices=1, detect_anomaly=False)",
+    code='Trainer(strategy="ddp", detect_anomaly=False)',
 )
 NO_WHOLE_STEP = Obstacle(
     "A whole step becomes a graph where Lightning optimizes by itself, with one optimizer that "

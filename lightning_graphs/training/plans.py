@@ -24,6 +24,9 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         release: Called with a plan that leaves the cache.
         capacity: Number of plans at most.
         copies: Tells what the host has of the tensors of a batch.
+
+    Attributes:
+        last: The plan that was found last.
     """
 
     def __init__(
@@ -37,16 +40,16 @@ class StepPlans(PlanCache[Signature, StepPlan]):
             worth, attrgetter("uses"), release, capacity=capacity, shape=_without_values
         )
         self._copies = copies
-        self._last: StepPlan | None = None
+        self.last: StepPlan | None = None
 
     def find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
         """The plan for a batch, which is copied in; None if there is none."""
-        last = self._last
+        last = self.last
         if last is not None and self._fill(last, batch, conditions):
             return last
         for plan in self.plans():
             if plan is not last and self._fill(plan, batch, conditions):
-                self._last = self.get(plan.call.signature)
+                self.last = self.get(plan.call.signature)
                 return plan
         return None
 
@@ -66,11 +69,11 @@ class StepPlans(PlanCache[Signature, StepPlan]):
     def add(self, key: Signature, plan: StepPlan) -> None:
         """Keep a captured plan; see :meth:`PlanCache.add`."""
         super().add(key, plan)
-        self._last = plan
+        self.last = plan
 
     def drop(self, key: Signature) -> None:
         """Release one plan."""
-        self._last = None
+        self.last = None
         super().drop(key)
 
 

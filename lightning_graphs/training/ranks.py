@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.ddp_private import forget_backward, is_within_backward
+from lightning_graphs.core.ddp_private import forget_backward
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.ddp import is_warm, wrapper_of
+from lightning_graphs.training.ddp import is_warm, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
@@ -95,7 +95,8 @@ class Ranks:
             choice, -choice, not wish, bool(self._reason), self._sigterm.received
         )
         if leaving:
-            self.left(self._reason or "another rank has switched its graphs off, and says why")
+            rank, reason = self._first_said(self._reason)
+            self.left(self._reason or f"rank {rank} has switched its graphs off: {reason}")
             self.close()
             return EAGER, False
         if most != -least:
@@ -138,20 +139,29 @@ class Ranks:
             result = run()
         except Exception as raised:
             error = raised
-        worst, unfinished = self._largest(_outcome(error), error is not None and self._is_within())
+        worst, unfinished = self._largest(
+            _outcome(error),
+            error is not None and self._trainer is not None and waits_for_gradients(self._trainer),
+        )
         if unfinished:
             assert self.ddp is not None
             forget_backward(self.ddp)
             self.ready, self.lost = False, "DDP makes its buckets anew"
-        if error is not None:
-            raise error
         if worst != _WELL:
+            rank, said = self._first_said(error)
+            if error is not None:
+                raise error
             undo(result)  # type: ignore[arg-type]
-            raise _elsewhere(worst)
+            raise _elsewhere(worst, rank, said)
         return result  # type: ignore[return-value]
 
-    def _is_within(self) -> bool:
-        return self.ddp is not None and is_within_backward(self.ddp)
+    def _first_said(self, said: Any) -> tuple[int, Any]:
+        """The first rank that says something, and what it says."""
+        found = [said] * (1 if self._trainer is None else self._trainer.world_size)
+        if self._group is not None:
+            mine = str(said) if isinstance(said, Exception) else said
+            torch.distributed.all_gather_object(found, mine, self._group)
+        return next((rank, other) for rank, other in enumerate(found) if other)
 
     def _largest(self, *values: int) -> list[Any]:
         """The largest of each value over all ranks."""
@@ -168,14 +178,12 @@ def _outcome(error: Exception | None) -> int:
     return _NO_ROOM if is_out_of_memory(error) else _FAILED
 
 
-def _elsewhere(outcome: int) -> CaptureError:
+def _elsewhere(outcome: int, rank: int, said: str) -> CaptureError:
+    observed = f"on rank {rank}: {said}"
     if outcome == _NO_ROOM:
-        return no_room("A captured step", "another rank has too little, and says so")
-    return CaptureError(
-        "A step is captured on all ranks or on none.",
-        "it cannot be captured on another rank",
-        "read what that rank says",
-    )
+        return no_room("A captured step", observed)
+    rule = "A step is captured on all ranks or on none, and computes what the eager step does."
+    return CaptureError(rule, observed, "mend it there")
 
 
 ONE_RANK = Ranks()

@@ -27,7 +27,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
-from lightning_graphs.training.ddp import unseen_by_ddp, wrapper_of
+from lightning_graphs.training.ddp import unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
@@ -146,7 +146,8 @@ class StepCapture:
             phase: Its part in the accumulation window.
 
         Raises:
-            CaptureError: the step cannot be captured, or finds no memory; everything is as before.
+            CaptureError: the step cannot be captured, or finds no memory; everything is as before,
+                but for a gradient reducer that waits for the rest of a backward pass.
         """
         while True:
             self._asked.clear()
@@ -154,8 +155,10 @@ class StepCapture:
                 return self._captured(batch, tensors, rest, signature, phase)
             except ArenaFull as error:
                 self._room_on_device = error.needed
+                if waits_for_gradients(self._trainer):
+                    raise
             except CaptureError as error:
-                if isinstance(error, NoRoomError):
+                if isinstance(error, NoRoomError) or waits_for_gradients(self._trainer):
                     raise
                 if not (self._has_host_half or has_compiled_anything()):
                     self._has_host_half = True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.fits import FullTrace, GradientTrace, Net, batches, compare, prepare, sgd
@@ -66,6 +67,20 @@ CASES: dict[str, Case] = {
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
     "hooks that look before backward": lambda: {"trace": FullTrace},
     "means over ranks": lambda: {"module": Means},
+    "submodules": lambda: {"capture": {"scope": "modules"}},
+    "submodules and accumulation": lambda: {
+        "capture": {"scope": "modules"},
+        "accumulate_grad_batches": 3,
+        "max_epochs": 4,
+    },
+    "submodules and views of buckets": lambda: {
+        "capture": {"scope": "modules"},
+        "strategy": DDPStrategy(gradient_as_bucket_view=True),
+    },
+    "submodules and small buckets": lambda: {
+        "capture": {"scope": "modules"},
+        "strategy": DDPStrategy(bucket_cap_mb=1e-4),
+    },
 }
 
 
@@ -75,6 +90,7 @@ ON_A_GPU: dict[str, Case] = {
     "synchronized BatchNorm": lambda: {"sync_batchnorm": True},
     "bf16": lambda: {"precision": "bf16-mixed"},
     "fp16": lambda: {"precision": "16-mixed"},
+    "compressed gradients": lambda: {"strategy": DDPStrategy(ddp_comm_hook=bf16_compress_hook)},
     "more than a hundred steps": lambda: {"module": Plain, "max_epochs": 16},
 }
 """What only a GPU can show."""

@@ -304,18 +304,32 @@ class TestSingleObstacles:
 
     @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
     def test_collectives(self, backend: str, tmp_path: Path, single_process_group: None) -> None:
+        class Reduced(nn.Sequential):
+            def forward(self, x: Any) -> Any:
+                found = super().forward(x)
+                mean = found.detach().clone()
+                dist.all_reduce(mean)  # inside
+                return found + mean
+
         class Reducing(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[0] = Reduced(nn.Linear(8, 16, bias=False))
+
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.loss(batch)
                 mean = loss.detach().clone()
-                dist.all_reduce(mean)  # reduced
+                dist.all_reduce(mean)
                 self.log("loss", mean, sync_dist=True)
                 return loss
 
-        (row,) = rows(examined(backend, tmp_path, module=Reducing, validation=0), "collective")
-        assert row.line == line(Reducing.training_step, "reduced")
+        options: dict[str, Any] = {"module": Reducing, "validation": 0}
+        assert rows(examined(backend, tmp_path, **options), "collective") == []
+        fit = examined(backend, tmp_path, capture={"scope": "modules"}, **options)
+        (row,) = rows(fit, "collective")
+        assert row.line == line(Reduced.forward, "inside")
         assert row.operator.startswith("c10d.allreduce")
-        assert "sync_dist=True" in row.code
+        assert "scope='step'" in row.remedy
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.investment import Investment
@@ -77,7 +78,9 @@ class ModuleGraphs:
     ) -> None:
         apart = pool.beside()
         foresight = Foresight(module)
-        self.watches_requests = not foresight.asks_for_gradients
+        # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
+        reduced = wrapper_of(module.trainer) is not None
+        self.watches_requests = not (foresight.asks_for_gradients or reduced)
         self._patience = _PATIENCE if foresight.differentiates_again else 0
         direct = self.watches_requests
         own = OwnCode(module)
