@@ -191,6 +191,7 @@ def translation(config: Any, net: Any) -> Batch:
 
 
 def image_of(config: Any) -> Tensor:
+    config = getattr(config, "vision_config", config)
     size = getattr(config, "image_size", 64)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return torch.randn(BATCH, getattr(config, "num_channels", 3), height, width)
@@ -214,7 +215,7 @@ def spectrum(config: Any, net: Any) -> Batch:
 
 
 def pairs(config: Any, net: Any) -> Batch:
-    images = image_of(config.vision_config)
+    images = image_of(config)
     return {"input_ids": tokens(), "attention_mask": padding(), "pixel_values": images}
 
 
@@ -332,6 +333,8 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     },
     "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
+    "SEWForCTC": {"conv_dim": (32,) * 13},
+    "SEWDForCTC": {"conv_dim": (32,) * 13},
     "ResNetForImageClassification": {**_STAGES, "embedding_size": 16},
     "SwinForImageClassification": _WINDOWS,
     "Swinv2ForImageClassification": _WINDOWS,

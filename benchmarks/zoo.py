@@ -9,7 +9,7 @@ with ``GraphCapture(only_if_faster=False, warmup_steps=3)``. A row says
 - how many captures and replays there were;
 - whether the losses of all steps and the parameters and buffers at the end are, to the last bit,
   those of the eager fit, and whether those of the two eager fits are the same: where they are not,
-  nothing can be said.
+  or not finite, nothing can be said.
 
 A model that the installed version does not have, or that does not train without the callback, is
 ``unavailable``; one that fails with it, or takes longer than ``--limit``, has ``crashed``. The exit
@@ -175,7 +175,7 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
         "replayed": counted.replayed,
         "fallbacks": counted.fallbacks,
         "recaptures": counted.recaptures,
-        "repeatable": not second.differs(first),
+        "repeatable": not second.differs(first) and bool(first.losses.isfinite().all()),
         "eager differs": second.differs(first),
         "differs": captured.differs(first),
         "eager difference": second.difference(first),
@@ -337,7 +337,7 @@ def equality(found: Found) -> str:
     if "differs" not in found:
         return ""
     if not found["differs"]:
-        return "equal"
+        return "equal" if found["repeatable"] else "equal, not repeatable"
     which = f"{found['difference']:.0e}" if found["differs"] == "losses" else found["differs"]
     if found["repeatable"]:
         return f"differs ({which})"

@@ -65,7 +65,7 @@ def test_an_architecture(zoo: Any, lab: Any, name: str) -> None:
     assert (found["scope"], found["why"]) == ("whole step", "")
     assert found["repeatable"]
     assert found["differs"] == ""
-    assert len(set(found["losses"])) == 11  # of finite numbers: NaN is never the same
+    assert len(set(found["losses"])) == 11
     assert found["replayed"] >= 5
     assert "equal" in zoo.line(found)
 
@@ -92,6 +92,16 @@ def test_a_step_that_is_wrong(zoo: Any, lab: Any, monkeypatch: pytest.MonkeyPatc
     assert found["repeatable"]
     assert found["differs"] == "model.transformer.ln_f.bias"
     assert "differs (model.transformer.ln_f.bias)" in zoo.line(found)
+
+
+def test_of_infinite_losses_nothing_is_said(
+    zoo: Any, lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = zoo.Outcome(torch.full((11,), float("inf")), {})
+    monkeypatch.setattr(zoo, "fit", lambda *_: outcome)
+    found = zoo.measure("GPT2LMHeadModel", lab)
+    assert (found["differs"], found["repeatable"]) == ("", False)
+    assert "equal, not repeatable" in zoo.line(found)
 
 
 def test_not_a_number_equals_itself(zoo: Any) -> None:
