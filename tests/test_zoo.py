@@ -27,8 +27,9 @@ ROWS = [
     "T5ForConditionalGeneration",
     "GPTJForCausalLM",  # numbers and tables that are made on the host
     "MPNetForSequenceClassification",
-    "OPTForCausalLM",  # and draws, with branches on them
-    "WhisperForConditionalGeneration",
+    "OPTForCausalLM with layerdrop",  # and draws, with branches on them
+    "WhisperForConditionalGeneration with layerdrop",
+    "DebertaV2ForSequenceClassification",  # reads of the batch
     "WavLMForSequenceClassification without masks",
 ]
 if find_spec("timm") and find_spec("torchvision"):
@@ -68,14 +69,6 @@ def test_an_architecture(zoo: Any, lab: Any, name: str) -> None:
     assert len(set(found["losses"])) == 11
     assert found["replayed"] >= 5
     assert "equal" in zoo.line(found)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_the_batch_decides_is_refused_with_its_line(zoo: Any, lab: Any) -> None:
-    found = zoo.measure("DebertaV2ForSequenceClassification", lab)
-    assert (found["scope"], found["differs"]) == ("submodules", "")
-    assert "nonzero" in found["why"]
-    assert "transformers/models/deberta_v2/modeling_deberta_v2.py:" in found["why"]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -72,8 +72,7 @@ class StepRunner:
 
     Attributes:
         capturable: What keeps the optimizer capturable; None if it cannot be captured.
-        has_failed: A capture was refused or computed something else than the eager step, and no
-            graph of a step is left; or attributes take new values too often for graphs of steps.
+        has_failed: After a refusal no graph of a step is left; or attributes move on too often.
     """
 
     def __init__(
