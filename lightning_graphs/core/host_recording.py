@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ _FACTORIES = frozenset(
     | {"ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "zeros"}
 )
 _FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+_LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 _UNKNOWN = object()
 _SHAPES = ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim")
@@ -356,7 +358,10 @@ class HostRecording(TorchDispatchMode):
         *,
         moves: bool = False,
     ) -> Any:
-        """A tensor of Python's numbers: a constant."""
+        """A tensor of Python's numbers: a constant, unless it is made to be logged."""
+        caller: str = sys._getframe(3).f_globals.get("__name__", "")
+        if caller.partition(".")[0] in _LOGGING:
+            self._tape.refuse("a number that is logged, and may be another one in each step")
         device = kwargs.get("device")
         if device is None and name == "new_tensor":
             device = args[0].device

@@ -158,7 +158,8 @@ class StepCapture:
                 if waits_for_gradients(self._trainer):
                     raise
             except CaptureError as error:
-                if isinstance(error, NoRoomError) or waits_for_gradients(self._trainer):
+                final = isinstance(error, (NoRoomError, RaisedInCapture))
+                if final or waits_for_gradients(self._trainer):
                     raise
                 if not (self._has_host_half or has_compiled_anything()):
                     self._has_host_half = True

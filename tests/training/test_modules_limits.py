@@ -453,7 +453,7 @@ def test_calls_whose_shapes_follow_from_values_are_left_out(
         backend,
         tmp_path,
         module=MixtureOfExperts,
-        capture={"scope": scope},
+        capture={"scope": scope, "on_failure": "eager"},
         data=lambda: batches(30),
         validation=0,
     )

@@ -41,7 +41,6 @@ class Choice:
         self._shown: dict[tuple[nn.Module, int], str] = {}
         self._named: Mapping[str, nn.Module] = {}
         self._left_out: set[str] = set()
-        self._observed: Counter[Hashable] = Counter()
         self._keys: dict[Hashable, set[Hashable]] = {}
         if options.modules:
             self._named = select(root, options.modules, options.exclude)
@@ -76,7 +75,6 @@ class Choice:
         Returns:
             Those that are left out from now on.
         """
-        self._observed[kind] += 1
         found: dict[nn.Module, str] = {}
         for call in observation.calls:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
@@ -95,10 +93,6 @@ class Choice:
             )
             self._refused |= set(found)
         return list(found)
-
-    def is_sure(self, kind: StepKind, observation: Observation) -> bool:
-        """Whether it is known which arguments follow from values, and not from the batch."""
-        return not observation.shaped_by or self._observed[kind] > 1
 
     def _reason(self, call: ObservedCall) -> str | None:
         return call.obstacle() or self._shown.get((call.module, call.ordinal))

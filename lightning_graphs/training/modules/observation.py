@@ -24,7 +24,6 @@ from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
-    has_compiled_anything,
     in_transform,
     version_of,
     will_execute,
@@ -148,6 +147,8 @@ class StepObserver:
         device_type: Device type whose autocast counts.
         is_stepping: Whether a training step's own code is running: other calls, of validation and
             of hooks, do not count, but for those that a backward pass makes.
+        looks_at_shapes: Operators whose output shape depends on values are looked for, under a
+            dispatch mode, which would let compiled code run eagerly.
     """
 
     def __init__(
@@ -156,6 +157,8 @@ class StepObserver:
         known: dict[nn.Module, WatchedForward],
         device_type: str,
         is_stepping: Callable[[], bool] = lambda: True,
+        *,
+        looks_at_shapes: bool = False,
     ) -> None:
         self.observation = Observation()
         self._made: dict[int, list[_Seen]] = {}
@@ -178,8 +181,7 @@ class StepObserver:
                 self._forwards.append(forward)
         self._is_watching = False
         self._sites = CallSiteFinder()
-        # A dispatch mode would let compiled code run eagerly.
-        self._looks_at_shapes = not has_compiled_anything()
+        self._looks_at_shapes = looks_at_shapes
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

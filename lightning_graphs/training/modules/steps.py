@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.foresight import Foresight
@@ -111,6 +113,7 @@ class ModuleGraphs:
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
         self._waiting = Waiting(options, statistics, self._difference)
+        self._looks_at_shapes = False
         self.held = ""
 
     def close(self) -> None:
@@ -267,7 +270,13 @@ class ModuleGraphs:
 
     def _observe(self, kind: StepKind) -> None:
         stage, modules = self.stage, self._choice.candidates()
-        observer = StepObserver(modules, self._watched, self._device_type, lambda: stage.stepping)
+        observer = StepObserver(
+            modules,
+            self._watched,
+            self._device_type,
+            lambda: stage.stepping,
+            looks_at_shapes=self._looks_at_shapes,
+        )
         self._observed = Observed(kind, self._read(kind), observer)
 
     def _stop_observing(self) -> None:
@@ -302,9 +311,6 @@ class ModuleGraphs:
                 forward.remove()
                 self._search = None
         if searched and self._search is None:
-            return None
-        if not self._choice.is_sure(kind, observation):
-            self._observe(kind)
             return None
         calls = self._choice.first(observation, self._statistics.note)
         search = self._search
@@ -353,6 +359,11 @@ class ModuleGraphs:
                 is_named = bool(self._options.modules) or isinstance(error, CallDiffers)
                 if self._options.on_failure == "raise" and is_named:
                     raise
+                follows = isinstance(error, CallRefused) and error.rule == DYNAMIC_SHAPE.rule
+                if follows and not (self._looks_at_shapes or has_compiled_anything()):
+                    self._looks_at_shapes = True  # another step shows all that it is about
+                    self._observe(kind)
+                    return None
                 calls = self._choice.without(error.call, calls, observation)
                 self._statistics.refused(error.call.name, error)
         if captured is None:
