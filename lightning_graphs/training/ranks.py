@@ -134,6 +134,8 @@ class Ranks:
         Raises:
             CaptureError: it failed on another rank.
         """
+        if self.are_one and self.ddp is None:
+            return run()
         error = result = None
         try:
             result = run()
@@ -149,10 +151,14 @@ class Ranks:
             self.ready, self.lost = False, "DDP makes its buckets anew"
         if worst != _WELL:
             rank, said = self._first_said(error)
-            if error is not None:
-                raise error
+            told = str(said)
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error, said  # their traceback holds this frame, and what callers hold
             undo(result)  # type: ignore[arg-type]
-            raise _elsewhere(worst, rank, said)
+            raise _elsewhere(worst, rank, told)
         return result  # type: ignore[return-value]
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
