@@ -14,7 +14,8 @@ booleans, comparisons, selections) and follows from inputs of which the host has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class HostHalf:
         self._values = values
         self._inputs = inputs
         self._arena = arena
+        self._calls = [_prepared(operation, values) for operation in operations]
         self._generators = list({o.draws: None for o in operations if o.draws is not None})
         self._begun: dict[torch.Generator, Tensor] = {}
 
@@ -102,17 +104,19 @@ class HostHalf:
                     return False
                 values[register] = given[i]
         self._begun = {generator: generator.get_state() for generator in self._generators}
-        for operation in self._operations:
-            args = [_resolved(a, values) for a in operation.args]
-            kwargs = {k: _resolved(v, values) for k, v in operation.kwargs.items()}
-            result = operation.func(*args, **kwargs)
-            if operation.func in READS:
+        for operation, args, places in self._calls:
+            for place, register in places:
+                args[place] = values[register]
+            result = operation.func(*args, **operation.kwargs)
+            if not operation.results:
                 if not _same(result, operation.read):
                     self.rewind()
                     return False
-                continue
-            for register, tensor in zip(operation.results, tensors_in(result), strict=True):
-                values[register] = tensor
+            elif type(result) is Tensor:
+                values[operation.results[0]] = result
+            else:
+                for register, tensor in zip(operation.results, tensors_in(result), strict=True):
+                    values[register] = tensor
         return True
 
     def rewind(self) -> None:
@@ -138,6 +142,24 @@ READS = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
     | {shape, numbers}
 )
+
+
+def _prepared(
+    operation: Operation, values: Sequence[Any]
+) -> tuple[Operation, list[Any], list[tuple[int, int]]]:
+    """An operation, its arguments, and which of them are registers."""
+    lists = [value for value in operation.args if isinstance(value, (list, tuple))]
+    deeper = [*operation.kwargs.values(), *(item for value in lists for item in value)]
+    if any(type(item) is Register for item in deeper):
+        run = partial(_resolved_call, operation, values)
+        return replace(operation, func=run, args=(), kwargs={}), [], []
+    places = [(i, v.index) for i, v in enumerate(operation.args) if type(v) is Register]
+    return operation, list(operation.args), places
+
+
+def _resolved_call(operation: Operation, values: Sequence[Any]) -> Any:
+    args = [_resolved(a, values) for a in operation.args]
+    return operation.func(*args, **{k: _resolved(v, values) for k, v in operation.kwargs.items()})
 
 
 def _resolved(value: Any, values: Sequence[Any]) -> Any:
