@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,13 @@ if torch.cuda.is_available():
 # "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
 _PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
 _JOIN_SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_compiled() -> None:
+    """In a process that has compiled something no host half is recorded: each test begins anew."""
+    if (compiler := sys.modules.get("torch._dynamo.utils")) is not None:
+        compiler.counters.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from tests.training.leftovers import assert_nothing_left
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 OWN = "is compiled to CUDA graphs of its own, which no graph can hold; write torch.compile"
-
-
-@pytest.fixture(autouse=True)
-def _compiled_here_only() -> Iterator[None]:
-    """Other tests hear nothing of it: where something is compiled, no host half is recorded."""
-    yield
-    torch._dynamo.utils.counters.clear()  # type: ignore[no-untyped-call]
 
 
 class Holder(nn.Module):
