@@ -61,7 +61,7 @@ class HostHalf:
         operations: Its operators, in their order.
         values: A place for each register, with what no operator computes.
         inputs: The registers of inputs, and which input each of them is.
-        arena: The memory on the device for what goes there.
+        held: What the graph reads: the memory on the device for what goes there.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class HostHalf:
         operations: Sequence[Operation],
         values: list[Any],
         inputs: Sequence[tuple[int, int]],
-        arena: Tensor,
+        held: Sequence[Tensor],
     ) -> None:
         self._operations = operations
         self._values = values
         self._inputs = inputs
-        self._arena = arena
+        self._held = held
         self._calls = [_prepared(operation, values) for operation in operations]
         self._generators = list({o.draws: None for o in operations if o.draws is not None})
         self._begun: dict[torch.Generator, Tensor] = {}

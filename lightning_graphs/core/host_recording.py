@@ -74,6 +74,7 @@ class HostRecording(TorchDispatchMode):
         self._arena = torch.empty(capacity, dtype=torch.uint8, device=device)
         self._needed = 0
         self._constants: list[tuple[Tensor, Tensor]] = []
+        self._read_in_place: list[Tensor] = []
         self._makes_on_host = False
         self._device_draws = False
         self._tape = HostTape()
@@ -120,13 +121,14 @@ class HostRecording(TorchDispatchMode):
             for static, value in self._constants:
                 static.copy_(value)
         self._constants.clear()
-        half = HostHalf(tape.operations, tape.values, tape.inputs, self._arena)
+        held = (self._arena, *self._read_in_place)
+        half = HostHalf(tape.operations, tape.values, tape.inputs, held)
         goes_the_same_way = half.run(lambda: self._copies)
         drawn = all(torch.equal(g.get_state(), state) for g, state in tape.states.items())
         half.rewind()
         if not (goes_the_same_way and drawn):
             raise CaptureError(RULE, "it draws or branches out of sight", REMEDY)
-        return half if tape.operations or self._needed else None
+        return half if tape.operations or self._needed or self._read_in_place else None
 
     # ------------------------------------------------------------------ operators
 
@@ -259,8 +261,10 @@ class HostRecording(TorchDispatchMode):
                 return tensor
             changes = self._tape.know(func, tensor).register is not None
             if tensor.dim() == 0 and func not in _TRANSFERS:
-                if not changes:
-                    return tensor  # kernels take it as a constant
+                if not changes:  # kernels take it as a constant; a rehearsal reads it
+                    if self._emulated:
+                        self._read_in_place.append(tensor)
+                    return tensor
                 if any(t.is_floating_point() and t.dtype != tensor.dtype for t in on_device):
                     self._tape.refuse(f"{func} rounds a number of the host otherwise on the device")
             return self._copied(tensor, {})
