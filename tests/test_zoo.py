@@ -28,7 +28,7 @@ ROWS = [
     "GPTJForCausalLM",  # numbers and tables that are made on the host
     "MPNetForSequenceClassification",
     "OPTForCausalLM with layerdrop",  # and draws, with branches on them
-    "WhisperForConditionalGeneration with layerdrop",
+    "WhisperForConditionalGeneration",
     "DebertaV2ForSequenceClassification",  # reads of the batch
     "WavLMForSequenceClassification without masks",
 ]
