@@ -216,6 +216,6 @@ def test_without_a_gpu_it_says_so_in_one_sentence(
     assert zoo.main([]) == 0
     said = "This benchmark needs a GPU; --tiny rehearses it on the CPU.\n"
     assert capsys.readouterr().out == said
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         zoo.main(["--rows", "NoSuchForCausalLM"])
     assert "there is no NoSuchForCausalLM" in capsys.readouterr().err

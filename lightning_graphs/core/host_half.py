@@ -126,15 +126,18 @@ class HostHalf:
 
 
 def copy_in(static: Tensor, value: Tensor) -> Tensor:
+    """Operation: copy a tensor of the host into memory of the device, without waiting."""
     static.copy_(value, non_blocking=True)
     return value
 
 
 def shape(value: Tensor) -> torch.Size:
+    """Operation: what Python is told of the shape of a tensor."""
     return value.shape
 
 
 def numbers(value: Tensor) -> tuple[torch.Size, tuple[Any, ...]]:
+    """Operation: what Python is told of a tensor by ``tolist`` and the like."""
     return value.shape, tuple(value.flatten().tolist())
 
 
@@ -142,6 +145,7 @@ READS = frozenset(
     {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
     | {shape, numbers}
 )
+"""Operations that tell Python something."""
 
 
 def _prepared(

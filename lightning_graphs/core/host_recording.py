@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.exact import is_exact
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, mapped, memory_of
-from lightning_graphs.core.recorder import tensors_in, written_tensors
+from lightning_graphs.core.observer import FACTORIES
+from lightning_graphs.core.recorder import FunctionCalls, inputs_of, tensors_in, written_tensors
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.errors import CaptureError
 
@@ -26,10 +26,6 @@ aten = torch.ops.aten
 
 _ALIGNMENT = 256  # bytes, as the allocator has it
 _TRANSFERS = (aten._to_copy.default, aten.copy_.default)
-_FACTORIES = frozenset(
-    {"arange", "empty", "eye", "full", "linspace", "logspace"}
-    | {"ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "zeros"}
-)
 _FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
@@ -85,15 +81,15 @@ class HostRecording(TorchDispatchMode):
                 shadow = copy.detach()
                 self._tape.input(shadow, i)
                 self._shadows[id(tensor)] = weakref.ref(tensor), shadow
-        self._functions = _Functions(self)
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> HostRecording:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._functions.__enter__()  # type: ignore[no-untyped-call]
+        self._open.enter_context(FunctionCalls(self))
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._functions.__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._open.close()  # and with it a cycle, which would keep memory of the device
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def finish(self) -> HostHalf | None:
@@ -140,7 +136,7 @@ class HostRecording(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+        inputs = inputs_of(args, kwargs)
         hosts = [t for t in inputs if self._is_host(t)]
         if not hosts and (inputs or not self._makes(kwargs)):
             if (found := self._read(func, args, kwargs, inputs)) is not _UNKNOWN:
@@ -194,17 +190,23 @@ class HostRecording(TorchDispatchMode):
         known, shadow = self._shadows.get(id(tensor), (None, None))
         return shadow if known is not None and known() is tensor else None
 
+    def _shadows_of(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """What the host has of each of these; None if it lacks one."""
+        found = [shadow for t in tensors if (shadow := self._shadow(t)) is not None]
+        return found if len(found) == len(tensors) else None
+
     def _follow(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         """Compute on the host, too, what an operator of the device does, if that is exact."""
         written, outputs = list(written_tensors(func, args, kwargs)), list(tensors_in(result))
-        inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
-        shadows = [self._shadow(tensor) for tensor in inputs]
-        known = [shadow for shadow in shadows if shadow is not None]
-        follows = len(known) == len(inputs) and is_exact(func, outputs)
-        if follows and all(self._tape.made(t) for t in map(self._shadow, written)):
-            self._stand_in(outputs, self._tape.run(func, *self._in_shadow(args, kwargs), known))
+        shadows = self._shadows_of(inputs_of(args, kwargs))
+        if (
+            shadows is not None
+            and is_exact(func, outputs)
+            and all(self._tape.made(t) for t in map(self._shadow, written))
+        ):
+            self._stand_in(outputs, self._tape.run(func, *self._in_shadow(args, kwargs), shadows))
             return result
         for tensor in written:
             if (shadow := self._shadow(tensor)) is not None:
@@ -240,11 +242,10 @@ class HostRecording(TorchDispatchMode):
         shapes = func._schema.name in _SHAPES
         if not (func in READS or shapes or (to_host and not self._emulated)):
             return _UNKNOWN
-        shadows = [self._shadow(tensor) for tensor in inputs]
-        known = [shadow for shadow in shadows if shadow is not None]
-        if len(known) < len(inputs):
+        shadows = self._shadows_of(inputs)
+        if shadows is None:
             return _UNKNOWN
-        found = self._tape.run(func, *self._in_shadow(args, kwargs), known)
+        found = self._tape.run(func, *self._in_shadow(args, kwargs), shadows)
         if not shapes:
             return found
         for tensor in tensors_in(found):
@@ -321,7 +322,7 @@ class HostRecording(TorchDispatchMode):
         if name in ("to", "cuda") and self._is_host(args[0]) and _names_device(args, kwargs):
             dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
             return self._copied(args[0], {"dtype": dtype})
-        if name in _FACTORIES and kwargs.get("device") in (None, "cpu"):
+        if name in (*FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
             self._makes_on_host = True
             try:
                 return func(*args, **kwargs)
@@ -381,23 +382,6 @@ class HostRecording(TorchDispatchMode):
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
         result = value if on_host and not moves else self._copied(value, {})
         return result.requires_grad_() if grad else result
-
-
-class _Functions(TorchFunctionMode):
-    """Shows Python functions of torch to a host half."""
-
-    def __init__(self, half: HostRecording) -> None:
-        super().__init__()
-        self._half = half
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return self._half.call(func, args, kwargs or {})
 
 
 def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

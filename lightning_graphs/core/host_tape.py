@@ -102,6 +102,14 @@ class HostTape:
         kwargs: dict[str, Any],
         inputs: Sequence[Tensor],
     ) -> Any:
+        """Run an operator whose tensors are all of the host, and keep it where they change.
+
+        Args:
+            func: The operator.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            inputs: The tensors among them.
+        """
         known = [self.know(func, tensor) for tensor in inputs]
         generator = self._generator(func, kwargs)
         changes = generator is not None or any(k.register is not None for k in known)
@@ -116,14 +124,15 @@ class HostTape:
         outputs = list(tensors_in(result))
         if not changes:
             for tensor in outputs:
-                self._meet(tensor, None)
+                if not self.knows(tensor):  # else it was written in place
+                    self.constant(tensor)
             return result
         if not outputs:
             if func not in READS:
                 self.refuse(f"{func}")
             self.operations.append(Operation(func, recorded, named, [], read=result))
             return result
-        results = [self._meet(tensor, Register(len(self.values))) for tensor in outputs]
+        results = [self._meet(tensor).index for tensor in outputs]
         self.operations.append(Operation(func, recorded, named, results, generator))
         return result
 
@@ -138,16 +147,14 @@ class HostTape:
             known = self._known[id(tensor)] = _Known(tensor, register, born=False)
         return known
 
-    def _meet(self, tensor: Tensor, register: Register | None) -> int:
-        """Know a tensor that an operator returned; the place where replays have it, or -1."""
-        known = self._known.get(id(tensor))
-        if known is not None and known.tensor is tensor:  # it was written in place
-            return -1 if known.register is None else known.register.index
-        self._known[id(tensor)] = _Known(tensor, register, born=True)
-        if register is None:
-            return -1
-        self.values.append(tensor)
-        return register.index
+    def _meet(self, tensor: Tensor) -> Register:
+        """Know a tensor that an operator returned, and which replays compute anew."""
+        known = self._known[id(tensor)] if self.knows(tensor) else None
+        if known is None:  # else it was written in place
+            known = self._known[id(tensor)] = _Known(tensor, None, born=True)
+        if known.register is None:
+            known.register = self._new_register(tensor)
+        return known.register
 
     def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
         """Let a constant that is about to be written be computed anew by replays."""
@@ -228,11 +235,11 @@ class HostTape:
         if any(o.func not in READS for o in self.operations):
             gc.collect()  # frames of the code that was captured
         changing = [k for k in self._known.values() if k.register is not None]
-        others = {k.tensor.untyped_storage()._cdata for k in changing if not k.born}
-        born = [k.tensor for k in changing if k.tensor.untyped_storage()._cdata not in others]
+        others = {memory_of(k.tensor) for k in changing if not k.born}
+        born = [k.tensor for k in changing if memory_of(k.tensor) not in others]
         del changing
         self._known.clear()
-        uses = Counter(tensor.untyped_storage()._cdata for tensor in born)
+        uses = Counter(map(memory_of, born))
         for tensor in born:
             storage = tensor.untyped_storage()
             # Each of our tensors uses it, and so does the name above. Of the tensor know `born`,
@@ -246,11 +253,13 @@ class HostTape:
 
 
 def memory_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, as long as that is alive."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
 def registers_in(value: Any) -> list[Register]:
+    """The registers of an argument."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [item for item in values if isinstance(item, Register)]
 

@@ -27,10 +27,11 @@ from lightning_graphs.core.obstacles import (
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
 from lightning_graphs.core.tree import leaves_of
 
-_FACTORIES = frozenset(
+FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
     | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
 )
+"""Functions that make a tensor on the host where they are told no device."""
 _NUMBERS = (bool, int, float)
 
 
@@ -178,7 +179,7 @@ class Observer(Recorder):
         if self._on_host and name in ("to", "cuda") and self._names_device(name, args, kwargs):
             self._moved(name, args[0])
         result = func(*args, **kwargs)
-        if self._on_host and name in _FACTORIES and kwargs.get("device") is None:
+        if self._on_host and name in FACTORIES and kwargs.get("device") is None:
             self._host.update(known.id for known in self._known(result))
         return result
 

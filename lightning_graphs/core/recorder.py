@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -54,6 +54,11 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+
+
+def inputs_of(args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
+    """The tensors that an operator is given."""
+    return [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -159,12 +164,23 @@ class KnownStorage:
         self.freed = CallSiteFinder().here()
 
 
-class _FunctionRules(TorchFunctionMode):
-    """Refuses what the dispatcher never shows (``numpy``, ``tolist``, tensors from numbers)."""
+class CallsFunctions(Protocol):
+    """Wants to see the functions of torch that the dispatcher never shows."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call one of them, or refuse it."""
+
+
+class FunctionCalls(TorchFunctionMode):
+    """Shows what the dispatcher never shows (``numpy``, ``tolist``, tensors from numbers).
+
+    Args:
+        to: Is called in place of each function.
+    """
+
+    def __init__(self, to: CallsFunctions) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._to = to
 
     def __torch_function__(
         self,
@@ -173,7 +189,7 @@ class _FunctionRules(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return self._recorder.call(func, args, kwargs or {})
+        return self._to.call(func, args, kwargs or {})
 
 
 class Recorder(TorchDispatchMode):
@@ -199,7 +215,7 @@ class Recorder(TorchDispatchMode):
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._function_rules: _FunctionRules | None = None
+        self._function_rules: FunctionCalls | None = None
         self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _R) -> _R:
@@ -210,7 +226,7 @@ class Recorder(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self._scopes.start()
         if self._strict:
-            self._function_rules = _FunctionRules(self)
+            self._function_rules = FunctionCalls(self)
             self._function_rules.__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -291,7 +307,7 @@ class Recorder(TorchDispatchMode):
             return self._scopes.profiler_range(func, args, kwargs)
         if not (self._strict and self.raises) and any(map(_dispatches, types)):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
-        inputs = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+        inputs = inputs_of(args, kwargs)
         if self._strict:
             self._check(func, args, kwargs, inputs)
         inputs = [t for t in inputs if t.layout is torch.strided]

@@ -135,8 +135,10 @@ class StepCapture:
     ) -> StepPlan:
         """Capture the step of this batch; nothing executes.
 
-        Libraries are not told that it is captured: they take the way of eager steps. Where that
-        cannot be captured, because it reads values on the host, they are told.
+        Libraries are not told that it is captured: they take the way of eager steps. Where that is
+        refused, it is captured once more with what it computes on the host recorded, and after that
+        both ways with libraries that are told. The way that succeeds is the first one of the next
+        capture.
 
         Args:
             batch: The batch.
