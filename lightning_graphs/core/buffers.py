@@ -6,7 +6,7 @@ capture; what runs with every replay is one fused copy or one comparison of list
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter, is_
@@ -155,10 +155,13 @@ class AddressGuard:
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._unmoved: Collection[int] = ()
         self._watch([("", dict(named))])
 
     @classmethod
-    def of_module(cls, module: nn.Module, prefix: str = "") -> AddressGuard:
+    def of_module(
+        cls, module: nn.Module, prefix: str = "", exempt: Collection[tuple[int, Any]] = ()
+    ) -> AddressGuard:
         """Watches every parameter, buffer and submodule where the module keeps it.
 
         So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
@@ -168,6 +171,8 @@ class AddressGuard:
         Args:
             module: The module; submodules shared between parents are watched in every parent.
             prefix: Put before every name, such as ``"model."``.
+            exempt: What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a
+                tensor whose memory may be, and ``"data"``.
         """
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
@@ -176,6 +181,13 @@ class AddressGuard:
             pairs = zip(kinds, tables_of(owner), strict=True)
             tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
         guard = cls(())
+        if exempt:
+            tables = [
+                (name, _Part(table, keys) if keys else table)
+                for name, table in tables
+                for keys in [{key for key in table if (id(table), key) in exempt}]
+            ]
+            guard._unmoved = {owner for owner, key in exempt if key == "data"}
         guard._watch(tables)
         return guard
 
@@ -211,7 +223,11 @@ class AddressGuard:
         self._known = [(name, table, dict(table)) for name, table in tables]
         self._objects = list(chain.from_iterable(self._values))
         names = [_named(name, key) for name, table in tables for key in table]
-        watched = [i for i, value in enumerate(self._objects) if isinstance(value, Tensor)]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and id(value) not in self._unmoved
+        ]
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._tensor_names = [names[i] for i in watched]
         self._indices = list(range(len(watched)))
@@ -220,6 +236,28 @@ class AddressGuard:
         self._frozen = [t for t in self._tensors if not t.requires_grad]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
+
+    def moved(self) -> list[tuple[str, dict[str, Any] | None, str, Tensor]]:
+        """What is another tensor by now, or has other memory.
+
+        Returns:
+            Path, table and key, and the former tensor; without a table it is the same one.
+        """
+        replaced = [
+            (_named(name, key).split("`")[1], table, key, was)
+            for name, table, known in self._known
+            for key, was in known.items()
+            if isinstance(was, Tensor) and table.get(key, was) is not was
+        ]
+        named = zip(self._tensor_names, self._tensors, self._pointers, strict=True)
+        return [
+            *replaced,
+            *(
+                (name.split("`")[1], None, "data", tensor)
+                for name, tensor, where in named
+                if tensor.data_ptr() != where
+            ),
+        ]
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(
@@ -246,6 +284,23 @@ class AddressGuard:
                 yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
             if (now := _geometry(tensor)) != (was := self._geometries[i]):
                 yield f"{name} changed since capture: {_described(was)} -> {_described(now)}"
+
+
+class _Part(Mapping[str, Any]):
+    """A table without some of its entries, as it is now."""
+
+    def __init__(self, table: Mapping[str, Any], without: Collection[str]) -> None:
+        self._table = table
+        self._without = without
+
+    def __getitem__(self, key: str) -> Any:
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._table if key not in self._without)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _named(table: str, key: str) -> str:

@@ -17,6 +17,7 @@ from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
 from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.places import CapturedStores
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class StepPlan:
         adds: Whether its gradients are added to those of earlier steps.
         written: What it writes beside parameters and buffers, by name.
         stores: Attributes that each of its graphs sets, by the graph's name in a capture.
+        places: What it finds in places where it stores something, and leaves there; or None.
         scaling: What the gradient scaler knows between ``unscale`` and ``step``.
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
@@ -65,6 +67,7 @@ class StepPlan:
     adds: bool = False
     written: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Stores] = field(default_factory=dict)
+    places: CapturedStores | None = None
     uses: int = 0
     unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +83,10 @@ class StepPlan:
         """
         return self.host is None or self.host.run(batch)
 
+    def take(self) -> bool:
+        """Copy in what steps before have stored; whether the step is captured for such."""
+        return self.places is None or self.places.take()
+
     def rewind_host(self) -> None:
         """Let the generators of the host be where they were before: there is no replay."""
         if self.host is not None:
@@ -93,6 +100,8 @@ class StepPlan:
     def hand_out(self, *, copies: bool = True) -> Any:
         """After a replay of ``forward``: set attributes, log, and return what the step returns."""
         self.store("forward")
+        if self.places is not None:
+            self.places.store()
         self.logs.reissue()
         return self.outputs.hand_out() if copies else self.outputs.give_away()
 

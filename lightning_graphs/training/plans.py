@@ -61,6 +61,8 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         tensors = plan.call.match((batch,), {})
         if tensors is None:
             return False
+        if not plan.take():
+            return False
         if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
             return False
         plan.inputs.copy_in(tensors)

@@ -36,6 +36,7 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.plans import StepPlans
 from lightning_graphs.training.precision import scaler_of
@@ -104,6 +105,7 @@ class StepRunner:
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
+        self._places = Places(module, self._reads)
         self._active: StepPlan | None = None
         self._kept = KeptGradients()
         self._stepping = False
@@ -151,6 +153,8 @@ class StepRunner:
             self._in_graph,
             self._observers,
             self._reads,
+            self._places,
+            self._forget_plans,
             self._progress,
             self._numbers,
             copies_gradients=self._kept.are_copied,
@@ -160,10 +164,24 @@ class StepRunner:
         self._verification = None
         if verify != "off":
             budget = self._retry.budget
-            self._verification = Verification(*parts, self._in_graph, budget, self._ranks)
-        self._watch = FitWatch(
-            self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
-        )
+            ranks = self._ranks
+            self._verification = Verification(*parts, self._in_graph, budget, ranks, self._places)
+        self._look()
+
+    def _look(self) -> None:
+        """Look at the tensors and hooks as they are now."""
+        trainer, module, places = self._trainer, self._module, self._places
+        parts = (self._optimizer, self._in_graph, self._reads, self._kept, places)
+        self._watch = FitWatch(trainer, module, *parts)
+
+    def _forget_plans(self) -> None:
+        """Drop every graph, but not how often each step was seen: they read a place in its place.
+
+        What is kept there is copied in from now on.
+        """
+        for key in self._cache.keys():
+            self._cache.drop(key)
+        self._look()
 
     def _release(self, plan: StepPlan) -> None:
         self._kept.show(None)
@@ -314,12 +332,12 @@ class StepRunner:
         if self._investment.measures:
             with contextlib.suppress(CaptureError):
                 conditions = self._watch.conditions(self._stepping)
-                self._cache.see(_signature_of(args, conditions, self._pool)[0])
+                self._cache.see(self._signature_of(args, conditions)[0])
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
         try:
-            signature, _ = _signature_of(args, conditions, self._pool)
+            signature, _ = self._signature_of(args, conditions)
         except CaptureError as error:
             self._refused(None, error)
             return False
@@ -341,7 +359,7 @@ class StepRunner:
 
     def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
-        signature, tensors = _signature_of(args, conditions, self._pool)
+        signature, tensors = self._signature_of(args, conditions)
 
         def capture() -> StepPlan:
             self._retry.before_capture(args)
@@ -359,7 +377,8 @@ class StepRunner:
                 self._refused(signature, error)
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
-        told = () if plan.host is None else (plan.host.read,)
+        told = () if plan.places is None else (plan.places.signature,)
+        told += () if plan.host is None else (plan.host.read,)
         signature = replace(signature, extra=(conditions, *told))
         plan.call = CallPlan(signature, check_modes=True)
         plan.number = self._ranks.new_number()
@@ -368,6 +387,7 @@ class StepRunner:
         self._cache.add(signature, plan)
         self._kept.count()
         plan.inputs.copy_in(tensors)
+        plan.take()
         plan.unverified = self._verification is not None
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
@@ -425,6 +445,8 @@ class StepRunner:
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
+        if self._watch.learns():
+            self._forget_plans()
         reason = self._watch.reason_to_rebind() or self._ranks.lost
         self._moved = reason
         if reason:
@@ -445,6 +467,14 @@ class StepRunner:
             self.capturable.restore()
         self._bind()
 
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: Conditions
+    ) -> tuple[Signature, list[Tensor]]:
+        modes = Modes.current(self._pool.backend.device_type)
+        refuse_iterator(args[0])
+        extra = (conditions, *self._places.signature())
+        return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=extra)
+
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:
             self._cache.refuse(signature)
@@ -456,14 +486,6 @@ class StepRunner:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
         self.has_failed |= self._failing and self._ranks.are_one
-
-
-def _signature_of(
-    args: tuple[Any, ...], conditions: Conditions, pool: GraphPool
-) -> tuple[Signature, list[Tensor]]:
-    modes = Modes.current(pool.backend.device_type)
-    refuse_iterator(args[0])
-    return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,6 +50,7 @@ from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import batch_left
 from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.places import CapturedStores, LeftBehindError, Places, PlaceUsedError
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import (
     resume_scaling,
@@ -57,7 +58,7 @@ from lightning_graphs.training.precision import (
     without_autocast_cache,
 )
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
+from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.transfer import copies_on_host
 
@@ -81,6 +82,8 @@ class StepCapture:
         capturable: Makes its step capturable; None if it cannot be captured.
         observers: Who looks in between.
         reads: Learns which attributes the captured steps read.
+        places: Where steps store something.
+        on_place: Called when there is another such place: no graph knows of it.
         progress: Mirror of the values for the progress bar; None without a GPU.
         logged: Knows which Python numbers change from step to step.
         copies_gradients: Somebody keeps gradients past their step.
@@ -99,6 +102,8 @@ class StepCapture:
         capturable: CapturableOptimizer | None,
         observers: Observers,
         reads: AttributeReads,
+        places: Places,
+        on_place: Callable[[], object],
         progress: ProgressValues | None,
         logged: LoggedNumbers,
         *,
@@ -106,6 +111,8 @@ class StepCapture:
     ) -> None:
         self._copies_gradients = copies_gradients
         self._reads = reads
+        self._places = places
+        self._on_place = on_place
         self._logged = logged
         self._progress = progress
         self._trainer = trainer
@@ -159,6 +166,15 @@ class StepCapture:
                 self._room_on_device = error.needed
                 if waits_for_gradients(self._trainer):
                     raise
+            except LeftBehindError as error:
+                if waits_for_gradients(self._trainer) or not self._places.learn(error.places or []):
+                    raise
+                self._on_place()
+            except PlaceUsedError as error:
+                if waits_for_gradients(self._trainer):
+                    raise
+                self._places.unlearn(error.place)
+                self._on_place()
             except CaptureError as error:
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
@@ -185,9 +201,12 @@ class StepCapture:
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(scaling_state(self._plugin, self._optimizer))
+            if stores is not None:
+                stores.look()
             segments.cut(name)
 
         try:
+            stores = self._places.capturing() if self._places else None
             inputs = StaticInputs(tensors)
             if self._has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
@@ -212,7 +231,7 @@ class StepCapture:
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 batch_left(own),
-                self._environment(recorder) as (outside, loose),
+                self._environment(recorder, stores) as (outside, loose),
             ):
                 targets.begin()
                 with segments.capturing("forward"):
@@ -223,6 +242,8 @@ class StepCapture:
                         cut=cut,
                         keep=targets.keep,
                     )
+                    if stores is not None:
+                        stores.look()
                 gradients, others = targets.attached()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
@@ -262,6 +283,7 @@ class StepCapture:
             adds=adds,
             written=loose.written(),
             stores=segments.stores,
+            places=stores,
             scaling=scaling,
             host=host,
         )
@@ -272,12 +294,14 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(self, recorder: LogRecorder) -> Iterator[tuple[OutsideValues, LooseTensors]]:
+    def _environment(
+        self, recorder: LogRecorder, stores: CapturedStores | None
+    ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(self._places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
@@ -293,6 +317,8 @@ class StepCapture:
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
+            if stores is not None:
+                stack.enter_context(stores.exchanged())
             yield outside, loose
 
     def _forward(

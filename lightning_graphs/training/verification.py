@@ -28,9 +28,9 @@ from lightning_graphs.training.memory import (
     is_out_of_memory,
 )
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
-from lightning_graphs.training.python_state import nothing_left_behind
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.state import StepState, outputs
 from lightning_graphs.training.transfer import copies_on_host
@@ -57,6 +57,7 @@ class Verification:
         capturable: Makes its step capturable; None if it is not captured.
         budget: What memory may be taken.
         ranks: All of them verify together.
+        places: Where steps store something.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Verification:
         capturable: CapturableOptimizer | None,
         budget: MemoryBudget,
         ranks: Ranks,
+        places: Places,
     ) -> None:
         self._ranks = ranks
+        self._places = places
         self._trainer = trainer
         self._module = module
         self._body = body
@@ -116,6 +119,7 @@ class Verification:
         if missing:
             self._leave_proof(plan, args, missing)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
+        plan.take()
 
     # ------------------------------------------------------------------ everything
 
@@ -144,15 +148,18 @@ class Verification:
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
         with self._surroundings(plan, recorder):
+            before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.phase, recorder)
+            stored = [] if plan.places is None else plan.places.results_of(before)
         output.finish_capture()
-        return state.results(output.hand_out())
+        return state.results(output.hand_out()) + stored
 
     def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """The same of a replay."""
         batch = self._tensors(plan, args)
         plan.inputs.copy_in(batch)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
+        plan.take()
         if self._capturable is not None:
             self._capturable.refresh()
         for graph in plan.graphs:
@@ -160,14 +167,15 @@ class Verification:
                 plan.adopt()
             graph.replay()
         plan.attach()
-        return state.results(plan.outputs.hand_out())
+        stored = [] if plan.places is None else plan.places.results()
+        return state.results(plan.outputs.hand_out()) + stored
 
     @contextlib.contextmanager
     def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         with contextlib.ExitStack() as stack:
             generators = Generators(self._module, torch_too=plan.host is None)
-            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(self._places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
