@@ -237,27 +237,26 @@ class AddressGuard:
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
 
-    def moved(self) -> list[tuple[str, dict[str, Any] | None, str, Tensor]]:
-        """What is another tensor by now, or has other memory.
+    def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
+        """What is another tensor by now, or has other memory, if nothing else has changed.
 
         Returns:
             Path, table and key, and the former tensor; without a table it is the same one.
         """
-        replaced = [
-            (_named(name, key).split("`")[1], table, key, was)
-            for name, table, known in self._known
-            for key, was in known.items()
-            if isinstance(was, Tensor) and table.get(key, was) is not was
-        ]
-        named = zip(self._tensor_names, self._tensors, self._pointers, strict=True)
-        return [
-            *replaced,
-            *(
-                (name.split("`")[1], None, "data", tensor)
-                for name, tensor, where in named
-                if tensor.data_ptr() != where
-            ),
-        ]
+        found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
+        for name, table, known in self._known:
+            for key, was in known.items():
+                now = table.get(key)
+                if isinstance(was, Tensor) and isinstance(now, Tensor) and now is not was:
+                    found.append((_named(name, key), table, key, was))
+        for name, tensor, pointer in zip(
+            self._tensor_names, self._tensors, self._pointers, strict=True
+        ):
+            if tensor.data_ptr() != pointer:
+                found.append((name, None, "data", tensor))
+        if len(found) != len(list(self._differences())):
+            return []
+        return [(name.split("`")[1], table, key, was) for name, table, key, was in found]
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(
@@ -320,6 +319,7 @@ class StateSnapshot:
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         self._tensors = list(tensors)
+        self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
         views: dict[torch.device, dict[int, Tensor]] = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -356,15 +356,14 @@ class StateSnapshot:
         Autograd does not notice: version counters stay as they are.
 
         Raises:
-            ReplayError: A tensor has another storage by now, which would not be reached.
+            ReplayError: A tensor has been given another storage, which a graph would not reach. It
+                has its former one again.
         """
+        moved = []
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
             if tensor.untyped_storage().data_ptr() != address:
-                raise ReplayError(
-                    "State is restored at the addresses where it was saved.",
-                    f"tensor {i} ({_described(_geometry(tensor))}) moved since the snapshot",
-                    "change values in place between the snapshot and its restoration",
-                )
+                moved.append(i)
+                tensor.data = self._memory[i]
         with torch.no_grad():
             for views, values in self._saved:
                 if values[0].device == views[0].device:
@@ -372,6 +371,12 @@ class StateSnapshot:
                 else:
                     for view, value in zip(views, values, strict=True):
                         view.copy_(value)
+        for i in moved:
+            raise ReplayError(
+                "State is restored at the addresses where it was saved.",
+                f"tensor {i} ({_described(_geometry(self._tensors[i]))}) moved since the snapshot",
+                "change values in place between the snapshot and its restoration",
+            )
 
 
 def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
 from lightning_graphs.training.logs import LogRecorder
-from lightning_graphs.training.places import CapturedStores
+from lightning_graphs.training.stored import CapturedStores
 
 
 @dataclass(slots=True)
@@ -86,6 +86,17 @@ class StepPlan:
     def take(self) -> bool:
         """Copy in what steps before have stored; whether the step is captured for such."""
         return self.places is None or self.places.take()
+
+    @property
+    def told(self) -> tuple[Hashable, ...]:
+        """What it depends on beside batch and conditions."""
+        places = () if self.places is None else (self.places.signature,)
+        return (*places, *(() if self.host is None else (self.host.read,)))
+
+    @property
+    def loose(self) -> dict[str, Tensor]:
+        """What it writes beside parameters and buffers now, by name."""
+        return self.written if self.places is None else {**self.written, **self.places.written}
 
     def rewind_host(self) -> None:
         """Let the generators of the host be where they were before: there is no replay."""

@@ -105,7 +105,7 @@ class StepRunner:
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
-        self._places = Places(module, self._reads)
+        self._places = Places(module, self._reads, self._forget_plans)
         self._active: StepPlan | None = None
         self._kept = KeptGradients()
         self._stepping = False
@@ -154,7 +154,6 @@ class StepRunner:
             self._observers,
             self._reads,
             self._places,
-            self._forget_plans,
             self._progress,
             self._numbers,
             copies_gradients=self._kept.are_copied,
@@ -166,22 +165,14 @@ class StepRunner:
             budget = self._retry.budget
             ranks = self._ranks
             self._verification = Verification(*parts, self._in_graph, budget, ranks, self._places)
-        self._look()
-
-    def _look(self) -> None:
-        """Look at the tensors and hooks as they are now."""
-        trainer, module, places = self._trainer, self._module, self._places
-        parts = (self._optimizer, self._in_graph, self._reads, self._kept, places)
-        self._watch = FitWatch(trainer, module, *parts)
+        watched = (self._optimizer, self._in_graph, self._reads, self._kept, self._places)
+        self._watch = FitWatch(self._trainer, self._module, *watched)
 
     def _forget_plans(self) -> None:
-        """Drop every graph, but not how often each step was seen: they read a place in its place.
-
-        What is kept there is copied in from now on.
-        """
-        for key in self._cache.keys():
-            self._cache.drop(key)
-        self._look()
+        """Drop every graph, and not how often steps were seen: none copies in from a new place."""
+        for plan in self._cache.plans():
+            self._cache.drop(plan.call.signature)
+        self._watch.look_again()
 
     def _release(self, plan: StepPlan) -> None:
         self._kept.show(None)
@@ -377,9 +368,7 @@ class StepRunner:
                 self._refused(signature, error)
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
-        told = () if plan.places is None else (plan.places.signature,)
-        told += () if plan.host is None else (plan.host.read,)
-        signature = replace(signature, extra=(conditions, *told))
+        signature = replace(signature, extra=(conditions, *plan.told))
         plan.call = CallPlan(signature, check_modes=True)
         plan.number = self._ranks.new_number()
         self._notices.captured(signature)
@@ -445,8 +434,6 @@ class StepRunner:
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
-        if self._watch.learns():
-            self._forget_plans()
         reason = self._watch.reason_to_rebind() or self._ranks.lost
         self._moved = reason
         if reason:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -50,7 +50,7 @@ from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import batch_left
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.places import CapturedStores, LeftBehindError, Places, PlaceUsedError
+from lightning_graphs.training.places import LeftBehindError, Places
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import (
     resume_scaling,
@@ -60,6 +60,7 @@ from lightning_graphs.training.precision import (
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.transfer import copies_on_host
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
@@ -83,7 +84,6 @@ class StepCapture:
         observers: Who looks in between.
         reads: Learns which attributes the captured steps read.
         places: Where steps store something.
-        on_place: Called when there is another such place: no graph knows of it.
         progress: Mirror of the values for the progress bar; None without a GPU.
         logged: Knows which Python numbers change from step to step.
         copies_gradients: Somebody keeps gradients past their step.
@@ -103,7 +103,6 @@ class StepCapture:
         observers: Observers,
         reads: AttributeReads,
         places: Places,
-        on_place: Callable[[], object],
         progress: ProgressValues | None,
         logged: LoggedNumbers,
         *,
@@ -112,7 +111,6 @@ class StepCapture:
         self._copies_gradients = copies_gradients
         self._reads = reads
         self._places = places
-        self._on_place = on_place
         self._logged = logged
         self._progress = progress
         self._trainer = trainer
@@ -169,12 +167,10 @@ class StepCapture:
             except LeftBehindError as error:
                 if waits_for_gradients(self._trainer) or not self._places.learn(error.places or []):
                     raise
-                self._on_place()
             except PlaceUsedError as error:
                 if waits_for_gradients(self._trainer):
                     raise
                 self._places.unlearn(error.place)
-                self._on_place()
             except CaptureError as error:
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):

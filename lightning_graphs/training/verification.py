@@ -102,7 +102,7 @@ class Verification:
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
         state = StepState(
-            self._trainer, self._module, self._optimizer, plan.written, budget=self._budget
+            self._trainer, self._module, self._optimizer, plan.loose, budget=self._budget
         )
         try:
             self._ranks.together(state.keep)
@@ -203,7 +203,7 @@ class Verification:
             self._trainer,
             self._module,
             self._optimizer,
-            plan.written,
+            plan.loose,
             budget=self._budget,
             forward_only=True,
         )

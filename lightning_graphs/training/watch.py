@@ -62,26 +62,24 @@ class FitWatch:
         self._optimizer = optimizer
         self._capturable = capturable
         self._reads = reads
-        self._guard = AddressGuard.of_module(module, exempt=places.exempt)
+        self._module = module
+        self.look_again()
         self._modules = list(module.modules())
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
         self._hooks = _Hooks(module)
         self._code = CodeOfModules([module])
 
-    def learns(self) -> bool:
-        """Whether tensors were bound anew that are copied to where graphs read them from now on."""
-        try:
-            self._guard.check(geometry=False)
-        except ReplayError:
-            return self._places.learn_moved(self._guard.moved())
-        return False
+    def look_again(self) -> None:
+        """Look at the tensors as they are now."""
+        self._guard = AddressGuard.of_module(self._module, exempt=self._places.exempt)
 
     def reason_to_rebind(self) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are."""
         try:
             self._guard.check(geometry=False)
         except ReplayError as error:
-            return error.observed
+            if not self._places.learn_moved(self._guard.moved()):
+                return error.observed
         if self._hooks.have_changed():
             return "a hook was registered or removed"
         if exchanged := self._code.exchanged():
