@@ -61,6 +61,7 @@ from lightning_graphs.training.optimizers import capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.places import place_of, trained_parameters
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
@@ -371,8 +372,11 @@ class Doctor:
         """What the step has left behind in Python."""
         step = definition_of(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
-        for name in attributes.changed():
-            if not name.startswith(ours):
+        trained = trained_parameters(self._trainer)
+        for change in attributes.changes():
+            name = change.name
+            served = not self._only_submodules and place_of(change, attributes, trained)
+            if not (served or name.startswith(ours)):
                 owner = name.rpartition(".")[0]
                 places = ((name, True), (name, False), (owner, False))
                 known = [self._attribute_sites[p] for p in places if p in self._attribute_sites]

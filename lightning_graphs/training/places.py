@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.core.contents import Change, Contents
@@ -16,22 +16,18 @@ from lightning_graphs.core.stores import Content, Entry, Growing, Memory, Number
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import is_plain
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.frozen import StandIn
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
 from lightning_graphs.training.stored import CapturedStores, is_state, signature_of
 
 
 class LeftBehindError(CaptureError):
-    """Code has left something behind.
+    """Code has left something behind."""
 
-    Attributes:
-        places: Where; None: not all of it could be stored again.
-    """
-
-    def __init__(self, names: Sequence[str], places: list[Place] | None) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         observed = f"training_step changes {', '.join(names[:3])}"
         super().__init__(STORED.rule, observed, STORED.remedy)
-        self.places = places
 
 
 class Places:
@@ -44,6 +40,10 @@ class Places:
         module: The user's module.
         reads: Learns that the values in them are no conditions.
         on_change: Called when others count from now on: no graph knows of them.
+
+    Attributes:
+        found: In which other places the code that was watched last has left something; none if
+            that cannot be stored again.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Places:
         self._on_change = on_change
         self._places: dict[str, Place] = {}
         self._fixed: set[str] = set()
+        self.found: list[Place] = []
 
     def __len__(self) -> int:
         return len(self._places)
@@ -87,7 +88,7 @@ class Places:
 
         What an optimizer moves is none of it.
         """
-        known = self._trained()
+        known = trained_parameters(self._module.trainer)
         if any(id(tensor) in known for *_, tensor in moved):
             return False
         return self.learn(
@@ -98,11 +99,6 @@ class Places:
                 for path, table, key, tensor in moved
             ]
         )
-
-    def _trained(self) -> set[int]:
-        """The parameters that an optimizer writes, by their ``id``."""
-        groups = (group for o in self._module.trainer.optimizers for group in o.param_groups)
-        return {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
     def unlearn(self, place: Entry) -> None:
         """Steps compute with what they count there: it is a condition again, or state."""
@@ -121,7 +117,7 @@ class Places:
             LeftBehindError: it has left something in other places than these.
             CaptureError: it has drawn from a generator.
         """
-        optimized = self._trained()
+        trained = trained_parameters(self._module.trainer)
         contents = Attributes(self._module)
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         memory = [(Memory(f"self.{n}.data", tensor), tensor.detach()) for n, tensor in named]
@@ -133,42 +129,21 @@ class Places:
             moved = [(place, was) for place, was in memory if not place.is_still(place.now(), was)]
             for place, was in moved:
                 place.put(was)
+            moved = [pair for pair in moved if pair[0].name not in self._places]
             changes = [c for c in contents.changes() if c.name not in self._places]
             found: list[Place | None] = [
-                self._place_of(change, contents, optimized) for change in changes
+                None if change.name in self._fixed else place_of(change, contents, trained)
+                for change in changes
             ]
+            found += [None if id(place.tensor) in trained else place for place, _ in moved]
             contents.restore()
-        moved = [pair for pair in moved if pair[0].name not in self._places]
-        found += [None if id(place.tensor) in optimized else place for place, _ in moved]
-        names = sorted([*(c.name for c in changes), *(place.name for place, _ in moved)])
-        if names:
-            raise LeftBehindError(names, None if None in found else found)  # type: ignore[arg-type]
+            self.found = [p for p in found if p is not None] if None not in found else []
+        if found:
+            names = [*(change.name for change in changes), *(place.name for place, _ in moved)]
+            raise LeftBehindError(sorted(names))
         if drawn:
             observed = f"training_step draws from {', '.join(drawn)}"
             raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
-
-    def _place_of(self, change: Change, held: Contents, trained: set[int]) -> Entry | None:
-        """The place that code has changed; None if it cannot be served."""
-        name, owner, table, key, before, now = change
-        kind: type[Entry] | None = None
-        if isinstance(table, dict):
-            if type(before) in (int, float) and type(now) in (int, float):
-                kind = Number
-            elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
-                kind = Entry
-        elif isinstance(table, (list, deque)) and all(map(_is_tree, now)):
-            grows = type(table) is list and [*map(id, now[: len(before)])] == [*map(id, before)]
-            kind = Growing if grows else Content
-        keys = () if key is None else (key,)
-        while kind is not None and name not in self._fixed:
-            if isinstance(owner, nn.Module) or held.is_table(owner):
-                return kind(name, owner, keys)
-            holder = held.holder_of(owner)
-            if holder is None:
-                break
-            owner, above = holder
-            keys = (above, *keys)
-        return None
 
     def capturing(self) -> CapturedStores:
         """What a capture finds in these places, and leaves there."""
@@ -189,4 +164,40 @@ class Places:
 
 def _is_tree(value: Any) -> bool:
     """Whether all of a value is in containers, tensors and plain values."""
-    return all(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in leaves_of(value))
+    return all(isinstance(leaf, (Tensor, StandIn)) or is_plain(leaf) for leaf in leaves_of(value))
+
+
+def place_of(change: Change, held: Contents, trained: Collection[int]) -> Entry | None:
+    """The place that code has changed; None if a replay cannot store there.
+
+    Args:
+        change: What it has changed.
+        held: Where that was noticed.
+        trained: The ``id`` of each parameter that an optimizer writes.
+    """
+    name, owner, table, key, before, now = change
+    kind: type[Entry] | None = None
+    if isinstance(table, dict):
+        if type(before) in (int, float) and type(now) in (int, float):
+            kind = Number
+        elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
+            kind = Entry
+    elif isinstance(table, (list, deque)) and all(map(_is_tree, now)):
+        grows = type(table) is list and [*map(id, now[: len(before)])] == [*map(id, before)]
+        kind = Growing if grows else Content
+    keys = () if key is None else (key,)
+    while kind is not None:
+        if isinstance(owner, nn.Module) or held.is_table(owner):
+            return kind(name, owner, keys)
+        holder = held.holder_of(owner)
+        if holder is None:
+            break
+        owner, above = holder
+        keys = (above, *keys)
+    return None
+
+
+def trained_parameters(trainer: Trainer) -> set[int]:
+    """The ``id`` of each parameter that an optimizer of a fit writes."""
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return {id(p) for group in groups for p in group["params"] if p.requires_grad}

@@ -164,9 +164,6 @@ class StepCapture:
                 self._room_on_device = error.needed
                 if waits_for_gradients(self._trainer):
                     raise
-            except LeftBehindError as error:
-                if waits_for_gradients(self._trainer) or not self._places.learn(error.places or []):
-                    raise
             except PlaceUsedError as error:
                 if waits_for_gradients(self._trainer):
                     raise
@@ -174,6 +171,10 @@ class StepCapture:
             except CaptureError as error:
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
+                    raise
+                if self._places.learn(self._places.found):
+                    continue
+                if isinstance(error, LeftBehindError):
                     raise
                 if not (self._has_host_half or has_compiled_anything()):
                     self._has_host_half = True
