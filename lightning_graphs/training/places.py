@@ -25,10 +25,6 @@ from lightning_graphs.training.stored import CapturedStores, is_state, signature
 class LeftBehindError(CaptureError):
     """Code has left something behind."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        observed = f"training_step changes {', '.join(names[:3])}"
-        super().__init__(STORED.rule, observed, STORED.remedy)
-
 
 class Places:
     """The places of a fit in which steps store something, or which are bound anew between them.
@@ -139,8 +135,9 @@ class Places:
             contents.restore()
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
-            names = [*(change.name for change in changes), *(place.name for place, _ in moved)]
-            raise LeftBehindError(sorted(names))
+            names = sorted([*(c.name for c in changes), *(place.name for place, _ in moved)])
+            observed = f"training_step changes {', '.join(names[:3])}"
+            raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
             observed = f"training_step draws from {', '.join(drawn)}"
             raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)

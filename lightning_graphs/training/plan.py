@@ -87,6 +87,11 @@ class StepPlan:
         """Copy in what steps before have stored; whether the step is captured for such."""
         return self.places is None or self.places.take()
 
+    def fill(self, batch: Sequence[Tensor]) -> None:
+        """Copy the tensors of a batch in, and what steps before have stored."""
+        self.inputs.copy_in(batch)
+        self.take()
+
     @property
     def told(self) -> tuple[Hashable, ...]:
         """What it depends on beside batch and conditions."""

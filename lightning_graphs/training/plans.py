@@ -73,6 +73,11 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         super().add(key, plan)
         self.last = plan
 
+    def drop_all(self) -> None:
+        """Release every plan; how often each step was seen stays known."""
+        for key in self.keys():
+            self.drop(key)
+
     def drop(self, key: Signature) -> None:
         """Release one plan."""
         self.last = None

@@ -158,20 +158,17 @@ class StepRunner:
             self._numbers,
             copies_gradients=self._kept.are_copied,
         )
-        verify, parts = self._verify, (self._trainer, self._module, body, self._optimizer)
-        self._every = verify if isinstance(verify, int) else 0
+        parts = (self._trainer, self._module, body, self._optimizer, self._places, self._in_graph)
+        self._every = self._verify if isinstance(self._verify, int) else 0
         self._verification = None
-        if verify != "off":
-            budget = self._retry.budget
-            ranks = self._ranks
-            self._verification = Verification(*parts, self._in_graph, budget, ranks, self._places)
+        if self._verify != "off":
+            self._verification = Verification(*parts, self._retry.budget, self._ranks)
         watched = (self._optimizer, self._in_graph, self._reads, self._kept, self._places)
         self._watch = FitWatch(self._trainer, self._module, *watched)
 
     def _forget_plans(self) -> None:
         """Drop every graph, and not how often steps were seen: none copies in from a new place."""
-        for plan in self._cache.plans():
-            self._cache.drop(plan.call.signature)
+        self._cache.drop_all()
         self._watch.look_again()
 
     def _release(self, plan: StepPlan) -> None:
@@ -379,8 +376,7 @@ class StepRunner:
         self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)
         self._kept.count()
-        plan.inputs.copy_in(tensors)
-        plan.take()
+        plan.fill(tensors)
         plan.unverified = self._verification is not None
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
@@ -461,13 +457,11 @@ class StepRunner:
             self.capturable.restore()
         self._bind()
 
-    def _signature_of(
-        self, args: tuple[Any, ...], conditions: Conditions
-    ) -> tuple[Signature, list[Tensor]]:
+    def _signature_of(self, args: Any, conditions: Conditions) -> tuple[Signature, list[Tensor]]:
         modes = Modes.current(self._pool.backend.device_type)
         refuse_iterator(args[0])
         extra = (conditions, *self._places.signature())
-        return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=extra)
+        return Signature.of(args[:1], {}, names=("batch",), modes=modes, extra=extra)
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:

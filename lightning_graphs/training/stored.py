@@ -43,10 +43,14 @@ class PlaceUsedError(CaptureError):
         place: Where that is kept.
     """
 
-    def __init__(self, place: Entry) -> None:
-        observed = f"{place.name} is used at {CallSiteFinder().here().describe()}"
-        super().__init__(COUNTED.rule, observed, COUNTED.remedy)
-        self.place = place
+    place: Entry
+
+
+def _refuse_use(place: Entry) -> NoReturn:
+    observed = f"{place.name} is used at {CallSiteFinder().here().describe()}"
+    error = PlaceUsedError(COUNTED.rule, observed, COUNTED.remedy)
+    error.place = place
+    raise error
 
 
 class Counter(StandIn):
@@ -59,7 +63,7 @@ class Counter(StandIn):
         self._steps = steps
 
     def refuse(self) -> NoReturn:
-        raise PlaceUsedError(self.place)
+        _refuse_use(self.place)
 
     def now(self) -> Any:
         value = self.place.base
@@ -90,7 +94,7 @@ class Filled(StandIn):
         self.added: list[Any] = []
 
     def refuse(self) -> NoReturn:
-        raise PlaceUsedError(self.place)
+        _refuse_use(self.place)
 
     def now(self) -> Any:
         return self.place.now()

@@ -55,10 +55,10 @@ class Verification:
         module: Its module.
         body: What a step computes.
         optimizer: The trainer's optimizer.
+        places: Where steps store something.
         capturable: Makes its step capturable; None if it is not captured.
         budget: What memory may be taken.
         ranks: All of them verify together.
-        places: Where steps store something.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Verification:
         module: LightningModule,
         body: StepBody,
         optimizer: Optimizer,
+        places: Places,
         capturable: CapturableOptimizer | None,
         budget: MemoryBudget,
         ranks: Ranks,
-        places: Places,
     ) -> None:
         self._ranks = ranks
         self._places = places
@@ -121,13 +121,12 @@ class Verification:
                     raise
                 missing = first_line(error)
             finally:
-                plan.inputs.copy_in(batch)
+                plan.fill(batch)
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()  # of the eager step and the copy of the state
         if missing:
             self._leave_proof(plan, args, missing)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
-        plan.take()
 
     # ------------------------------------------------------------------ everything
 
@@ -166,9 +165,8 @@ class Verification:
     def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """The same of a replay."""
         batch = self._tensors(plan, args)
-        plan.inputs.copy_in(batch)
+        plan.fill(batch)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
-        plan.take()
         if self._capturable is not None:
             self._capturable.refresh()
         for graph in plan.graphs:

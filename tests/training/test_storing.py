@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from tests.training import storing
-from tests.training.fits import Fit, FullTrace, GradientTrace, batches, compare, fit_twice
+from tests.training.fits import (
+    Fit,
+    FullTrace,
+    GradientTrace,
+    Net,
+    batches,
+    compare,
+    fit_twice,
+)
 from tests.training.storing import Storing
 
 BATCHES = 12
@@ -66,6 +74,83 @@ def test_a_step_that_stores_under_options(
     backend: str, tmp_path: Path, module: Any, options: Any
 ) -> None:
     assert fits_of(backend, tmp_path, module, **options).statistics.replayed > 0
+
+
+class Appending(Net):
+    """What Lightning recommends in place of ``training_epoch_end``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.losses).mean())
+        self.log("count", float(len(self.losses)))
+        self.losses.clear()
+
+
+class Assigning(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.last = loss.detach()
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("last", self.last)
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.calls))
+
+
+class SubmoduleCounting(Net):
+    class Layer(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = self.Layer(16, 3)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.net[4].calls))
+
+
+class RebindingBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.average = 0.5 * self.average + 0.5 * loss.detach()
+        self.log("average", self.average)
+        return loss
+
+
+@pytest.mark.parametrize(
+    "module", [Appending, Assigning, Counting, SubmoduleCounting, RebindingBuffer]
+)
+def test_what_hooks_find(backend: str, tmp_path: Path, module: Any) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=module)
+    compare(eager, captured)
 
 
 def in_turn() -> list[Any]:
