@@ -83,14 +83,11 @@ class StepPlan:
         """
         return self.host is None or self.host.run(batch)
 
-    def take(self) -> bool:
-        """Copy in what steps before have stored; whether the step is captured for such."""
-        return self.places is None or self.places.take()
-
     def fill(self, batch: Sequence[Tensor]) -> None:
         """Copy the tensors of a batch in, and what steps before have stored."""
         self.inputs.copy_in(batch)
-        self.take()
+        if self.places is not None:
+            self.places.take()
 
     @property
     def told(self) -> tuple[Hashable, ...]:

@@ -61,7 +61,7 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         tensors = plan.call.match((batch,), {})
         if tensors is None:
             return False
-        if not plan.take():
+        if plan.places is not None and not plan.places.take():
             return False
         if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
             return False

@@ -290,16 +290,20 @@ class Recurrent(Storing):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.gates = nn.Linear(16, 32)
         self.hidden: Any = None
 
     def on_train_epoch_start(self) -> None:
         self.hidden = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        out, hidden = self.rnn(batch["x"][None], self.hidden)
-        self.hidden = tuple(h.detach() for h in hidden)
-        loss = F.cross_entropy(self.net(out[0]), batch["y"])
+        hidden, cell = self.hidden or (torch.zeros_like(batch["x"]),) * 2
+        gates = self.gates(torch.cat([batch["x"], hidden], dim=1)).chunk(4, dim=1)
+        i, f, o = (gate.sigmoid() for gate in gates[:3])
+        cell = f * cell + i * gates[3].tanh()
+        hidden = o * cell.tanh()
+        self.hidden = hidden.detach(), cell.detach()
+        loss = F.cross_entropy(self.net(hidden).float(), batch["y"])
         self.log("loss", loss)
         return loss
 
