@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from lightning_graphs.core.contents import Contents, is_still
 from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.core.values import Absence, is_object, value_of_class
 from lightning_graphs.training.held_values import held_in, held_in_value
-from lightning_graphs.training.own_code import OwnCode, codes_in, inside_of_compiled
+from lightning_graphs.training.own_code import OwnCode, codes_in, function_of, inside_of_compiled
 from lightning_graphs.training.python_state import AttributeReads
 
 _DEFAULTS = attrgetter("__defaults__")
@@ -165,7 +165,7 @@ class OutsideValues:
 
     def _assume(self, value: Any) -> None:
         """Read a function that runs where nobody follows it, and those of the author it names."""
-        function = _function_of(value)
+        function = function_of(value)
         if not isinstance(function, FunctionType) or function.__code__ in self._known:
             return
         if not self._is_own(function):
@@ -190,7 +190,7 @@ class OutsideValues:
 
     def _look(self, name: str, value: Any) -> None:
         """Look into a value: what it was is known from now on."""
-        function = _function_of(value)
+        function = function_of(value)
         if isinstance(value, type):
             self._look_into_class(value)
         elif isinstance(value, _LRU_CACHE):
@@ -341,15 +341,3 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is not filled yet
         return Absence.ABSENT
-
-
-def _function_of(value: Any) -> Any:
-    """The function behind a method, a property or a partial; other values as they are."""
-    if isinstance(value, property):
-        value = value.fget
-    while isinstance(value, partial):
-        value = value.func
-    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
-
-
-_BOUND = (MethodType, staticmethod, classmethod)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import PurePath
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -72,6 +74,18 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(constant)
 
 
+def function_of(value: Any) -> Any:
+    """The function behind a method, a property or a partial; other values as they are."""
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(value, partial):
+        value = value.func
+    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
+
+
+_BOUND = (MethodType, staticmethod, classmethod)
+
+
 class OwnCode:
     """Tells the code of a step's author from that of the libraries it uses.
 
@@ -106,6 +120,15 @@ class OwnCode:
         return not (
             path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
         )
+
+    def words_of(self, kinds: Iterable[type]) -> set[str]:
+        """Names, those of keywords too, in all methods that the author has given these classes."""
+        own = {base for kind in kinds for base in kind.__mro__ if self.has_module(base.__module__)}
+        found = [inspect.unwrap(function_of(v)) for base in own for v in vars(base).values()]
+        codes = [c for f in found if isinstance(f, FunctionType) for c in codes_in(f.__code__)]
+        given = [constant for c in codes for constant in c.co_consts if type(constant) is tuple]
+        words = {name for c in codes for name in c.co_names}
+        return words | {word for names in given for word in names if isinstance(word, str)}
 
     def has_module(self, name: str) -> bool:
         """Whether a module that has been imported under this name is the author's."""

@@ -11,9 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.training.foresight import requests_watched
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
-from lightning_graphs.training.interception import log_exchanged, replaced
+from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.schedule import Schedule

@@ -17,7 +17,6 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.ddp import wrapper_of
-from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.memory import NoRoomError
@@ -46,6 +45,10 @@ from lightning_graphs.training.statistics import Statistics
 
 _SEARCH = 24
 """How many steps are observed in search of another one."""
+_ASKING = frozenset({"autograd", "backward", "create_graph"})
+"""Names in code that may start a backward pass of its own, perhaps for some parameters only."""
+_AGAIN = frozenset({"create_graph", "retain_graph"})
+"""Keywords in code that may go through a graph more than once."""
 _PATIENCE = 64
 """How many steps code that may go through a graph twice is given to show where."""
 
@@ -79,13 +82,13 @@ class ModuleGraphs:
         investment: Investment,
     ) -> None:
         apart = pool.beside()
-        foresight = Foresight(module)
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
-        self.watches_requests = not (foresight.asks_for_gradients or reduced)
-        self._patience = _PATIENCE if foresight.differentiates_again else 0
-        direct = self.watches_requests
         own = OwnCode(module)
+        words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
+        asks = not module.automatic_optimization or bool(words & _ASKING)
+        self.watches_requests = direct = not (asks or reduced)
+        self._patience = _PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
         self._checks = CallChecks(schedule)
         self._budget = schedule.budget
