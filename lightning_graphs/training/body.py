@@ -49,7 +49,7 @@ class StepBody:
         self._trainer = trainer
         self._module = module
         self._calls = calls
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._capturable = capturable
         self._observers = observers
         self._plugin = trainer.precision_plugin
@@ -101,13 +101,13 @@ class StepBody:
         scaler = scaler_of(self._plugin)
         if scaler is not None:
             loss = scaler.scale(loss)
-        self._plugin.backward(loss, self._module, self._optimizer)
+        self._plugin.backward(loss, self._module, self.optimizer)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
-        if self._observers.before_step and unscales(self._plugin, self._optimizer):
+        if self._observers.before_step and unscales(self._plugin, self.optimizer):
             cut("unscale")
-        unscale(self._plugin, self._optimizer)
+        unscale(self._plugin, self.optimizer)
         if self._observers.before_step:
             cut("step")
         else:
@@ -117,7 +117,7 @@ class StepBody:
     def _clip(self) -> None:
         trainer = self._trainer
         self._module.configure_gradient_clipping(
-            self._optimizer,
+            self.optimizer,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
@@ -126,10 +126,10 @@ class StepBody:
         """Take the optimizer step, through the gradient scaler where there is one."""
         scaler = scaler_of(self._plugin)
         if scaler is None:
-            self._optimizer.step()
+            self.optimizer.step()
             return
-        with stepping_on_the_device(self._optimizer):
-            scaler.step(self._optimizer)
+        with stepping_on_the_device(self.optimizer):
+            scaler.step(self.optimizer)
         scaler.update()
 
 

@@ -45,6 +45,7 @@ from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
+from lightning_graphs.training.step_checks import StepChecks
 from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
@@ -94,7 +95,7 @@ class StepRunner:
         self._calls = retry.calls
         self._pool = pool
         self._statistics = statistics
-        self._verify = options.verify
+        self._verification = Verification(module, options, retry.budget, ranks)
         self._investment = investment
         copies = partial(copies_on_host, trainer)
         self._cache = StepPlans(investment, self._release, options.max_graphs, copies)
@@ -155,12 +156,7 @@ class StepRunner:
             self._numbers,
             copies_gradients=self._kept.are_copied,
         )
-        verify, parts = self._verify, (self._trainer, self._module, body, self._optimizer)
-        self._every = verify if isinstance(verify, int) else 0
-        self._verification = None
-        if verify != "off":
-            budget = self._retry.budget
-            self._verification = Verification(*parts, self._in_graph, budget, self._ranks)
+        self._checks = StepChecks(self._verification, body, self._in_graph, self._ranks)
         self._watch = FitWatch(
             self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
         )
@@ -306,8 +302,7 @@ class StepRunner:
             return self._captured(args, conditions)
         if choice <= EAGER or plan is None:
             return None
-        again = self._every and self._trainer.global_step % self._every == 0
-        return self._verified(plan, args) if again or verify else plan
+        return self._verified(plan, args) if verify or self._checks.is_due else plan
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""
@@ -368,30 +363,22 @@ class StepRunner:
         self._cache.add(signature, plan)
         self._kept.count()
         plan.inputs.copy_in(tensors)
-        plan.unverified = self._verification is not None
+        plan.unverified = self._verification.is_on
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
         return self._verified(plan, args) if affords else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
-        if self._verification is not None:
+        if self._verification.is_on:
             plan.unverified = False
             try:
                 with self._investment.verifying():
-                    self._verification.check(plan, args)
+                    self._checks.check(plan, args)
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None
         return plan
-
-    def _prove(self, plan: StepPlan, proof: Callable[[Any], None], returned: Any) -> None:
-        """Compare what a replay handed out, where there was no memory for a full check."""
-        plan.proof = None
-        try:
-            proof(returned)
-        except GraphError as error:
-            self._refused(plan.call.signature, error)
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._statistics.eager += 1
@@ -418,10 +405,7 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
-        returned = self._retry.handed_out(plan)
-        if plan.proof is not None:
-            self._prove(plan, plan.proof, returned)
-        return returned
+        return self._retry.handed_out(plan)
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""

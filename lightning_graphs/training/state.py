@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,32 @@ from lightning_graphs.core.tree import flatten
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.precision import scaler_of
+
+
+class Kept:
+    """Tensors and torch's random generators, copied and put back.
+
+    Copies are on the device where they are small, else in memory of the host.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], device: torch.device, budget: MemoryBudget
+    ) -> None:
+        storages = [t.untyped_storage() for t in tensors]
+        size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        self._snapshot = StateSnapshot(tensors, on_host=not budget.holds_copy(size))
+        self.saved = self._snapshot.saved
+        self._device = device if device.type == "cuda" else None
+        self._on_host = torch.get_rng_state()
+        self._on_device = torch.cuda.get_rng_state(device) if self._device else None
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._snapshot.restore()
+        torch.set_rng_state(self._on_host)
+        if self._on_device is not None:
+            assert self._device is not None
+            torch.cuda.set_rng_state(self._on_device, self._device)
 
 
 class StepState:
@@ -60,32 +86,35 @@ class StepState:
         ]
         # No graph adds to a sparse gradient: it is never written in place.
         self._tensors = [tensor for tensor in found if tensor.layout is torch.strided]
-        self._snapshot: StateSnapshot | None = None
-        self._generators: list[Tensor] = []
+        self._kept: Kept | None = None
         self._scale: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put the state back at the end, whatever happened, and let go of the copy."""
+    def kept(
+        self, together: Callable[[Callable[[], None]], None] = lambda keep: keep()
+    ) -> Iterator[None]:
+        """Copy the state, put it back at the end, whatever happened, and let go of the copy.
+
+        Args:
+            together: Calls what copies it, on all ranks.
+        """
+        together(self.keep)
         try:
             yield
         finally:
             self.restore()
-            self._snapshot = None
+            self._kept = None
 
     def keep(self) -> None:
-        """Copy the state: on the device where that is small, else in memory of the host."""
-        self._snapshot = snapshot(self._tensors, self._budget)
-        self._generators = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            self._generators.append(torch.cuda.get_rng_state(self._device))
+        """Copy the state."""
+        self._kept = Kept(self._tensors, self._device, self._budget)
         if self._scaler is not None:
             self._scale = self._scaler.state_dict()
 
     def restore(self) -> None:
         """Put the state back as it was when it was copied."""
-        assert self._snapshot is not None
-        self._snapshot.restore()
+        assert self._kept is not None
+        self._kept.restore()
         for parameter, gradient in zip(self._parameters.values(), self._gradients, strict=True):
             parameter.grad = gradient
         if not self._forward_only:
@@ -95,9 +124,6 @@ class StepState:
             for parameter, known in self._state.items():
                 table[parameter].clear()
                 table[parameter].update(known)
-        torch.set_rng_state(self._generators[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._generators[1], self._device)
         if self._scaler is not None:
             # With a scale given, `update` forgets a step that was left halfway.
             self._scaler.update(self._scale["scale"])
@@ -105,8 +131,8 @@ class StepState:
 
     def moved(self, tensor: Tensor) -> float:
         """How far a tensor of the state is from its copy, as a Euclidean norm."""
-        assert self._snapshot is not None
-        return difference(tensor, self._snapshot.saved(tensor).to(tensor.device)).norm
+        assert self._kept is not None
+        return difference(tensor, self._kept.saved(tensor).to(tensor.device)).norm
 
     def results(self, returned: Any) -> list[Result]:
         """What a step returned and what it changed, in the order of its computation.
@@ -114,7 +140,7 @@ class StepState:
         Args:
             returned: What ``training_step`` returned.
         """
-        found = outputs(returned)
+        found = _outputs(returned)
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
         found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
@@ -135,14 +161,7 @@ class StepState:
         return found
 
 
-def snapshot(tensors: Sequence[Tensor], budget: MemoryBudget) -> StateSnapshot:
-    """Copies of these tensors: on the device where they are small, else in memory of the host."""
-    storages = [t.untyped_storage() for t in tensors]
-    size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-    return StateSnapshot(tensors, on_host=not budget.holds_copy(size))
-
-
-def outputs(returned: Any) -> list[Result]:
+def _outputs(returned: Any) -> list[Result]:
     """The tensors that ``training_step`` returned; constants take part by their names."""
     leaves: list[tuple[str, Any]] = []
     flatten(returned, "output", leaves)

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.training.options import OptionError
-from lightning_graphs.training.verification import Verification
+from lightning_graphs.training.step_checks import StepChecks
 from tests.training.fits import (
     Fit,
     FullTrace,
@@ -105,13 +105,13 @@ def test_a_gradient_scaler_skips_as_ever(
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """``global_step`` of each check."""
     steps: list[int] = []
-    original = Verification.check
+    original = StepChecks.check
 
-    def counted(self: Verification, plan: Any, args: Any) -> None:
+    def counted(self: StepChecks, plan: Any, args: Any) -> None:
         steps.append(self._trainer.global_step)
         original(self, plan, args)
 
-    monkeypatch.setattr(Verification, "check", counted)
+    monkeypatch.setattr(StepChecks, "check", counted)
     return steps
 
 

@@ -15,13 +15,13 @@ from lightning_graphs.training.gradients import PersistentGradients, zeroed_quic
 from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
-from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.verification import Verification
 
 
 class ModuleRunner:
@@ -55,10 +55,10 @@ class ModuleRunner:
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
-        schedule = Schedule(module, options, retry.budget)
+        verification = Verification(module, options, retry.budget)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(
-            module, options, pool, gradients, statistics, schedule, investment
+            module, options, pool, gradients, statistics, verification, investment
         )
         if options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
@@ -73,7 +73,7 @@ class ModuleRunner:
                 pool.beside(),
                 gradients,
                 statistics,
-                schedule,
+                verification,
                 investment,
             )
 

@@ -36,12 +36,12 @@ from lightning_graphs.training.modules.kinds import (
 )
 from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
-from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.notices import Waiting
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.verification import Verification
 
 _SEARCH = 24
 """How many steps are observed in search of another one."""
@@ -62,7 +62,7 @@ class ModuleGraphs:
         pool: Whose memory, stream and backend the graphs use.
         gradients: Where the gradients of parameters go.
         statistics: Where decisions are counted.
-        schedule: Which steps are verified.
+        verification: Compares graphs with eager code.
         investment: Decides what is worth a capture.
 
     Attributes:
@@ -78,7 +78,7 @@ class ModuleGraphs:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
-        schedule: Schedule,
+        verification: Verification,
         investment: Investment,
     ) -> None:
         apart = pool.beside()
@@ -90,8 +90,9 @@ class ModuleGraphs:
         self.watches_requests = direct = not (asks or reduced)
         self._patience = _PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
-        self._checks = CallChecks(schedule)
-        self._budget = schedule.budget
+        self._verification = verification
+        self._checks = CallChecks(verification)
+        self._budget = verification.budget
         self.stage = Stage(
             options, replace(self._means, pool=apart), statistics, self._checks, investment
         )
@@ -161,7 +162,7 @@ class ModuleGraphs:
         if step is not None and any(step.captured.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
             step = self._step_of(args)
-        if self._checks.is_due and step not in (None, new) and self._is_wrong(step):
+        if self._verification.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
         held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""

@@ -32,8 +32,6 @@ from lightning_graphs.training.lightning_private import (
     call_gradient_hooks,
 )
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
-from lightning_graphs.training.modules.schedule import Schedule
-from lightning_graphs.training.modules.update_checks import UpdateChecks
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
@@ -41,6 +39,8 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step import state_as_known
+from lightning_graphs.training.step_checks import StepChecks
+from lightning_graphs.training.verification import Verification
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class CapturedUpdate:
         pool: Captures and owns the graphs.
         gradients: Where captured modules write the gradients of their parameters.
         statistics: Where it is said why the step runs eagerly.
-        schedule: Which steps are verified.
+        verification: Compares graphs with eager code.
         investment: Decides what is worth a capture.
 
     Attributes:
@@ -85,7 +85,7 @@ class CapturedUpdate:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
-        schedule: Schedule,
+        verification: Verification,
         investment: Investment,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
@@ -97,7 +97,7 @@ class CapturedUpdate:
         self._pool = pool
         self._gradients = gradients
         self._statistics = statistics
-        self._schedule = schedule
+        self._verification = verification
         self._raises = options.on_failure == "raise"
         self._observers = Observers.of(trainer, module)
         self._moves = Moves(trainer)
@@ -132,9 +132,7 @@ class CapturedUpdate:
             self.capturable,
             self._observers,
         )
-        self._checks = UpdateChecks(
-            self._schedule, self._trainer, self._body, self.optimizer, self.capturable
-        )
+        self._checks = StepChecks(self._verification, self._body, self.capturable)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
@@ -204,7 +202,7 @@ class CapturedUpdate:
                 plan = self._captured(capturable)
                 self._cache.add(key, plan)
             if is_new or self._checks.is_due:
-                self._checks.check(partial(self._replay, capturable, plan))
+                self._checks.check_update(partial(self._replay, capturable, plan))
         except GraphError as error:
             if self._raises and isinstance(error, VerificationError):
                 raise

@@ -1,0 +1,189 @@
+"""Captured steps, and captured optimizer steps by themselves, against the eager ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.buffers import StaticInputs
+from lightning_graphs.core.tree import substitute
+from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.ddp import unseen_by_ddp
+from lightning_graphs.training.differences import Result
+from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.plan import StepPlan
+from lightning_graphs.training.precision import without_autocast_cache
+from lightning_graphs.training.python_state import Attributes, nothing_left_behind
+from lightning_graphs.training.ranks import ONE_RANK, Ranks
+from lightning_graphs.training.state import StepState
+from lightning_graphs.training.transfer import copies_on_host
+from lightning_graphs.training.verification import BothWays, Verification
+
+
+class StepChecks:
+    """Runs captured steps both ways.
+
+    Args:
+        verification: Compares.
+        body: What a step computes.
+        capturable: Makes the optimizer step capturable; None if it is not captured.
+        ranks: All of them verify together.
+    """
+
+    def __init__(
+        self,
+        verification: Verification,
+        body: StepBody,
+        capturable: CapturableOptimizer | None,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        self._verification = verification
+        self._module = verification.root
+        self._trainer = verification.root.trainer
+        self._optimizer = body.optimizer
+        self._body = body
+        self._capturable = capturable
+        self._ranks = ranks
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a captured step is to be verified once more."""
+        return self._verification.is_due
+
+    def _state(self, written: dict[str, Tensor]) -> StepState:
+        budget = self._verification.budget
+        return StepState(self._trainer, self._module, self._optimizer, written, budget=budget)
+
+    def _rates(self) -> Any:
+        """While this is open, rates are on the device: kernels round others otherwise."""
+        rates = None if self._capturable is None else self._capturable.live_rates()
+        return rates_exchanged(self._trainer, self._optimizer, rates)
+
+    # ------------------------------------------------------------------ an optimizer step
+
+    def check_update(self, replay: Callable[[], None]) -> None:
+        """Verify a captured optimizer step on the gradients that there are.
+
+        Args:
+            replay: Takes the captured step.
+
+        Raises:
+            VerificationError: names the first tensor that differs.
+        """
+        if not self._verification.is_on:
+            return
+        state = self._state({})
+        attributes, python = Attributes(self._module), Generators(self._module)
+
+        def restore() -> None:
+            state.restore()
+            attributes.restore()
+            python.restore()
+
+        def eager() -> list[Result]:
+            with self._rates():
+                self._body.update()
+            return state.results(None)
+
+        def replayed() -> list[Result]:
+            replay()
+            return state.results(None)
+
+        @contextlib.contextmanager
+        def kept() -> Iterator[None]:
+            with state.kept():
+                try:
+                    yield
+                finally:
+                    attributes.restore()
+                    python.restore()
+
+        ways = BothWays(eager, replayed, restore, kept, state.moved)
+        self._verification.compare(ways, "the captured optimizer step was not verified")
+
+    # ------------------------------------------------------------------ a whole step
+
+    def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
+        """Verify a plan with the batch that is about to be trained on.
+
+        Args:
+            plan: The captured step; nothing of it has run for this batch.
+            args: Of ``training_step``.
+
+        Raises:
+            VerificationError: names the first tensor that differs.
+            GraphError: the eager step does by now what a captured one cannot do.
+        """
+        batch, together = self._tensors(plan, args), self._ranks.together
+        plan.rewind_host()
+        for name in plan.stores:  # another step may have set them otherwise
+            plan.store(name)
+        state = self._state(plan.written)
+        ways = BothWays(
+            partial(together, partial(self._eager, plan, args, state)),
+            partial(together, partial(self._replayed, plan, args, state)),
+            state.restore,
+            partial(state.kept, together),
+            state.moved,
+        )
+        try:
+            self._verification.compare(ways, "a captured step was not verified")
+        finally:
+            plan.inputs.copy_in(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
+
+    def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+        """Run the step eagerly; what it computed, and what it changed, in place."""
+        if not plan.adds:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        recorder = LogRecorder(self._module)
+        own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
+        with self._surroundings(plan, recorder):
+            arguments = (substitute(args[0], own), *args[1:])
+            output = self._body.run(arguments, plan.phase, recorder)
+        output.finish_capture()
+        return state.results(output.hand_out())
+
+    def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+        """The same of a replay."""
+        batch = self._tensors(plan, args)
+        plan.inputs.copy_in(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
+        if self._capturable is not None:
+            self._capturable.refresh()
+        for graph in plan.graphs:
+            if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
+                plan.adopt()
+            graph.replay()
+        plan.attach()
+        return state.results(plan.outputs.hand_out())
+
+    @contextlib.contextmanager
+    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
+        """What a capture has around it, but for the stand-ins: here every value is real."""
+        with contextlib.ExitStack() as stack:
+            generators = Generators(self._module, torch_too=plan.host is None)
+            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(unseen_by_ddp(self._trainer))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(recorder.recording())
+            stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
+            if self._capturable is not None:
+                stack.enter_context(self._rates())
+            yield
+
+    @staticmethod
+    def _tensors(plan: StepPlan, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        tensors: Sequence[Tensor] | None = plan.call.match((args[0],), {})
+        assert tensors is not None, "the plan was found for this batch"
+        return tensors
