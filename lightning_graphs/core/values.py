@@ -8,7 +8,7 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -33,8 +33,7 @@ _LIBRARIES = frozenset(
     | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
 )
 DEPTH = 6
-MOST_INSIDE = 10_000  # longer ones are data, into which nobody looks
-_MOST = 512
+MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
 
 _MOST_BYTES = 64 * 1024
@@ -156,8 +155,8 @@ def in_slot(value: Any, key: str) -> Any:
     """What an object keeps in a slot."""
     try:
         return object.__getattribute__(value, key)
-    except AttributeError:  # its own `__getattr__` is not asked: it may do anything
-        return Absence.ABSENT
+    except (AttributeError, ValueError):  # the latter of a cell that is not filled yet
+        return Absence.ABSENT  # its own `__getattr__` is not asked: it may do anything
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -189,6 +188,14 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
         slots = [(key, in_slot(value, key)) for key in slots_of(type(value))]
         return [(f".{key}", key, held) for key, held in own + slots]
     return None
+
+
+def called_with(value: Any) -> Iterator[tuple[str, Any]]:
+    """Label and value of what a bound method or a partial is called with."""
+    if isinstance(value, partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif not isinstance(value.__self__, ModuleType):
+        yield ".__self__", value.__self__
 
 
 def values_of_class(kind: type) -> dict[str, Any]:
@@ -264,7 +271,7 @@ class HeldValues:
         for name, get, key in self._roots.values():
             value = get(key)
             self._checks.append((get, key, value))
-            self._describe(name, value, DEPTH, len(self._values) + _MOST)
+            self._describe(name, value, DEPTH, len(self._values) + MOST)
         self._described = tuple(self._values)
         self._seen = {}
         return self._described
@@ -293,7 +300,7 @@ class HeldValues:
             self._checks.append((ArrayValue.of, value, array))
             self._values.append((name, array))
             return
-        if isinstance(value, (set, frozenset)) and len(value) <= _MOST:
+        if isinstance(value, (set, frozenset)) and len(value) <= MOST:
             frozen = frozenset(value)
             self._checks.append((frozenset, value, frozen))
             self._values.append((name, frozen))
@@ -303,7 +310,11 @@ class HeldValues:
             self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
             return
         if isinstance(value, (MethodType, partial)):
-            self._describe_call(name, value, depth, most)
+            # Each look at a method in its object makes another one.
+            function = value.__func__ if isinstance(value, MethodType) else value
+            self._values.append((name, _Identity(function, None)))
+            for label, given in called_with(value) if depth > 0 else ():
+                self._describe(name + label, given, depth - 1, most)
             return
         table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
@@ -324,21 +335,6 @@ class HeldValues:
                 if key in self._words and key not in table:
                     self._checks.append((partial(value_of_class, kind), key, held))
                     self._describe(f"{name}.{key}", held, depth - 1, most)
-
-    def _describe_call(self, name: str, value: Any, depth: int, most: int) -> None:
-        """What a bound method or a partial is called with."""
-        if isinstance(value, MethodType):  # each look at it in its object makes another one
-            self._values.append((name, _Identity(value.__func__, None)))
-            held = {".__self__": value.__self__}
-        else:
-            self._values.append((name, _Identity(value, None)))
-            held = {f".args[{i}]": given for i, given in enumerate(value.args)}
-            held.update((f".keywords[{key!r}]", given) for key, given in value.keywords.items())
-        for label, given in held.items():
-            if isinstance(given, nn.Module) or depth == 0:
-                self._values.append((name + label, _Identity(given, None)))
-            else:
-                self._describe(name + label, given, depth - 1, most)
 
 
 def _plain(value: Any) -> PlainValue | _Identity:

@@ -257,7 +257,7 @@ def _refuse_iterators(name: str, value: Any) -> None:
     Raises:
         CaptureError: names it and the line.
     """
-    inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, set())
+    inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
     for label, held in [(name, value), *inside]:
         if isinstance(held, Iterator) and not isinstance(held, io.IOBase):
             observed = f"{label}, an iterator, is read at {CallSiteFinder().here().describe()}"

@@ -57,7 +57,7 @@ class StepBegin:
         self.args = args
         self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
         self._modules = list(module.modules())
-        batch = list(held_in_value("batch", args, set()))
+        batch = list(held_in_value("batch", args, {}))
         self._python = Contents([*held_in(module), *batch])
         self._generators = Generators(module)
         self._put_logs_back = logs_kept(trainer)
