@@ -45,10 +45,6 @@ def walk(
     nobody looks.
 
     Args:
-        name: What the value is called.
-        value: The value.
-        seen: What is not to be visited, by identity; what is visited is added.
-        depth: How many levels.
         inside: Label, key and value of what is directly in a value.
         modules: Goes on with modules; they are left out without it.
     """

@@ -237,14 +237,7 @@ class HeldValues:
         self._words: frozenset[str] = frozenset()
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
-        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is.
-
-        Args:
-            name: What messages call it.
-            get: Called with the key.
-            key: The key.
-            owner: What the value is bound in, such as a module.
-        """
+        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is."""
         place = id(owner), key
         if place not in self._roots:
             self._roots[place] = (name, get, key)

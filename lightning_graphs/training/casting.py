@@ -26,12 +26,7 @@ _TO_NODES = frozenset({"next_functions", "get_gradient_edge"})
 
 
 class StepCasts:
-    """Decides for each capture of a whole step whether gradients are cast together.
-
-    Args:
-        trainer: The trainer.
-        module: Its module.
-    """
+    """Decides for each capture of a whole step whether gradients are cast together."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer

@@ -122,10 +122,6 @@ class Tolerance:
     What an optimizer makes of a gradient that was not bit-equal may differ by half of the update:
     Adam divides by the gradient's own size, and rounding may turn the update of an element around
     that is nearly zero. After a gradient that is rounding and nothing else, it is not judged.
-
-    Args:
-        device_type: Where the step runs.
-        arithmetic: The short format that autocast computes in; None without autocast.
     """
 
     def __init__(self, device_type: str, arithmetic: torch.dtype | None) -> None:
@@ -133,24 +129,12 @@ class Tolerance:
         self._least = _ROUNDING[arithmetic] if arithmetic is not None else 0.0
 
     def allowed(self, eager: Tensor, noise: float, gradients: float = 0.0) -> float:
-        """The norm by which a replay may differ.
-
-        Args:
-            eager: What the eager step computed.
-            noise: The norm of the difference between two eager runs.
-            gradients: The norm of all gradients together, if it is one of them.
-        """
+        """The norm by which a replay may differ."""
         rounding = self._rounding(eager.dtype) * (size(eager) + _OF_GRADIENTS * gradients)
         return _OF_NOISE * min(noise, _NOISE_IN_ROUNDINGS * rounding) + rounding
 
     def allowed_of_update(self, eager: Tensor, noise: float, update: float) -> float:
-        """The same of what was computed from a gradient that was not bit-equal.
-
-        Args:
-            eager: What the eager step made of it.
-            noise: The norm of the difference between two eager runs.
-            update: How far the eager step moved it.
-        """
+        """The same of what was computed from a gradient that was not bit-equal."""
         return _OF_NOISE * noise + self._rounding(eager.dtype) * size(eager) + _OF_UPDATE * update
 
     def is_rounding(self, gradient: Tensor, apart: Difference) -> bool:

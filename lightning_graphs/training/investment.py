@@ -40,12 +40,6 @@ class Investment:
     are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
     with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
 
-    Args:
-        options: The callback's options.
-        statistics: How long steps take.
-        steps_left: How many micro-batches are left in the fit.
-        timed: Times say something about graphs.
-
     Attributes:
         earliest: After how many steps the first graph may come.
     """
@@ -75,9 +69,7 @@ class Investment:
         """Why a signature is not worth a capture yet; empty if it is.
 
         Args:
-            seen: How often it was seen, this step included.
             share: What part of the coming steps is expected to have its shape.
-            account: What captures have led to.
         """
         if account.lost > _CREDIT + account.uses / self.payback:
             return (

@@ -51,7 +51,6 @@ class MemoryBudget:
     """How much memory of a GPU all that is ours may take; on a CPU nobody counts.
 
     Args:
-        device: The device.
         share: How much more than the peak of eager steps, as a part of it.
     """
 
@@ -110,10 +109,6 @@ def gather(tensors: Iterable[Tensor]) -> None:
     Later those use the gaps; in a captured step they are in memory of its own, and the gaps stay
     empty. Values and the tensors themselves stay as they are, only their addresses change: to be
     called before the first capture.
-
-    Args:
-        tensors: Tensors on the current device; others, and those whose memory has other users, are
-            left where they are.
     """
     if torch.cuda.get_allocator_backend() != "native":  # others have no pools
         return

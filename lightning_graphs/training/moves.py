@@ -16,9 +16,6 @@ _LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum
 class Moves:
     """Watches the hyper-parameters that graphs freeze, for the length of a fit.
 
-    Args:
-        trainer: The trainer: a scheduler of it may say that it moves momentum at every step.
-
     Attributes:
         obstacle: Why the optimizer step is eager; empty as long as it is captured.
     """
@@ -34,11 +31,7 @@ class Moves:
         self._replays += 1
 
     def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
-        """Whether the optimizer step is not worth a capture any longer; said once.
-
-        Args:
-            now: Name and value of what a capture of the coming step would freeze.
-        """
+        """Whether the optimizer step is not worth a capture any longer; said once."""
         before, self._before = self._before, now
         if self.obstacle or before == now:
             return False

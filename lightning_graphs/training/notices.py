@@ -28,13 +28,7 @@ Kind = TypeVar("Kind")
 
 
 class Waiting(Generic[Kind]):
-    """Steps that run eagerly because none of them is worth a capture yet.
-
-    Args:
-        options: The callback's options.
-        statistics: Where it is said.
-        difference: What tells two kinds of steps apart, a line each.
-    """
+    """Steps that run eagerly because none of them is worth a capture yet."""
 
     def __init__(
         self,
@@ -65,8 +59,6 @@ class Waiting(Generic[Kind]):
         """Count an eager step; when they go on and on, say once in a fit why they are.
 
         Args:
-            kind: What tells it from others.
-            why_not: Why it is not captured.
             is_new: No step before had a batch like this one.
             at_once: Do not wait for more of them.
             say: Say it; else somebody else does.
@@ -93,12 +85,7 @@ class Waiting(Generic[Kind]):
 
 
 class Notices:
-    """Decides what is worth saying, and says it through :class:`Statistics`.
-
-    Args:
-        options: The callback's options.
-        statistics: Where it is counted and said.
-    """
+    """Decides what is worth saying, and says it through :class:`Statistics`."""
 
     def __init__(self, options: Options, statistics: Statistics) -> None:
         self._options = options
@@ -146,10 +133,6 @@ class Notices:
 
     def refused(self, error: GraphError, *, has_graphs: bool) -> None:
         """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured.
-
-        Args:
-            error: Why.
-            has_graphs: Other steps are captured, so that no submodules are tried.
 
         Raises:
             GraphError: the refusal itself, or what the step's own code raised.

@@ -36,10 +36,6 @@ class OutsideValues:
 
     Each function is looked at when it is called for the first time, before it can change anything.
 
-    Args:
-        module: The module whose step or whose calls are followed.
-        own: Tells the author's code from others'.
-
     Attributes:
         words: Every name in the code that ran.
     """

@@ -30,7 +30,6 @@ def is_lightnings(definition: object, *files: str) -> bool:
     of its own.
 
     Args:
-        definition: The class or function.
         files: Such as ``"core.module"``.
     """
     module = getattr(definition, "__module__", None)
@@ -41,7 +40,6 @@ class CodeOfModules:
     """Which code runs where modules of a tree are called: classes, and instances' own forwards.
 
     Args:
-        roots: The modules, which count with their submodules.
         graphed: The roots are called through their graphs: their own forwards are not looked at.
     """
 
@@ -90,9 +88,6 @@ class OwnCode:
     """Tells the code of a step's author from that of the libraries it uses.
 
     Installed packages are libraries, but for the one that the root module's class is from.
-
-    Args:
-        root: The root module.
     """
 
     def __init__(self, root: LightningModule) -> None:

@@ -60,17 +60,6 @@ _WRAPPED = (
 class StepRunner:
     """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit.
 
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        options: The callback's options.
-        pool: Owner of graphs, memory and stream.
-        statistics: Where decisions are counted.
-        progress: Mirror of the values for the progress bar; None without a GPU.
-        investment: Decides which steps are worth a capture.
-        retry: Has the strategy's own methods, and repeats a step that finds no memory.
-        ranks: Does every step the same way on all of them.
-
     Attributes:
         capturable: What keeps the optimizer capturable; None if it cannot be captured.
         has_failed: After a refusal no graph of a step is left; or attributes move on too often.

@@ -48,13 +48,9 @@ class StepState:
     """The state that a step of one fit changes, as it is now.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        optimizer: Its optimizer.
         loose: Other tensors that the step writes, by name.
         forward_only: Leave out what only backward pass and optimizer step change: parameters,
             gradients, the optimizer's state and the loss scale.
-        budget: Whether there is room for a copy on the device.
     """
 
     def __init__(
@@ -135,11 +131,7 @@ class StepState:
         return difference(tensor, self._kept.saved(tensor).to(tensor.device)).norm
 
     def results(self, returned: Any) -> list[Result]:
-        """What a step returned and what it changed, in the order of its computation.
-
-        Args:
-            returned: What ``training_step`` returned.
-        """
+        """What a step returned and what it changed, in the order of its computation."""
         found = _outputs(returned)
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
         found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]

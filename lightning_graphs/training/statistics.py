@@ -98,12 +98,7 @@ class Statistics:
     _refused: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def note(self, reason: str, error: GraphError | None = None) -> None:
-        """Warn, once for each reason, that something runs eagerly.
-
-        Args:
-            reason: What does, and why unless an error says so.
-            error: The warning has it in two lines, the report in full.
-        """
+        """Warn, once for each reason, that something runs eagerly."""
         full = reason if error is None else f"{reason}: {error}"
         if full not in self.fallbacks:
             self.fallbacks.append(full)
@@ -165,9 +160,6 @@ class Statistics:
         Args:
             signature: The signature in words: what is captured again under the same words
                 continues their record.
-            graphs: Its graphs, in the order of their replay.
-            cost: What :func:`capture_cost` measured.
-            scope: What of the step it is.
         """
         same = (r for r in self.graphs if (r.scope, r.signature) == (scope, signature))
         record = next(same, None)

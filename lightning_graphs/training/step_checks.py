@@ -29,14 +29,7 @@ from lightning_graphs.training.verification import BothWays, Verification
 
 
 class StepChecks:
-    """Runs captured steps both ways.
-
-    Args:
-        verification: Compares.
-        body: What a step computes.
-        capturable: Makes the optimizer step capturable; None if it is not captured.
-        ranks: All of them verify together.
-    """
+    """Runs captured steps both ways."""
 
     def __init__(
         self,
@@ -71,9 +64,6 @@ class StepChecks:
 
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the gradients that there are.
-
-        Args:
-            replay: Takes the captured step.
 
         Raises:
             VerificationError: names the first tensor that differs.
@@ -113,10 +103,6 @@ class StepChecks:
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
         """Verify a plan with the batch that is about to be trained on.
-
-        Args:
-            plan: The captured step; nothing of it has run for this batch.
-            args: Of ``training_step``.
 
         Raises:
             VerificationError: names the first tensor that differs.

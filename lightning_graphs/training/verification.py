@@ -91,7 +91,6 @@ class Verification:
         """Compare both ways, or say that there was no memory for it.
 
         Args:
-            ways: How the part runs.
             what: What is said then: ``a captured step was not verified``.
             tolerance: How much the replay may differ, where it is not as a whole step may.
 

@@ -54,7 +54,6 @@ class CallChecks:
         A call of whose outputs somebody still holds the memory is left out, as by training.
 
         Args:
-            captured: The graphs.
             again: They have been replayed: arguments are the latest ones, not the observed ones.
 
         Raises:

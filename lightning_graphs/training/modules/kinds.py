@@ -45,11 +45,7 @@ class Flags(NamedTuple):
 
 
 class FlagsReader:
-    """Reads the flags before each step.
-
-    Args:
-        module: The user's module.
-    """
+    """Reads the flags before each step."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
@@ -96,14 +92,7 @@ class StepKind(NamedTuple):
 
 
 class StepOfModules:
-    """The graphs for steps of one kind that make the same calls.
-
-    Args:
-        kind: The kind of step.
-        pattern: The calls.
-        captured: Their graphs.
-        baked: The attributes that are in the graphs.
-    """
+    """The graphs for steps of one kind that make the same calls."""
 
     def __init__(
         self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked

@@ -25,18 +25,7 @@ from lightning_graphs.training.verification import Verification
 
 
 class ModuleRunner:
-    """Stands in for the strategy's methods where submodules are graphed.
-
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        options: The callback's options.
-        pool: Owner of graphs, memory and stream.
-        statistics: Where decisions are counted.
-        investment: Decides what is worth a capture.
-        retry: Has the strategy's own methods, and repeats a step that finds no memory.
-        warmup_steps: Steps that run eagerly first.
-    """
+    """Stands in for the strategy's methods where submodules are graphed."""
 
     def __init__(
         self,

@@ -56,15 +56,6 @@ _PATIENCE = 64
 class ModuleGraphs:
     """Observes, captures and replays the calls of chosen submodules, step by step.
 
-    Args:
-        module: The user's module.
-        options: The callback's options.
-        pool: Whose memory, stream and backend the graphs use.
-        gradients: Where the gradients of parameters go.
-        statistics: Where decisions are counted.
-        verification: Compares graphs with eager code.
-        investment: Decides what is worth a capture.
-
     Attributes:
         stage: What decides over the calls while a step runs.
         watches_requests: Graphs write gradients of which autograd knows nothing.
