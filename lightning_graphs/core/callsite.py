@@ -151,3 +151,18 @@ def inside_compiled_module() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_OWN_LEVELS = 4
+"""The ``stacklevel`` with which ``rank_zero_warn`` names the line that calls it."""
+
+
+def stacklevel_of_user() -> int:
+    """The ``stacklevel`` with which ``rank_zero_warn`` names the user's line, such as the fit's."""
+    is_library = CallSiteFinder().is_library
+    level = _OWN_LEVELS
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+        level += 1
+    return level

@@ -21,7 +21,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.investment import Investment, Moves
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -31,7 +31,6 @@ from lightning_graphs.training.lightning_private import (
 )
 from lightning_graphs.training.logs import LoggedNumbers
 from lightning_graphs.training.memory import NoRoomError
-from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
@@ -291,7 +290,8 @@ class StepRunner:
             return self._captured(args, conditions)
         if choice <= EAGER or plan is None:
             return None
-        return self._verified(plan, args) if verify or self._checks.is_due else plan
+        again = self._verification.every and self._verification.is_due
+        return self._verified(plan, args) if verify or again else plan
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""

@@ -46,11 +46,6 @@ class StepChecks:
         self._capturable = capturable
         self._ranks = ranks
 
-    @property
-    def is_due(self) -> bool:
-        """Whether a captured step is to be verified once more."""
-        return self._verification.is_due
-
     def _state(self, written: dict[str, Tensor]) -> StepState:
         budget = self._verification.budget
         return StepState(self._trainer, self._module, self._optimizer, written, budget=budget)

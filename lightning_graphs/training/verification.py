@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.fingerprints import Fingerprint, Fingerprinter
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.differences import (
@@ -26,7 +27,6 @@ from lightning_graphs.training.differences import (
 from lightning_graphs.training.memory import MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
-from lightning_graphs.training.warned import stacklevel_of_user
 
 _RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
@@ -75,7 +75,7 @@ class Verification:
     ) -> None:
         self.root = root
         self.is_on = options.verify != "off"
-        self._every = options.verify if isinstance(options.verify, int) else 0
+        self.every = options.verify if isinstance(options.verify, int) else 0
         self.budget = budget
         self._ranks = ranks
         self._said: set[str] = set()
@@ -85,7 +85,7 @@ class Verification:
     @property
     def is_due(self) -> bool:
         """Whether graphs that were verified before are verified again in this step."""
-        return self._every > 0 and self.root.global_step % self._every == 0
+        return self.every > 0 and self.root.global_step % self.every == 0
 
     def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
         """Compare both ways, or say that there was no memory for it.

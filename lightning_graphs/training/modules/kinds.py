@@ -19,13 +19,12 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.conditions import moved_values
+from lightning_graphs.training.investment import FEW
 from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
 from lightning_graphs.training.statistics import listed
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_TURNS = 8
-"""How many steps with other values an observed step waits for its own to come back."""
 
 
 class Flags(NamedTuple):
@@ -137,7 +136,7 @@ class Observed:
     kind: StepKind
     values: Hashable
     observer: StepObserver
-    left: int = _TURNS
+    left: int = FEW
 
 
 @dataclass(slots=True)

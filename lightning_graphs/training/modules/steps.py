@@ -18,7 +18,7 @@ from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.investment import PATIENCE, Investment, Waiting
 from lightning_graphs.training.memory import NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -37,20 +37,15 @@ from lightning_graphs.training.modules.kinds import (
 from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.notices import Waiting
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.verification import Verification
 
-_SEARCH = 24
-"""How many steps are observed in search of another one."""
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
 _AGAIN = frozenset({"create_graph", "retain_graph"})
 """Keywords in code that may go through a graph more than once."""
-_PATIENCE = 64
-"""How many steps code that may go through a graph twice is given to show where."""
 
 
 class ModuleGraphs:
@@ -79,7 +74,7 @@ class ModuleGraphs:
         words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
         asks = not module.automatic_optimization or bool(words & _ASKING)
         self.watches_requests = direct = not (asks or reduced)
-        self._patience = _PATIENCE if words & _AGAIN else 0
+        self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
         self._verification = verification
         self._checks = CallChecks(verification)
@@ -298,7 +293,7 @@ class ModuleGraphs:
             self._patience -= 1
             self._statistics.note(
                 "steps run eagerly until one shows which module create_graph=True or "
-                f"retain_graph=True is about, {_PATIENCE} steps at most"
+                f"retain_graph=True is about, {PATIENCE} steps at most"
             )
             return None
         for module in self._choice.leave_out_unsteady(kind, observation, self._statistics.note):
@@ -415,7 +410,7 @@ class ModuleGraphs:
         """A call of the last step found no graph: look for a step that makes such calls."""
         kind = None if self._last is None else self._last.kind
         if self._search is None and kind is not None and kind not in self._complete:
-            self._search = Search(kind, _SEARCH, self.stage.missed)
+            self._search = Search(kind, PATIENCE, self.stage.missed)
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""

@@ -26,13 +26,12 @@ from lightning_graphs.training.gradients import (
     gradients_set_aside,
 )
 from lightning_graphs.training.interception import StrategyCalls
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.investment import Investment, Moves
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
-from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
@@ -201,7 +200,7 @@ class CapturedUpdate:
             if plan is None:
                 plan = self._captured(capturable)
                 self._cache.add(key, plan)
-            if is_new or self._checks.is_due:
+            if is_new or self._verification.is_due:
                 self._checks.check_update(partial(self._replay, capturable, plan))
         except GraphError as error:
             if self._raises and isinstance(error, VerificationError):
