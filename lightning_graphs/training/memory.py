@@ -85,10 +85,6 @@ class MemoryBudget:
                 f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
             )
 
-    def holds_copy(self, nbytes: int) -> bool:
-        """Whether a copy of so many bytes may lie on the device; others lie on the host."""
-        return self.has_room(nbytes)
-
     def has_room(self, needed: int) -> bool:
         """Whether so many bytes more may be taken, and are there."""
         if self._device is None:

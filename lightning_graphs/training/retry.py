@@ -23,7 +23,7 @@ from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of
-from lightning_graphs.training.state import StepState
+from lightning_graphs.training.state import Kept, StepState
 from lightning_graphs.training.statistics import Statistics
 
 _OURS = frozenset({"forward", "log"})
@@ -64,18 +64,14 @@ class StepBegin:
         found = LooseTensors(module)
         for name, value in batch:
             found.add(name, value)
-        tensors = found.tensors
+        tensors = [*module.buffers(), *found.tensors]
         if gradients:
             tensors += [g for _, g, _ in self._parameters if g is not None]
-        loose = {str(i): tensor for i, tensor in enumerate(tensors)}
-        self._state = StepState(
-            trainer, module, trainer.optimizers[0], loose, budget=budget, forward_only=True
-        )
-        self._state.keep()
+        self._tensors = Kept(tensors, module.device, budget)
 
     def restore(self) -> None:
         """Put everything back."""
-        self._state.restore()
+        self._tensors.restore()
         for parameter, gradient, trainable in self._parameters:
             parameter.requires_grad_(trainable)
             parameter.grad = gradient

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,19 +18,33 @@ from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.precision import scaler_of
 
 
-class Kept:
-    """Tensors and torch's random generators, copied and put back.
+class Restorable(Protocol):
+    """What can be put back as it was when it was made."""
 
-    Copies are on the device where they are small, else in memory of the host.
+    def restore(self) -> None:
+        """Put it back."""
+
+
+class Kept:
+    """Tensors, torch's random generators and others, copied to be put back.
+
+    Copies are on the device where they are small, else in memory of the host. Tensors in several
+    pieces of memory are left out: no graph writes them in place.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], device: torch.device, budget: MemoryBudget
+        self,
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        budget: MemoryBudget,
+        *others: Restorable,
     ) -> None:
+        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
         storages = [t.untyped_storage() for t in tensors]
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        self._snapshot = StateSnapshot(tensors, on_host=not budget.holds_copy(size))
+        self._snapshot = StateSnapshot(tensors, on_host=not budget.has_room(size))
         self.saved = self._snapshot.saved
+        self._others = others
         self._device = device if device.type == "cuda" else None
         self._on_host = torch.get_rng_state()
         self._on_device = torch.cuda.get_rng_state(device) if self._device else None
@@ -38,6 +52,8 @@ class Kept:
     def restore(self) -> None:
         """Put everything back."""
         self._snapshot.restore()
+        for other in self._others:
+            other.restore()
         torch.set_rng_state(self._on_host)
         if self._on_device is not None:
             assert self._device is not None
@@ -49,8 +65,7 @@ class StepState:
 
     Args:
         loose: Other tensors that the step writes, by name.
-        forward_only: Leave out what only backward pass and optimizer step change: parameters,
-            gradients, the optimizer's state and the loss scale.
+        others: What else is put back.
     """
 
     def __init__(
@@ -59,29 +74,26 @@ class StepState:
         module: LightningModule,
         optimizer: Optimizer,
         loose: Mapping[str, Tensor],
-        *,
+        *others: Restorable,
         budget: MemoryBudget,
-        forward_only: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._budget = budget
         self._device = module.device
         self._buffers = dict(module.named_buffers())
         self._loose = dict(loose)
-        self._scaler = None if forward_only else scaler_of(trainer.precision_plugin)
-        self._parameters = {} if forward_only else _named_parameters(module, optimizer)
+        self._scaler = scaler_of(trainer.precision_plugin)
+        self._parameters = _named_parameters(module, optimizer)
         self._gradients = [p.grad for p in self._parameters.values()]
-        self._state = {} if forward_only else {p: dict(s) for p, s in optimizer.state.items()}
-        self._forward_only = forward_only
-        found = [
+        self._state = {p: dict(s) for p, s in optimizer.state.items()}
+        self._others = others
+        self._tensors = [
             *self._buffers.values(),
             *self._loose.values(),
             *self._parameters.values(),
             *(g for g in self._gradients if g is not None),
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
-        # No graph adds to a sparse gradient: it is never written in place.
-        self._tensors = [tensor for tensor in found if tensor.layout is torch.strided]
         self._kept: Kept | None = None
         self._scale: dict[str, Any] = {}
 
@@ -103,7 +115,7 @@ class StepState:
 
     def keep(self) -> None:
         """Copy the state."""
-        self._kept = Kept(self._tensors, self._device, self._budget)
+        self._kept = Kept(self._tensors, self._device, self._budget, *self._others)
         if self._scaler is not None:
             self._scale = self._scaler.state_dict()
 
@@ -113,13 +125,12 @@ class StepState:
         self._kept.restore()
         for parameter, gradient in zip(self._parameters.values(), self._gradients, strict=True):
             parameter.grad = gradient
-        if not self._forward_only:
-            table: dict[Any, Any] = self._optimizer.state
-            for parameter in [p for p in table if p not in self._state]:
-                del table[parameter]
-            for parameter, known in self._state.items():
-                table[parameter].clear()
-                table[parameter].update(known)
+        table: dict[Any, Any] = self._optimizer.state
+        for parameter in [p for p in table if p not in self._state]:
+            del table[parameter]
+        for parameter, known in self._state.items():
+            table[parameter].clear()
+            table[parameter].update(known)
         if self._scaler is not None:
             # With a scale given, `update` forgets a step that was left halfway.
             self._scaler.update(self._scale["scale"])

@@ -23,7 +23,7 @@ from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import Attributes, nothing_left_behind
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
-from lightning_graphs.training.state import StepState
+from lightning_graphs.training.state import Restorable, StepState
 from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.verification import BothWays, Verification
 
@@ -46,9 +46,9 @@ class StepChecks:
         self._capturable = capturable
         self._ranks = ranks
 
-    def _state(self, written: dict[str, Tensor]) -> StepState:
-        budget = self._verification.budget
-        return StepState(self._trainer, self._module, self._optimizer, written, budget=budget)
+    def _state(self, written: dict[str, Tensor], *others: Restorable) -> StepState:
+        parts, budget = (self._trainer, self._module, self._optimizer), self._verification.budget
+        return StepState(*parts, written, *others, budget=budget)
 
     def _rates(self) -> Any:
         """While this is open, rates are on the device: kernels round others otherwise."""
@@ -65,13 +65,7 @@ class StepChecks:
         """
         if not self._verification.is_on:
             return
-        state = self._state({})
-        attributes, python = Attributes(self._module), Generators(self._module)
-
-        def restore() -> None:
-            state.restore()
-            attributes.restore()
-            python.restore()
+        state = self._state({}, Attributes(self._module), Generators(self._module))
 
         def eager() -> list[Result]:
             with self._rates():
@@ -82,16 +76,7 @@ class StepChecks:
             replay()
             return state.results(None)
 
-        @contextlib.contextmanager
-        def kept() -> Iterator[None]:
-            with state.kept():
-                try:
-                    yield
-                finally:
-                    attributes.restore()
-                    python.restore()
-
-        ways = BothWays(eager, replayed, restore, kept, state.moved)
+        ways = BothWays(eager, replayed, state.restore, state.kept, state.moved)
         self._verification.compare(ways, "the captured optimizer step was not verified")
 
     # ------------------------------------------------------------------ a whole step

@@ -100,11 +100,10 @@ class _CallRun:
             *call.module.parameters(),
             *(buffer for _, buffer in self._buffers),
             *site.written.values(),
-            *(g for g in self._gradients if g is not None and g.layout is torch.strided),
+            *(g for g in self._gradients if g is not None),
         ]
         self._kept: Kept | None = None
-        self._attributes = Attributes(call.module)
-        self._python = Generators(root)
+        self._python = Attributes(call.module), Generators(root)
 
     def _differentiable(self) -> list[Tensor]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
@@ -118,7 +117,7 @@ class _CallRun:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Copy the state; put it back at the end, whatever happened."""
-        self._kept = Kept(self._state, self.device, self._budget)
+        self._kept = Kept(self._state, self.device, self._budget, *self._python)
         self._without_gradients()
         try:
             yield
@@ -133,8 +132,6 @@ class _CallRun:
         assert self._kept is not None
         self._kept.restore()
         self._without_gradients()
-        self._attributes.restore()
-        self._python.restore()
 
     def _without_gradients(self) -> None:
         for parameter in self._parameters:
