@@ -39,14 +39,12 @@ class CallSite:
 
     Attributes:
         file: Path of the source file, or ``"?"`` where no frame of the user's was on the stack.
-        line: Line number, from 1.
-        function: Name of the function the line is in.
         columns: Where in the line the failing expression begins and ends, if that is known.
     """
 
     file: str = "?"
-    line: int = 0
-    function: str = "?"
+    line: int = 0  # line number, from 1
+    function: str = "?"  # name of the function the line is in
     columns: tuple[int, int] | None = None
 
     def __str__(self) -> str:

@@ -42,19 +42,12 @@ _TF32 = 2.0**-10
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One tensor that a step computes or changes.
+    """One tensor that a step computes or changes."""
 
-    Attributes:
-        name: What a message calls it.
-        value: The tensor itself, not a copy.
-        gradient: The name of the gradient that an update of it was computed from; or empty.
-        is_gradient: Whether it is a gradient itself.
-    """
-
-    name: str
-    value: Tensor
-    gradient: str = ""
-    is_gradient: bool = False
+    name: str  # what a message calls it
+    value: Tensor  # the tensor itself, not a copy
+    gradient: str = ""  # the name of the gradient that an update of it was computed from; or empty
+    is_gradient: bool = False  # whether it is a gradient itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +56,10 @@ class Difference:
 
     Attributes:
         norm: The Euclidean norm of the difference; infinite where one of them alone is not finite.
-        largest: The largest difference of two elements.
     """
 
     norm: float
-    largest: float
+    largest: float  # the largest difference of two elements
 
 
 NONE = Difference(0.0, 0.0)

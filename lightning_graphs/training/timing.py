@@ -239,15 +239,10 @@ GPU_BOUND_FROM = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the times say.
+    """What the times say."""
 
-    Attributes:
-        profitable: Whether replayed steps are faster at all.
-        sentence: What a user should know; empty where graphs pay off clearly.
-    """
-
-    profitable: bool
-    sentence: str = ""
+    profitable: bool  # whether replayed steps are faster at all
+    sentence: str = ""  # what a user should know; empty where graphs pay off clearly
 
 
 def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict | None:

@@ -41,16 +41,13 @@ class BothWays:
     """A part of a step that can be run eagerly, and as graphs.
 
     Attributes:
-        eager: Runs it eagerly; what it computed and changed, in place.
-        replayed: Replays it; the same results under the same names.
-        restore: Puts the state back from which both start.
         kept: Holds a copy of that state, and puts it back at its end.
         moved: How far, as a Euclidean norm, a tensor of the state is from where it started.
     """
 
-    eager: Callable[[], list[Result]]
-    replayed: Callable[[], list[Result]]
-    restore: Callable[[], None]
+    eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
+    replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
+    restore: Callable[[], None]  # puts the state back from which both start
     kept: Callable[[], AbstractContextManager[None]] = nullcontext
     moved: Callable[[Tensor], float] = lambda _: 0.0
 

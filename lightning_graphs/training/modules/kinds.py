@@ -28,19 +28,12 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Flags(NamedTuple):
-    """What a step's graphs depend on beside its batch.
+    """What a step's graphs depend on beside its batch."""
 
-    Attributes:
-        training: Train/eval flag of every module.
-        requires_grad: Of every parameter.
-        hooked: Which parameters have hooks; empty if none has.
-        kernels: What operators choose their kernels by.
-    """
-
-    training: tuple[bool, ...]
-    requires_grad: tuple[bool, ...]
-    hooked: tuple[bool, ...]
-    kernels: KernelChoice
+    training: tuple[bool, ...]  # train/eval flag of every module
+    requires_grad: tuple[bool, ...]  # of every parameter
+    hooked: tuple[bool, ...]  # which parameters have hooks; empty if none has
+    kernels: KernelChoice  # what operators choose their kernels by
 
 
 class FlagsReader:
@@ -68,14 +61,9 @@ class FlagsReader:
 
 
 class StepKind(NamedTuple):
-    """What is known of a step before it runs.
+    """What is known of a step before it runs."""
 
-    Attributes:
-        signature: Of its batch; None for batches that have none.
-        flags: The flags.
-    """
-
-    signature: Signature | None
+    signature: Signature | None  # of its batch; None for batches that have none
     flags: Flags
 
     def change(self, to: StepKind) -> list[str]:
@@ -124,34 +112,21 @@ class StepOfModules:
 
 @dataclass(slots=True)
 class Observed:
-    """A step that is observed, or was, and is captured once its values are those of then.
-
-    Attributes:
-        kind: Its kind.
-        values: Of attributes that earlier captures of such steps have read.
-        observer: Sees its calls, and keeps their arguments.
-        left: How many steps with other values may come before.
-    """
+    """A step that is observed, or was, and is captured once its values are those of then."""
 
     kind: StepKind
-    values: Hashable
-    observer: StepObserver
-    left: int = FEW
+    values: Hashable  # of attributes that earlier captures of such steps have read
+    observer: StepObserver  # sees its calls, and keeps their arguments
+    left: int = FEW  # how many steps with other values may come before
 
 
 @dataclass(slots=True)
 class Search:
-    """Steps of a kind that was captured are observed: one of them made other calls.
-
-    Attributes:
-        kind: The kind.
-        left: How many steps are observed yet.
-        reason: What is said if nothing comes of it.
-    """
+    """Steps of a kind that was captured are observed: one of them made other calls."""
 
     kind: StepKind
-    left: int
-    reason: str
+    left: int  # how many steps are observed yet
+    reason: str  # what is said if nothing comes of it
 
 
 def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:
