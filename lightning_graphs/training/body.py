@@ -26,16 +26,7 @@ from lightning_graphs.training.precision import (
 
 
 class StepBody:
-    """The step of one fit as Lightning does it, without the hooks.
-
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        calls: The strategy's own methods.
-        optimizer: The trainer's optimizer.
-        capturable: Makes its step capturable; None if the body ends before it.
-        observers: Who looks in between.
-    """
+    """The step of one fit as Lightning does it, without the hooks."""
 
     def __init__(
         self,
@@ -66,9 +57,6 @@ class StepBody:
         """Forward, loss, backward, clipping, update; the gradients are set up by the caller.
 
         Args:
-            arguments: Of ``training_step``.
-            phase: Which part of an accumulation window it is.
-            recorder: Takes the calls of ``self.log`` and of metrics.
             cut: Called with the name of the next part, where somebody looks in between.
             keep: Called after the backward pass.
         """

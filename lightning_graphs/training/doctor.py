@@ -87,9 +87,6 @@ class Doctor:
     It stands in for the strategy's methods until :meth:`finish`.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        calls: The strategy's own methods.
         options: The callback's options; ``warmup_steps`` steps are observed.
         reason: Why the fit is not captured at all; empty if it may be.
         no_whole_step: Why its steps are no whole graphs; likewise.

@@ -99,7 +99,6 @@ def log_exchanged(
     """Let ``self.log`` of a module end in ``log``: below what overrides it, and ``super().log``.
 
     Args:
-        module: The module; others log as ever.
         log: Called with Lightning's own function, bound to the module, and with the arguments.
 
     Returns:

@@ -38,10 +38,6 @@ class StepBegin:
     and the optimizer's state are what they are until the optimizer steps.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        args: Of ``training_step``.
-        budget: What memory may be taken.
         gradients: The gradients that there are may be added to.
     """
 
@@ -109,11 +105,6 @@ class EagerRetry:
     us either.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        own: The strategy's own methods.
-        statistics: Where steps are counted.
-        budget: What memory may be taken.
         raises: The error is raised instead.
 
     Attributes:

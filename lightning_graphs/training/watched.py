@@ -89,11 +89,7 @@ def watched_counter(note: Note, name: str, read: Callable[[], Any]) -> Any:
 
 
 class Nesting:
-    """Whether code runs inside of a submodule, or in the step around them.
-
-    Args:
-        root: The module whose submodules count.
-    """
+    """Whether code runs inside of a submodule, or in the step around them."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
