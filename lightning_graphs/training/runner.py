@@ -18,6 +18,7 @@ from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
@@ -44,7 +45,6 @@ from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
-from lightning_graphs.training.step_checks import StepChecks
 from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.verification import Verification
 from lightning_graphs.training.watch import FitWatch
@@ -83,7 +83,7 @@ class StepRunner:
         self._calls = retry.calls
         self._pool = pool
         self._statistics = statistics
-        self._verification = Verification(module, options, retry.budget, ranks)
+        self._agreement = Agreement(module, options, retry.budget, ranks)
         self._investment = investment
         copies = partial(copies_on_host, trainer)
         self._cache = StepPlans(investment, self._release, options.max_graphs, copies)
@@ -144,7 +144,7 @@ class StepRunner:
             self._numbers,
             copies_gradients=self._kept.are_copied,
         )
-        self._checks = StepChecks(self._verification, body, self._in_graph, self._ranks)
+        self._verification = Verification(self._agreement, body, self._in_graph, self._ranks)
         self._watch = FitWatch(
             self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
         )
@@ -290,7 +290,7 @@ class StepRunner:
             return self._captured(args, conditions)
         if choice <= EAGER or plan is None:
             return None
-        again = self._verification.every and self._verification.is_due
+        again = self._agreement.every and self._agreement.is_due
         return self._verified(plan, args) if verify or again else plan
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
@@ -352,18 +352,18 @@ class StepRunner:
         self._cache.add(signature, plan)
         self._kept.count()
         plan.inputs.copy_in(tensors)
-        plan.unverified = self._verification.is_on
+        plan.unverified = self._agreement.is_on
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
         return self._verified(plan, args) if affords else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
-        if self._verification.is_on:
+        if self._agreement.is_on:
             plan.unverified = False
             try:
                 with self._investment.verifying():
-                    self._checks.check(plan, args)
+                    self._verification.check(plan, args)
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None

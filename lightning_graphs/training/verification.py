@@ -1,203 +1,155 @@
-"""Whether replays compute what eager code does: run both ways from one state, and compared."""
+"""Captured steps, and captured optimizer steps by themselves, against the eager ones."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_graphs.core.callsite import stacklevel_of_user
-from lightning_graphs.core.fingerprints import Fingerprint, Fingerprinter
-from lightning_graphs.errors import VerificationError
-from lightning_graphs.training.differences import (
-    NONE,
-    Difference,
-    Result,
-    Tolerance,
-    difference,
-    size,
-)
-from lightning_graphs.training.memory import MemoryBudget, first_line, is_out_of_memory
-from lightning_graphs.training.options import Options
+from lightning_graphs.core.buffers import StaticInputs
+from lightning_graphs.core.tree import substitute
+from lightning_graphs.training.agreement import Agreement, BothWays
+from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.ddp import unseen_by_ddp
+from lightning_graphs.training.differences import Result
+from lightning_graphs.training.frozen import rates_exchanged
+from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.plan import StepPlan
+from lightning_graphs.training.precision import without_autocast_cache
+from lightning_graphs.training.python_state import Attributes, nothing_left_behind
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
-
-_RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
-_REMEDY = (
-    "look for Python values that the step reads, that change between steps and that nobody can see "
-    "(a context variable, the state of a library, a file): make them tensors or attributes"
-)
-_ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class BothWays:
-    """A part of a step that can be run eagerly, and as graphs.
-
-    Attributes:
-        kept: Holds a copy of that state, and puts it back at its end.
-        moved: How far, as a Euclidean norm, a tensor of the state is from where it started.
-    """
-
-    eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
-    replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
-    restore: Callable[[], None]  # puts the state back from which both start
-    kept: Callable[[], AbstractContextManager[None]] = nullcontext
-    moved: Callable[[Tensor], float] = lambda _: 0.0
+from lightning_graphs.training.state import Restorable, StepState
+from lightning_graphs.training.transfer import copies_on_host
 
 
 class Verification:
-    """Decides which steps are verified, and compares a part of one with its replay.
-
-    The eager run comes first and leaves a fingerprint of every result. Where the bits of a replay
-    from the same state differ, it runs eagerly once or twice more and replays once more, now with
-    copies of what differs, and asks :class:`~lightning_graphs.training.differences.Tolerance`.
-    Afterwards everything is as before. Hooks do not run, logs do not reach Lightning and metrics
-    are not updated. What the step does to the world outside of module, optimizer and generators (a
-    file that it writes) it does once more for each run.
-    """
+    """Runs captured steps both ways from one state, and optimizer steps by themselves."""
 
     def __init__(
         self,
-        root: LightningModule,
-        options: Options,
-        budget: MemoryBudget,
+        agreement: Agreement,
+        body: StepBody,
+        capturable: CapturableOptimizer | None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        self.root = root
-        self.is_on = options.verify != "off"
-        self.every = options.verify if isinstance(options.verify, int) else 0
-        self.budget = budget
+        self._agreement = agreement
+        self._module = agreement.root
+        self._trainer = agreement.root.trainer
+        self._optimizer = body.optimizer
+        self._body = body
+        self._capturable = capturable
         self._ranks = ranks
-        self._said: set[str] = set()
-        precision = str(root.trainer.precision_plugin.precision)
-        self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
 
-    @property
-    def is_due(self) -> bool:
-        """Whether graphs that were verified before are verified again in this step."""
-        return self.every > 0 and self.root.global_step % self.every == 0
+    def _state(self, written: dict[str, Tensor], *others: Restorable) -> StepState:
+        parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
+        return StepState(*parts, written, *others, budget=budget)
 
-    def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
-        """Compare both ways, or say that there was no memory for it.
+    def _rates(self) -> Any:
+        """While this is open, rates are on the device: kernels round others otherwise."""
+        rates = None if self._capturable is None else self._capturable.live_rates()
+        return rates_exchanged(self._trainer, self._optimizer, rates)
 
-        Args:
-            what: What is said then: ``a captured step was not verified``.
-            tolerance: How much the replay may differ, where it is not as a whole step may.
+    # ------------------------------------------------------------------ a whole step
+
+    def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
+        """Verify a plan with the batch that is about to be trained on.
 
         Raises:
-            VerificationError: names the first result that differs.
+            VerificationError: names the first tensor that differs.
+            GraphError: the eager step does by now what a captured one cannot do.
         """
-        try:
-            with ways.kept():
-                self._require(ways, tolerance or self._tolerance)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._say(what, first_line(error))
-        finally:
-            if self.root.device.type == "cuda":
-                torch.cuda.empty_cache()  # of the eager run and the copy of the state
-
-    def _require(self, ways: BothWays, tolerance: Tolerance) -> None:
-        prints = Fingerprinter()
-        expected = ways.eager()
-        names = [result.name for result in expected]
-        known = prints.of([result.value for result in expected])
-        del expected
-        ways.restore()
-        found = ways.replayed()
-        self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
-        now = prints.of([result.value for result in found])
-        del found
-        differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
-        if self._ranks.any(bool(differing)):
-            ways.restore()
-            self._require_values(ways, differing, (prints, names, known), tolerance)
-
-    def _require_values(
-        self,
-        ways: BothWays,
-        differing: set[str],
-        first: tuple[Fingerprinter, list[str], list[Fingerprint]],
-        rule: Tolerance,
-    ) -> None:
-        prints, names, known = first
-        again = ways.eager()
-        now = prints.of([result.value for result in again])
-        steady = [r.name for r in again] == names and now == known
-        held = {r.name: r.value.detach().clone() for r in self._fitting(again, differing)}
-        if len(held) < len(differing):
-            self._say("not every tensor was verified: no memory for copies")
-        updates = {r.name: ways.moved(r.value) for r in again if r.name in held and r.gradient}
-        gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
-        del again
-        noise: dict[str, Difference] = {}
-        if self._ranks.any(not steady):
-            ways.restore()
-            third = ways.eager()
-            noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
-            del third
-        ways.restore()
-        results = ways.replayed()
-
-        def judge() -> None:
-            unjudged = set()
-            for result in results:
-                eager = held.get(result.name)
-                if eager is None or result.gradient in unjudged:
-                    continue
-                apart = difference(result.value, eager)
-                runs = noise.get(result.name, NONE)
-                if result.gradient in differing:
-                    allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
-                else:
-                    of_all = gradients if result.is_gradient else 0.0
-                    allowed = rule.allowed(eager, runs.norm, of_all)
-                if not apart.norm <= allowed:
-                    raise self._mismatch(result.name, apart, runs)
-                if result.is_gradient and rule.is_rounding(eager, apart):
-                    unjudged.add(result.name)
-
-        self._ranks.together(judge)
-
-    def _fitting(self, results: Sequence[Result], wanted: set[str]) -> Iterator[Result]:
-        """The first of the wanted results, with as much memory left free as their copies take."""
-        needed = 0
-        for result in results:
-            if result.name in wanted:
-                needed += result.value.numel() * result.value.element_size()
-                if not self.budget.has_room(needed):
-                    return
-                yield result
-
-    def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
-        for name in (*eager, *replayed):
-            if name not in eager or name not in replayed:
-                way = "the eager step" if name in eager else "the replay"
-                raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
-
-    def _mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
-        observed = (
-            f"{self._where}, {name} differs by up to {apart.largest:.3g}; two eager runs differ "
-            f"by up to {eager.largest:.3g}"
+        batch, together = self._tensors(plan, args), self._ranks.together
+        plan.rewind_host()
+        for name in plan.stores:  # another step may have set them otherwise
+            plan.store(name)
+        state = self._state(plan.written)
+        ways = BothWays(
+            partial(together, partial(self._eager, plan, args, state)),
+            partial(together, partial(self._replayed, plan, args, state)),
+            state.restore,
+            partial(state.kept, together),
+            state.moved,
         )
-        return VerificationError(_RULE, observed, _REMEDY)
+        try:
+            self._agreement.compare(ways, "a captured step was not verified")
+        finally:
+            plan.inputs.copy_in(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
 
-    @property
-    def _where(self) -> str:
-        return f"at step {self.root.global_step}"
+    def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+        """Run the step eagerly; what it computed, and what it changed, in place."""
+        if not plan.adds:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        recorder = LogRecorder(self._module)
+        own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
+        with self._surroundings(plan, recorder):
+            arguments = (substitute(args[0], own), *args[1:])
+            output = self._body.run(arguments, plan.phase, recorder)
+        output.finish_capture()
+        return state.results(output.hand_out())
 
-    def _say(self, line: str, reason: str = "") -> None:
-        """Warn, once in a fit for each line, that a check was smaller than it should be."""
-        if line not in self._said:
-            self._said.add(line)
-            rank_zero_warn(
-                f"GraphCapture: {line}{reason and f': {reason}'}", stacklevel=stacklevel_of_user()
-            )
+    def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+        """The same of a replay."""
+        batch = self._tensors(plan, args)
+        plan.inputs.copy_in(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
+        if self._capturable is not None:
+            self._capturable.refresh()
+        for graph in plan.graphs:
+            if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
+                plan.adopt()
+            graph.replay()
+        plan.attach()
+        return state.results(plan.outputs.hand_out())
+
+    @contextlib.contextmanager
+    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
+        """What a capture has around it, but for the stand-ins: here every value is real."""
+        with contextlib.ExitStack() as stack:
+            generators = Generators(self._module, torch_too=plan.host is None)
+            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(unseen_by_ddp(self._trainer))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(recorder.recording())
+            stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
+            if self._capturable is not None:
+                stack.enter_context(self._rates())
+            yield
+
+    @staticmethod
+    def _tensors(plan: StepPlan, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        tensors: Sequence[Tensor] | None = plan.call.match((args[0],), {})
+        assert tensors is not None, "the plan was found for this batch"
+        return tensors
+
+    # ------------------------------------------------------------------ an optimizer step
+
+    def check_update(self, replay: Callable[[], None]) -> None:
+        """Verify a captured optimizer step on the gradients that there are.
+
+        Raises:
+            VerificationError: names the first tensor that differs.
+        """
+        if not self._agreement.is_on:
+            return
+        state = self._state({}, Attributes(self._module), Generators(self._module))
+
+        def eager() -> list[Result]:
+            with self._rates():
+                self._body.update()
+            return state.results(None)
+
+        def replayed() -> list[Result]:
+            replay()
+            return state.results(None)
+
+        ways = BothWays(eager, replayed, state.restore, state.kept, state.moved)
+        self._agreement.compare(ways, "the captured optimizer step was not verified")

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
+from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.verification import BothWays, Verification
 
 CPU = torch.device("cpu")
 
 
-def verification() -> Verification:
+def agreement() -> Agreement:
     plugin = SimpleNamespace(precision="32-true")
     trainer = SimpleNamespace(precision_plugin=plugin)
     root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
-    return Verification(root, Options(), MemoryBudget(CPU))
+    return Agreement(root, Options(), MemoryBudget(CPU))
 
 
 def compared(eager: list[float], replayed: list[float]) -> None:
@@ -32,7 +32,7 @@ def compared(eager: list[float], replayed: list[float]) -> None:
         return [Result("x", torch.tensor([next(values[way])]))]
 
     ways = BothWays(lambda: run("eager"), lambda: run("replayed"), lambda: None)
-    verification().compare(ways, "it was not verified")
+    agreement().compare(ways, "it was not verified")
     assert [list(left) for left in values.values()] == [[], []]
 
 
@@ -63,4 +63,4 @@ def test_a_result_of_one_way_only_is_named() -> None:
         lambda: None,
     )
     with pytest.raises(VerificationError, match="at step 3, only the eager step has x"):
-        verification().compare(ways, "it was not verified")
+        agreement().compare(ways, "it was not verified")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
 from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
+from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.modules.checking import CallChecks
 from lightning_graphs.training.state import Kept
-from lightning_graphs.training.step_checks import StepChecks
-from lightning_graphs.training.verification import BothWays, Verification
+from lightning_graphs.training.verification import Verification
 from tests.training import fits
 from tests.training.fits import Fit, compare, prepare
 from tests.training.leftovers import assert_nothing_left
@@ -107,7 +107,7 @@ def test_graphs_that_do_nothing_are_found(
         if graph is not sites[-1].backward_pass.graph:
             original(graph)
 
-    monkeypatch.setattr(StepChecks, "check_update", lambda *_: None)
+    monkeypatch.setattr(Verification, "check_update", lambda *_: None)
     captured = prepare(backend, tmp_path, True, module=Chain, capture=verifying("blocks.*"))
     monkeypatch.setattr(CUDAGraph, "replay", lambda g: lazy(g) if sites else original(g))
     with pytest.raises(VerificationError, match=r"at step 6, the gradient of args\[0\] of `bl"):
@@ -122,13 +122,13 @@ def spoil_update(fit: Fit, monkeypatch: pytest.MonkeyPatch, since: int = 0) -> N
             fit.module.head.weight.view(-1)[3] += 0.5
 
     updates: list[CUDAGraph] = []
-    original = StepChecks.check_update
+    original = Verification.check_update
 
-    def noting(self: StepChecks, replay: Any) -> None:
+    def noting(self: Verification, replay: Any) -> None:
         updates.append(replay.args[1].graph)
         original(self, replay)
 
-    monkeypatch.setattr(StepChecks, "check_update", noting)
+    monkeypatch.setattr(Verification, "check_update", noting)
     Spoiled(monkeypatch, spoil)
 
 
@@ -182,12 +182,12 @@ def _interrupts() -> Iterator[None]:
 def test_a_check_that_is_interrupted_leaves_nothing(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def interrupted(self: Verification, ways: BothWays, *_: Any) -> None:
+    def interrupted(self: Agreement, ways: BothWays, *_: Any) -> None:
         assert "output of `net`" in ways.eager()[0].name
         raise error("in the middle")
 
-    monkeypatch.setattr(Verification, "_require", interrupted)
-    monkeypatch.setattr(StepChecks, "check_update", lambda *_: None)
+    monkeypatch.setattr(Agreement, "_require", interrupted)
+    monkeypatch.setattr(Verification, "check_update", lambda *_: None)
     capture = verifying("net")
     captured = prepare(backend, tmp_path, True, module=Normalized, capture=capture)
     expected, match = (error, "middle") if error is not KeyboardInterrupt else (SystemExit, "1")

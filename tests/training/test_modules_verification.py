@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
+from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.modules.checking import CallChecks
-from lightning_graphs.training.step_checks import StepChecks
-from lightning_graphs.training.verification import BothWays, Verification
+from lightning_graphs.training.verification import Verification
 from tests.training.fits import GradientTrace, Hidden, Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks
@@ -145,14 +145,14 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     steps: dict[str, list[int]] = {"calls": [], "updates": []}
     calls = _noting(CallChecks.check, steps["calls"])
     monkeypatch.setattr(CallChecks, "check", calls)
-    updates = _noting(StepChecks.check_update, steps["updates"])
-    monkeypatch.setattr(StepChecks, "check_update", updates)
+    updates = _noting(Verification.check_update, steps["updates"])
+    monkeypatch.setattr(Verification, "check_update", updates)
     return steps
 
 
 def _noting(check: Any, steps: list[int]) -> Any:
     def noting(self: Any, *args: Any, **options: Any) -> None:
-        steps.append(self._verification.root.global_step)
+        steps.append(self._agreement.root.global_step)
         check(self, *args, **options)
 
     return noting
@@ -182,10 +182,10 @@ def test_which_steps_are_verified(
 def test_switched_off_nothing_runs_twice(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Verification, ways: BothWays, *_: Any) -> None:
+    def refuse(self: Agreement, ways: BothWays, *_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Verification, "compare", refuse)
+    monkeypatch.setattr(Agreement, "compare", refuse)
     capture = verifying("blocks.*", verify="off")
     compare(*fit_twice(backend, tmp_path, module=Blocks, capture=capture, validation=0))
 

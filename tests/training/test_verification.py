@@ -1,4 +1,4 @@
-"""Verification: a replay that computes something else than the eager step is found and named."""
+"""Agreement: a replay that computes something else than the eager step is found and named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.training.options import OptionError
-from lightning_graphs.training.step_checks import StepChecks
+from lightning_graphs.training.verification import Verification
 from tests.training.fits import (
     Fit,
     FullTrace,
@@ -105,13 +105,13 @@ def test_a_gradient_scaler_skips_as_ever(
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """``global_step`` of each check."""
     steps: list[int] = []
-    original = StepChecks.check
+    original = Verification.check
 
-    def counted(self: StepChecks, plan: Any, args: Any) -> None:
+    def counted(self: Verification, plan: Any, args: Any) -> None:
         steps.append(self._trainer.global_step)
         original(self, plan, args)
 
-    monkeypatch.setattr(StepChecks, "check", counted)
+    monkeypatch.setattr(Verification, "check", counted)
     return steps
 
 

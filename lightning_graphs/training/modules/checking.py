@@ -15,6 +15,7 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import without_hooks
 from lightning_graphs.core.tree import flatten, substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
+from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.memory import is_out_of_memory
@@ -22,7 +23,6 @@ from lightning_graphs.training.modules.observed_call import ObservedCall, Observ
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.state import Kept
-from lightning_graphs.training.verification import BothWays, Verification
 
 
 class CallDiffers(VerificationError):
@@ -45,8 +45,8 @@ class CallChecks:
     gradients are compared. Hooks on parameters do not run.
     """
 
-    def __init__(self, verification: Verification) -> None:
-        self._verification = verification
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
 
     def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins.
@@ -66,14 +66,14 @@ class CallChecks:
 
     def check_site(self, site: Site, *, again: bool = False) -> None:
         """Verify the graphs of one call; see :meth:`check`."""
-        if not self._verification.is_on:
+        if not self._agreement.is_on:
             return
         call = site.call
-        run = _CallRun(self._verification, site, again=again)
+        run = _CallRun(self._agreement, site, again=again)
         ways = BothWays(run.eager, run.replayed, run.restore, run.kept)
         tolerance = Tolerance(run.device.type, call.autocast)
         try:
-            self._verification.compare(ways, "a captured module was not verified", tolerance)
+            self._agreement.compare(ways, "a captured module was not verified", tolerance)
         except GraphError as error:
             if again and isinstance(error, ReplayError):
                 raise
@@ -83,10 +83,10 @@ class CallChecks:
 class _CallRun:
     """One captured call with its arguments, and the state that it changes."""
 
-    def __init__(self, verification: Verification, site: Site, *, again: bool) -> None:
-        self._root = root = verification.root
+    def __init__(self, agreement: Agreement, site: Site, *, again: bool) -> None:
+        self._root = root = agreement.root
         self.device = root.device
-        self._budget = verification.budget
+        self._budget = agreement.budget
         self._site = site
         call = site.call
         signature, tensors = Signature.of(call.args, call.kwargs)

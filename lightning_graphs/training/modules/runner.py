@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
 from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
 from lightning_graphs.training.investment import Investment
@@ -21,7 +22,6 @@ from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.verification import Verification
 
 
 class ModuleRunner:
@@ -44,10 +44,10 @@ class ModuleRunner:
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
-        verification = Verification(module, options, retry.budget)
+        agreement = Agreement(module, options, retry.budget)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(
-            module, options, pool, gradients, statistics, verification, investment
+            module, options, pool, gradients, statistics, agreement, investment
         )
         if options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
@@ -62,7 +62,7 @@ class ModuleRunner:
                 pool.beside(),
                 gradients,
                 statistics,
-                verification,
+                agreement,
                 investment,
             )
 

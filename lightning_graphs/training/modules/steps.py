@@ -16,6 +16,7 @@ from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.investment import PATIENCE, Investment, Waiting
@@ -40,7 +41,6 @@ from lightning_graphs.training.modules.sites import Baked, CallRefused, Captured
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.verification import Verification
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
@@ -64,7 +64,7 @@ class ModuleGraphs:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
-        verification: Verification,
+        agreement: Agreement,
         investment: Investment,
     ) -> None:
         apart = pool.beside()
@@ -76,9 +76,9 @@ class ModuleGraphs:
         self.watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
-        self._verification = verification
-        self._checks = CallChecks(verification)
-        self._budget = verification.budget
+        self._agreement = agreement
+        self._checks = CallChecks(agreement)
+        self._budget = agreement.budget
         self.stage = Stage(
             options, replace(self._means, pool=apart), statistics, self._checks, investment
         )
@@ -148,7 +148,7 @@ class ModuleGraphs:
         if step is not None and any(step.captured.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
             step = self._step_of(args)
-        if self._verification.is_due and step not in (None, new) and self._is_wrong(step):
+        if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
         held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""

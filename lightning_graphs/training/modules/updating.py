@@ -18,6 +18,7 @@ from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
@@ -38,7 +39,6 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step import state_as_known
-from lightning_graphs.training.step_checks import StepChecks
 from lightning_graphs.training.verification import Verification
 
 
@@ -68,7 +68,7 @@ class CapturedUpdate:
         pool: Captures and owns the graphs.
         gradients: Where captured modules write the gradients of their parameters.
         statistics: Where it is said why the step runs eagerly.
-        verification: Compares graphs with eager code.
+        agreement: Compares graphs with eager code.
         investment: Decides what is worth a capture.
 
     Attributes:
@@ -84,7 +84,7 @@ class CapturedUpdate:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
-        verification: Verification,
+        agreement: Agreement,
         investment: Investment,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
@@ -96,7 +96,7 @@ class CapturedUpdate:
         self._pool = pool
         self._gradients = gradients
         self._statistics = statistics
-        self._verification = verification
+        self._agreement = agreement
         self._raises = options.on_failure == "raise"
         self._observers = Observers.of(trainer, module)
         self._moves = Moves(trainer)
@@ -131,7 +131,7 @@ class CapturedUpdate:
             self.capturable,
             self._observers,
         )
-        self._checks = StepChecks(self._verification, self._body, self.capturable)
+        self._checks = Verification(self._agreement, self._body, self.capturable)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
@@ -200,7 +200,7 @@ class CapturedUpdate:
             if plan is None:
                 plan = self._captured(capturable)
                 self._cache.add(key, plan)
-            if is_new or self._verification.is_due:
+            if is_new or self._agreement.is_due:
                 self._checks.check_update(partial(self._replay, capturable, plan))
         except GraphError as error:
             if self._raises and isinstance(error, VerificationError):
