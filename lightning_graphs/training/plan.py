@@ -24,38 +24,51 @@ class StepPlan:
     """A captured step.
 
     Attributes:
+        call: Checks a batch against the signature and takes its tensors out.
+        inputs: The static batch.
+        outputs: What ``training_step`` returned.
+        logs: Its calls of ``self.log`` and of metrics.
         gradients: What ``.grad`` is after the backward pass, of the optimizer's parameters.
+        outside: The same, of parameters that the optimizer does not have.
+        phase: Which part of an accumulation window it is.
+        forward: Replayed in place of ``training_step``.
         backward: Replayed in place of the backward pass; None if it is part of ``forward``.
         unscale: Replayed ahead of the hooks before the optimizer step; None if nothing is unscaled
             there.
         step: Replayed in place of clipping and optimizer step; None if an earlier one does it.
+        steps: Whether the optimizer step is captured at all.
         graphs: All of its graphs, in the order of their capture.
+        adds: Whether its gradients are added to those of earlier steps.
         written: What it writes beside parameters and buffers, by name.
         stores: Attributes that each of its graphs sets, by the graph's name in a capture.
         scaling: What the gradient scaler knows between ``unscale`` and ``step``.
+        uses: How often it was replayed.
+        unverified: It is yet to be compared with the eager step.
+        host: What its code computes on the host; None if that is nothing.
+        number: The same on all ranks.
     """
 
-    call: CallPlan  # checks a batch against the signature and takes its tensors out
-    inputs: StaticInputs  # the static batch
-    outputs: OutputPlan  # what ``training_step`` returned
-    logs: LogRecorder  # its calls of ``self.log`` and of metrics
+    call: CallPlan
+    inputs: StaticInputs
+    outputs: OutputPlan
+    logs: LogRecorder
     gradients: AttachedGradients
-    outside: AttachedGradients  # the same, of parameters that the optimizer does not have
-    phase: Phase  # which part of an accumulation window it is
-    forward: CUDAGraph  # replayed in place of ``training_step``
+    outside: AttachedGradients
+    phase: Phase
+    forward: CUDAGraph
     backward: CUDAGraph | None = None
     unscale: CUDAGraph | None = None
     step: CUDAGraph | None = None
-    steps: bool = False  # whether the optimizer step is captured at all
+    steps: bool = False
     graphs: list[CUDAGraph] = field(default_factory=list)
-    adds: bool = False  # whether its gradients are added to those of earlier steps
+    adds: bool = False
     written: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Stores] = field(default_factory=dict)
-    uses: int = 0  # how often it was replayed
-    unverified: bool = False  # it is yet to be compared with the eager step
+    uses: int = 0
+    unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
-    host: HostHalf | None = None  # what its code computes on the host; None if that is nothing
-    number: int = 0  # the same on all ranks
+    host: HostHalf | None = None
+    number: int = 0
 
     def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
         """Compute on the host what the coming replay needs; whether it goes the captured way.

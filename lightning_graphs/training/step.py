@@ -72,6 +72,19 @@ class RaisedInCapture(CaptureError):
 class StepCapture:
     """Captures training steps of one fit.
 
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        body: What a step computes.
+        pool: Captures and owns the graphs.
+        optimizer: The trainer's optimizer.
+        capturable: Makes its step capturable; None if it cannot be captured.
+        observers: Who looks in between.
+        reads: Learns which attributes the captured steps read.
+        progress: Mirror of the values for the progress bar; None without a GPU.
+        logged: Knows which Python numbers change from step to step.
+        copies_gradients: Somebody keeps gradients past their step.
+
     Attributes:
         persistent: The gradients that outlive a replay.
     """
@@ -126,6 +139,13 @@ class StepCapture:
         refused, it is captured once more with what it computes on the host recorded, and after that
         both ways with libraries that are told. The way that succeeds is the first one of the next
         capture.
+
+        Args:
+            batch: The batch.
+            tensors: Its tensor leaves, in the order of the signature.
+            rest: Further arguments of ``training_step``.
+            signature: The signature of ``(batch,)``.
+            phase: Its part in the accumulation window.
 
         Raises:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before,

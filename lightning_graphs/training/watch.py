@@ -32,7 +32,16 @@ OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *kernel_choice.NAMES
 
 
 class FitWatch:
-    """Reads the conditions of a fit, and finds what has invalidated its graphs."""
+    """Reads the conditions of a fit, and finds what has invalidated its graphs.
+
+    Args:
+        trainer: The trainer.
+        module: Its module.
+        optimizer: Its optimizer.
+        capturable: What keeps the optimizer capturable; None if its step runs eagerly.
+        reads: The attributes that captured steps have read.
+        kept: Notices gradients that are kept.
+    """
 
     def __init__(
         self,
@@ -80,7 +89,11 @@ class FitWatch:
         return None
 
     def conditions(self, stepping: bool) -> Conditions:
-        """The conditions of the coming micro-batch."""
+        """The conditions of the coming micro-batch.
+
+        Args:
+            stepping: The optimizer steps after it.
+        """
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         training = tuple(map(_TRAINING, self._modules))
