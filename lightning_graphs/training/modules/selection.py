@@ -28,8 +28,6 @@ def select(
 
     Args:
         root: The module whose ``named_modules()`` are searched; it is not selected itself.
-        patterns: Patterns or class names.
-        exclude: The same, of what is left out.
 
     Returns:
         Name and module, in the order of ``named_modules()``, each module once.

@@ -44,32 +44,15 @@ from lightning_graphs.training.verification import Verification
 
 @dataclass(slots=True)
 class UpdatePlan:
-    """A captured optimizer step.
+    """A captured optimizer step."""
 
-    Attributes:
-        gradients: The gradients that it reads.
-        uses: How often it was replayed.
-        graph: Unscales and clips them where nobody looks in between, and takes the step.
-    """
-
-    gradients: AttachedGradients
-    graph: CUDAGraph
-    uses: int = 0
+    gradients: AttachedGradients  # the gradients that it reads
+    graph: CUDAGraph  # unscales and clips them where nobody looks in between, and takes the step
+    uses: int = 0  # how often it was replayed
 
 
 class CapturedUpdate:
     """Takes the optimizer steps of a fit as graph launches.
-
-    Args:
-        trainer: The trainer, with one optimizer.
-        module: Its module, with automatic optimization.
-        calls: The strategy's own methods.
-        options: The callback's options.
-        pool: Captures and owns the graphs.
-        gradients: Where captured modules write the gradients of their parameters.
-        statistics: Where it is said why the step runs eagerly.
-        agreement: Compares graphs with eager code.
-        investment: Decides what is worth a capture.
 
     Attributes:
         is_new: The last step had no graph before it: no other step has run beside its memory.
