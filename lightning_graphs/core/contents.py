@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.values import (
     DEPTH,
-    MOST,
+    MOST_INSIDE,
     Absence,
     ArrayValue,
     attributes_of,
@@ -56,7 +56,7 @@ def walk(
         return
     seen[id(value)] = value
     yield name, value
-    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST):
+    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST_INSIDE):
         for label, _, held in inside(value) or []:
             yield from walk(name + label, held, seen, depth - 1, inside=inside, modules=modules)
 

@@ -33,7 +33,8 @@ _LIBRARIES = frozenset(
     | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
 )
 DEPTH = 6
-MOST = 512
+MOST_INSIDE = 10_000  # longer ones are data, into which nobody looks
+_MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
 
 _MOST_BYTES = 64 * 1024
@@ -264,7 +265,7 @@ class HeldValues:
         for name, get, key in self._roots.values():
             value = get(key)
             self._checks.append((get, key, value))
-            self._describe(name, value, DEPTH, len(self._values) + MOST)
+            self._describe(name, value, DEPTH, len(self._values) + _MOST)
         self._described = tuple(self._values)
         self._seen = {}
         return self._described
@@ -293,7 +294,7 @@ class HeldValues:
             self._checks.append((ArrayValue.of, value, array))
             self._values.append((name, array))
             return
-        if isinstance(value, (set, frozenset)) and len(value) <= MOST:
+        if isinstance(value, (set, frozenset)) and len(value) <= _MOST:
             frozen = frozenset(value)
             self._checks.append((frozenset, value, frozen))
             self._values.append((name, frozen))

@@ -65,7 +65,6 @@ from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,
-    AttributeReads,
     Attributes,
 )
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
@@ -131,8 +130,6 @@ class Doctor:
         self._numbers = LoggedNumbers(
             functools.partial(is_live, trainer), self._observer.looking_away
         )
-        self._reads = AttributeReads(self._attribute_used)
-        self._attribute_sites: dict[tuple[str, bool], tuple[CallSite, Effect]] = {}
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._signatures: list[Signature] = []
@@ -225,7 +222,6 @@ class Doctor:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            stack.enter_context(self._reads.watching(self._module))
             stored = functools.partial(self._used, obstacle=STORED)
             counter = functools.partial(watched_counter, self._used)
             stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
@@ -285,10 +281,6 @@ class Doctor:
         if self._active and not self._observer.silent:
             self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
             self.diagnosis.add(DRAWN, name, self._observer.here(), effect=self._effect)
-
-    def _attribute_used(self, name: str, written: bool) -> None:
-        if self._active and not self._observer.silent:
-            self._attribute_sites[name, written] = self._observer.here(), self._effect
 
     # ------------------------------------------------------------------ judging
 
@@ -364,21 +356,19 @@ class Doctor:
             obstacle, what, definition_of(self._module.training_step), observed=error.observed
         )
 
-    def _judge_state(self, attributes: Attributes, generators: Generators, outside: Any) -> None:
+    def _judge_state(
+        self, attributes: Attributes, generators: Generators, outside: OutsideValues
+    ) -> None:
         """What the step has left behind in Python."""
         step = definition_of(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
-        for name in attributes.changed():
-            if not name.startswith(ours):
-                owner = name.rpartition(".")[0]
-                places = ((name, True), (name, False), (owner, False))
-                known = [self._attribute_sites[p] for p in places if p in self._attribute_sites]
-                site, effect = known[0] if known else (step, "eager step")
-                self.diagnosis.add(STORED, name, site, effect=effect)
-        for name, site in outside.changed().items():
+        own = [name for name in attributes.changed() if not name.startswith(ours)]
+        found = [(STORED, name, outside.site_of(name)) for name in own]
+        found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
+        for obstacle, name, site in found:
             in_step = self._only_submodules and site.function == "training_step"
             effect = _BETWEEN if in_step else "eager step"
-            self.diagnosis.add(STORED_OUTSIDE, name, site if site.line else step, effect=effect)
+            self.diagnosis.add(obstacle, name, site if site.line else step, effect=effect)
         for name in generators.drawn():
             if name not in self._drawn:
                 self.diagnosis.add(DRAWN, name, step)  # by whom is not known

@@ -232,13 +232,11 @@ class OutsideValues:
     # ------------------------------------------------------------------ what they have changed
 
     def changed(self) -> dict[str, CallSite]:
-        """The names of what is no longer as it was, each with the author's line that has it.
+        """The names of what is no longer as it was, each with the author's line that has it."""
+        return {name: self.site_of(name) for name in self._contents.changed()}
 
-        That is a line which binds the name, or else the first one that reads it.
-        """
-        return {name: self._site(name) for name in self._contents.changed()}
-
-    def _site(self, name: str) -> CallSite:
+    def site_of(self, name: str) -> CallSite:
+        """The author's line that binds a name, or else the first one that reads it."""
         sites, words = {**self._reading, **self._binding}, reversed(re.findall(r"\w+", name))
         return next((sites[word] for word in words if word in sites), CallSite())
 
