@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_graphs.core.contents import Contents, walk
-from lightning_graphs.core.values import attributes_of, called_with, entries, in_slot
+from lightning_graphs.core.contents import Contents
+from lightning_graphs.core.values import attributes_of, called_with, entries, in_slot, walk
 from lightning_graphs.errors import CaptureError
 
 

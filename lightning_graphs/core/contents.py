@@ -1,4 +1,4 @@
-"""What values hold, levels deep: walked through, and put back as it was."""
+"""What containers and objects hold, to notice and undo that code changes it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import is_
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_graphs.core.values import (
-    DEPTH,
-    MOST_INSIDE,
     Absence,
     ArrayValue,
     attributes_of,
-    entries,
     in_slot,
     is_object,
     is_plain,
@@ -25,64 +22,12 @@ from lightning_graphs.core.values import (
 )
 
 _CHANGEABLE = (list, OrderedDict, dict, set, deque)
-_CONTAINERS = (*_CHANGEABLE, tuple, frozenset)  # an author's __len__ may do anything
-
-Held = Iterator[tuple[str, Any]]
-
-
-def walk(
-    name: str,
-    value: Any,
-    seen: dict[int, Any],
-    depth: int = DEPTH,
-    *,
-    inside: Callable[[Any], list[tuple[str, Any, Any]] | None] = entries,
-    modules: Callable[[str, nn.Module, dict[int, Any], int], Held] | None = None,
-) -> Held:
-    """Name and value of what a value holds, levels deep, itself first.
-
-    Plain values, tensors and classes are left out. Containers of many entries are data, into which
-    nobody looks.
-
-    Args:
-        inside: Label, key and value of what is directly in a value.
-        modules: Goes on with modules; they are left out without it.
-    """
-    if id(value) in seen or is_plain(value) or isinstance(value, (Tensor, type)):
-        return
-    if isinstance(value, nn.Module):
-        if modules is not None:
-            yield from modules(name, value, seen, depth)
-        return
-    seen[id(value)] = value
-    yield name, value
-    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST_INSIDE):
-        for label, _, held in inside(value) or []:
-            yield from walk(name + label, held, seen, depth - 1, inside=inside, modules=modules)
-
-
-def bound(owner: Any, key: Any) -> Any:
-    """What is in a dict or a class under a key, or in a slot of an object, as a closure's cell."""
-    if isinstance(owner, (dict, type)):
-        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
-    return in_slot(owner, key)
-
-
-def _bind(owner: Any, key: Any, value: Any) -> None:
-    """Put it back, past the ``__setattr__`` of a frozen class."""
-    kind: Any = type if isinstance(owner, type) else object
-    if isinstance(owner, dict):
-        owner.pop(key, None)
-        if value is not Absence.ABSENT:
-            owner[key] = value
-    elif value is Absence.ABSENT:
-        kind.__delattr__(owner, key)
-    else:
-        kind.__setattr__(owner, key, value)
 
 
 class Contents:
-    """What containers, objects, modules, arrays and classes hold, and what names are bound to.
+    """What containers and objects hold.
+
+    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB.
 
     Args:
         held: Name and value of each; of modules, the attributes count. Other values are left out.
@@ -91,7 +36,7 @@ class Contents:
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
         self._containers: list[tuple[str, Any, Any]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
-        self._places: list[tuple[str, Any, Any, Any]] = []
+        self._slots: list[tuple[str, Any, str, Any]] = []
         self.classes: dict[type, dict[str, Any]] = {}
         for name, value in held:
             self.add(name, value)
@@ -101,31 +46,31 @@ class Contents:
         if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
             table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
             self._containers.append((name, table, _copy(table)))
-            for key in slots_of(type(value)) if is_object(value) else ():
-                self.add_place(f"{name}.{key}", value, key)
+            if is_object(value):
+                for key in slots_of(type(value)):
+                    self.add_place(f"{name}.{key}", value, key)
         elif is_small_array(value):
             self._arrays.append((name, value, value.copy()))
 
-    def add_place(self, name: str, owner: Any, key: Any) -> None:
+    def add_place(self, name: str, owner: Any, key: str) -> None:
         """Look at what a key is bound to; see :func:`bound`."""
-        self._places.append((name, owner, key, bound(owner, key)))
+        self._slots.append((name, owner, key, bound(owner, key)))
 
     def add_class(self, kind: type) -> None:
         """Look at everything that a class itself has; known ones stay as they are."""
         self.classes.setdefault(kind, dict(vars(kind)))
 
-    def _moved(self) -> Iterator[tuple[str, Any, Any, Any]]:
-        """The places that are bound to something else: name, owner, key and what was there."""
-        yield from (p for p in self._places if not is_still(bound(p[1], p[2]), p[3]))
+    def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Name, owner, key and value of what is bound outside of containers."""
+        yield from self._slots
         for kind, before in self.classes.items():
             for key in {**before, **vars(kind)}:
-                was = before.get(key, Absence.ABSENT)
-                if not (key.startswith("__") or is_still(bound(kind, key), was)):
-                    yield f"{kind.__name__}.{key}", kind, key, was
+                if not key.startswith("__"):
+                    yield f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT)
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
-        names = {name for name, *_ in self._moved()}
+        names: set[str] = set()
         for name, container, before in self._containers:
             if isinstance(container, dict):
                 if _holds_the_same(container, before):
@@ -135,6 +80,8 @@ class Contents:
             elif not _same(container, before):
                 names.add(name)
         names.update(name for name, array, before in self._arrays if _is_written(array, before))
+        slots = ((name, bound(owner, key), before) for name, owner, key, before in self._places())
+        names.update(name for name, now, before in slots if not is_still(now, before))
         return sorted(names)
 
     @contextlib.contextmanager
@@ -154,8 +101,6 @@ class Contents:
 
     def restore(self) -> None:
         """Put everything back."""
-        for _, owner, key, before in list(self._moved()):
-            _bind(owner, key, before)
         for _, container, before in self._containers:
             if isinstance(container, dict):
                 if any(_differs(container, before, key) for key in {**before, **container}):
@@ -165,6 +110,9 @@ class Contents:
         for _, array, before in self._arrays:
             if _is_written(array, before):
                 array[...] = before
+        for _, owner, key, before in list(self._places()):
+            if not is_still(bound(owner, key), before):
+                _bind(owner, key, before)
 
 
 def _copy(container: Any) -> Any:
@@ -208,3 +156,23 @@ def _same(now: Any, before: Any) -> bool:
 
 def _is_written(now: Any, before: Any) -> bool:
     return ArrayValue.of(now) != ArrayValue.of(before)
+
+
+def bound(owner: Any, key: Any) -> Any:
+    """What is in a dict or a class under a key, or in a slot of an object, as a closure's cell."""
+    if isinstance(owner, (dict, type)):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
+    return in_slot(owner, key)
+
+
+def _bind(owner: Any, key: Any, value: Any) -> None:
+    """Put it back, past the ``__setattr__`` of a frozen class."""
+    kind: Any = type if isinstance(owner, type) else object
+    if isinstance(owner, dict):
+        owner.pop(key, None)
+        if value is not Absence.ABSENT:
+            owner[key] = value
+    elif value is Absence.ABSENT:
+        kind.__delattr__(owner, key)
+    else:
+        kind.__setattr__(owner, key, value)

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
 _LIBRARIES = frozenset(
     {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_graphs"}
     | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
@@ -197,6 +198,38 @@ def called_with(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif not isinstance(value.__self__, ModuleType):
         yield ".__self__", value.__self__
+
+
+def walk(
+    name: str,
+    value: Any,
+    seen: dict[int, Any],
+    depth: int = DEPTH,
+    *,
+    inside: Callable[[Any], list[tuple[str, Any, Any]] | None] = entries,
+    modules: Callable[[str, nn.Module, dict[int, Any], int], Iterator[tuple[str, Any]]]
+    | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a value holds, levels deep, itself first.
+
+    Plain values, tensors and classes are left out. Containers of many entries are data, into which
+    nobody looks.
+
+    Args:
+        inside: Label, key and value of what is directly in a value.
+        modules: Goes on with modules; they are left out without it.
+    """
+    if id(value) in seen or is_plain(value) or isinstance(value, (torch.Tensor, type)):
+        return
+    if isinstance(value, nn.Module):
+        if modules is not None:
+            yield from modules(name, value, seen, depth)
+        return
+    seen[id(value)] = value
+    yield name, value
+    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST_INSIDE):
+        for label, _, held in inside(value) or []:
+            yield from walk(name + label, held, seen, depth - 1, inside=inside, modules=modules)
 
 
 def values_of_class(kind: type) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.contents import walk
-from lightning_graphs.core.values import DEPTH
+from lightning_graphs.core.values import DEPTH, walk
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
