@@ -119,8 +119,9 @@ class OwnCode:
     def words_of(self, kinds: Iterable[type]) -> set[str]:
         """Names, those of keywords too, in all methods that the author has given these classes."""
         own = {base for kind in kinds for base in kind.__mro__ if self.has_module(base.__module__)}
-        found = [inspect.unwrap(function_of(v)) for base in own for v in vars(base).values()]
-        codes = [c for f in found if isinstance(f, FunctionType) for c in codes_in(f.__code__)]
+        found = [function_of(value) for base in own for value in vars(base).values()]
+        functions = [inspect.unwrap(f) for f in found if isinstance(f, FunctionType)]
+        codes = [code for f in functions for code in codes_in(f.__code__)]
         given = [constant for c in codes for constant in c.co_consts if type(constant) is tuple]
         words = {name for c in codes for name in c.co_names}
         return words | {word for names in given for word in names if isinstance(word, str)}
