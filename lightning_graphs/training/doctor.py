@@ -366,9 +366,9 @@ class Doctor:
         found = [(STORED, name, outside.site_of(name)) for name in own]
         found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
         for obstacle, name, site in found:
+            site = site if site.line else step
             in_step = self._only_submodules and site.function == "training_step"
-            effect = _BETWEEN if in_step else "eager step"
-            self.diagnosis.add(obstacle, name, site if site.line else step, effect=effect)
+            self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
         for name in generators.drawn():
             if name not in self._drawn:
                 self.diagnosis.add(DRAWN, name, step)  # by whom is not known
