@@ -66,6 +66,7 @@ class StepState:
     Args:
         loose: Other tensors that the step writes, by name.
         others: What else is put back.
+        zeroed: Parameters whose gradients the step zeroes before anybody looks at them.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StepState:
         loose: Mapping[str, Tensor],
         *others: Restorable,
         budget: MemoryBudget,
+        zeroed: Iterable[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
         self._budget = budget
@@ -87,11 +89,12 @@ class StepState:
         self._gradients = [p.grad for p in self._parameters.values()]
         self._state = {p: dict(s) for p, s in optimizer.state.items()}
         self._others = others
+        unread = set(zeroed)
         self._tensors = [
             *self._buffers.values(),
             *self._loose.values(),
             *self._parameters.values(),
-            *(g for g in self._gradients if g is not None),
+            *(p.grad for p in self._parameters.values() if p.grad is not None and p not in unread),
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
         self._kept: Kept | None = None

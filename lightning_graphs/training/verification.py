@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,9 +47,11 @@ class Verification:
         self._capturable = capturable
         self._ranks = ranks
 
-    def _state(self, written: dict[str, Tensor], *others: Restorable) -> StepState:
+    def _state(
+        self, written: dict[str, Tensor], *others: Restorable, zeroed: Iterable[Tensor] = ()
+    ) -> StepState:
         parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
-        return StepState(*parts, written, *others, budget=budget)
+        return StepState(*parts, written, *others, budget=budget, zeroed=zeroed)
 
     def _rates(self) -> Any:
         """While this is open, rates are on the device: kernels round others otherwise."""
@@ -63,12 +66,14 @@ class Verification:
         Raises:
             VerificationError: names the first tensor that differs.
             GraphError: the eager step does by now what a captured one cannot do.
+            MemoryKept: the eager step leaves tensors in the memory of the graphs.
         """
         batch, together = self._tensors(plan, args), self._ranks.together
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        state = self._state(plan.written)
+        unread = plan.gradients.parameters if plan.gradients.in_pool else ()
+        state = self._state(plan.written, zeroed=unread)
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state)),
             partial(together, partial(self._replayed, plan, args, state)),
@@ -76,10 +81,11 @@ class Verification:
             partial(state.kept, together),
             state.moved,
         )
-        try:
-            self._agreement.compare(ways, "a captured step was not verified")
-        finally:
-            plan.inputs.copy_in(batch)
+        with self._agreement.budget.nothing_kept():
+            try:
+                self._agreement.compare(ways, "a captured step was not verified")
+            finally:
+                plan.inputs.copy_in(batch)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
 
     def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
@@ -90,8 +96,10 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
-        with self._surroundings(plan, recorder):
-            arguments = (substitute(args[0], own), *args[1:])
+        arguments = (substitute(args[0], own), *args[1:])
+        budget, is_one = self._agreement.budget, self._ranks.are_one
+        memory = budget.memory_of(plan.forward) if is_one else nullcontext()
+        with self._surroundings(plan, recorder), memory:
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())
