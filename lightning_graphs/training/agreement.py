@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -132,9 +132,7 @@ class Agreement:
         again = ways.eager()
         now = prints.of([result.value for result in again])
         steady = [r.name for r in again] == names and now == known
-        held = {r.name: r.value.detach().clone() for r in self._fitting(again, differing)}
-        if len(held) < len(differing):
-            self._say("not every tensor was verified: no memory for copies")
+        held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
         updates = {r.name: ways.moved(r.value) for r in again if r.name in held and r.gradient}
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
@@ -167,16 +165,6 @@ class Agreement:
 
         self._ranks.together(judge)
 
-    def _fitting(self, results: Sequence[Result], wanted: set[str]) -> Iterator[Result]:
-        """The first of the wanted results, with as much memory left free as their copies take."""
-        needed = 0
-        for result in results:
-            if result.name in wanted:
-                needed += result.value.numel() * result.value.element_size()
-                if not self.budget.has_room(needed):
-                    return
-                yield result
-
     def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
         for name in (*eager, *replayed):
             if name not in eager or name not in replayed:
@@ -194,10 +182,9 @@ class Agreement:
     def _where(self) -> str:
         return f"at step {self.root.global_step}"
 
-    def _say(self, line: str, reason: str = "") -> None:
-        """Warn, once in a fit for each line, that a check was smaller than it should be."""
+    def _say(self, line: str, reason: str) -> None:
+        """Warn, once in a fit for each line, that there was no memory for a check."""
         if line not in self._said:
             self._said.add(line)
-            rank_zero_warn(
-                f"GraphCapture: {line}{reason and f': {reason}'}", stacklevel=stacklevel_of_user()
-            )
+            text = f"GraphCapture: {line}: {reason}"
+            rank_zero_warn(text, stacklevel=stacklevel_of_user())
