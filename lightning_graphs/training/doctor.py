@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.observer import Call, Observer, changes
@@ -70,7 +71,6 @@ from lightning_graphs.training.python_state import (
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
 from lightning_graphs.training.watched import (
-    Nesting,
     WatchedInt,
     draws_watched,
     watched_counter,
@@ -110,7 +110,6 @@ class Doctor:
         asked_for = options.scope == "modules" or bool(options.modules or options.exclude)
         no_whole_step = "" if asked_for else no_whole_step
         self._only_submodules = asked_for or (bool(no_whole_step) and not self._whole_steps_only)
-        self._nesting = Nesting(module)
         self._between: set[CallSite] = set()
         self._active = self._finished = False
         device = trainer.strategy.root_device
@@ -229,13 +228,24 @@ class Doctor:
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_watched(self._drew))
-            stack.enter_context(self._nesting.counted())
             stack.enter_context(self._observing())
             yield
 
     @property
+    def _is_inside(self) -> bool:
+        """Whether the forward of a submodule is running, and not the step around them."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code is not Doctor._run.__code__:
+            if frame.f_code.co_name == "forward":
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and owner is not self._module:
+                    return True
+            frame = frame.f_back
+        return False
+
+    @property
     def _effect(self) -> Effect:
-        between = self._only_submodules and not self._nesting.inside
+        between = self._only_submodules and not self._is_inside
         return _BETWEEN if between else "eager step"
 
     def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,7 +263,7 @@ class Doctor:
     def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
         if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
             return  # one remedy mends both
-        if obstacle is COLLECTIVE and not (self._only_submodules and self._nesting.inside):
+        if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
         if not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
@@ -263,7 +273,7 @@ class Doctor:
     def _look(self, arguments: Any) -> None:
         for number in watched_in(arguments):
             number.used()
-        if self._only_submodules and not self._nesting.inside:
+        if self._only_submodules and not self._is_inside:
             self._between.add(self._observer.here())
 
     def _used(
@@ -274,7 +284,7 @@ class Doctor:
 
     def _gradient_used(self, name: str) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
-        if self._module.automatic_optimization or self._nesting.inside:
+        if self._module.automatic_optimization or self._is_inside:
             self._used(name, obstacle=OLD_GRADIENTS)
 
     def _drew(self, name: str) -> None:

@@ -157,7 +157,7 @@ class MemoryBudget:
             return
         if torch.cuda.memory_allocated(self._device) > before:
             self.shares = False
-            raise MemoryKept("code of a step keeps tensors that it has computed")
+            raise MemoryKept
 
 
 def gather(tensors: Iterable[Tensor]) -> None:

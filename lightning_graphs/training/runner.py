@@ -368,8 +368,8 @@ class StepRunner:
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)
-            except MemoryKept as error:
-                self._rebind(str(error))
+            except MemoryKept:
+                self._rebind("code of a step keeps tensors that it has computed")
                 return None
             except GraphError as error:
                 self._refused(plan.call.signature, error)
