@@ -186,5 +186,4 @@ class Agreement:
         """Warn, once in a fit for each line, that there was no memory for a check."""
         if line not in self._said:
             self._said.add(line)
-            text = f"GraphCapture: {line}: {reason}"
-            rank_zero_warn(text, stacklevel=stacklevel_of_user())
+            rank_zero_warn(f"GraphCapture: {line}: {reason}", stacklevel=stacklevel_of_user())
