@@ -15,11 +15,7 @@ from lightning_graphs.errors import CaptureError
 
 
 class GeneratorWatch:
-    """Tells operators that draw from a generator which something else than an operator has set.
-
-    Args:
-        generators: The generators.
-    """
+    """Tells operators that draw from a generator which something else than an operator has set."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = tuple(generators)
