@@ -178,8 +178,8 @@ class Report:
         )
 
     def show(self) -> None:
-        """Print the table: with rich where it is installed, otherwise as aligned text."""
-        table.show(self)
+        """Print the table, and below it why steps ran eagerly."""
+        print(table.render(self))
 
     def plot(self) -> Figure:
         """The times of the first steps and the speed-ups, drawn with matplotlib.
