@@ -40,5 +40,5 @@ class AnnotatingRecorder(Recorder):
 
         graph, _ = capture_frontier(self._stream)
         records, _ = walk(graph)
-        handles = [record["handle"] for record in records]
+        handles = [record.handle for record in records]
         return from_cuda(graph, dict(zip(handles, self._scopes_of_nodes, strict=False)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,20 +51,15 @@ _MEMORY_TYPES = {1: "H", 2: "D", 3: "A", 4: "U"}
 _CAPTURE_ACTIVE = 1
 
 
-class NodeRecord(TypedDict):
-    """One node as the driver describes it.
-
-    ``bytes`` are what a memcpy, memset or allocation moves, sets or takes, 0 for the others;
-    ``grid`` (blocks) and ``block`` (threads) are None for everything but kernels. ``name`` is as
-    the driver has it: mangled for C++ kernels.
-    """
+class NodeRecord(NamedTuple):
+    """One node as the driver describes it; its name is mangled for C++ kernels."""
 
     handle: int
     kind: str
     name: str
-    bytes: int
-    grid: Grid | None
-    block: Grid | None
+    bytes: int = 0
+    grid: Grid | None = None
+    block: Grid | None = None
 
 
 def driver() -> ModuleType:
@@ -151,19 +146,6 @@ def require_driver(minimum: tuple[int, int], feature: str) -> None:
         )
 
 
-def upload(graph_exec: int, stream: int) -> None:
-    """Move an executable graph to the device ahead of its first launch, in stream order.
-
-    Args:
-        graph_exec: A ``CUgraphExec`` handle.
-        stream: A ``CUstream`` handle.
-
-    Raises:
-        GraphError: The driver refuses.
-    """
-    _call("cuGraphUpload", graph_exec, stream)
-
-
 def capture_frontier(stream_handle: int) -> tuple[int, int]:
     """How far the capture on a stream has come.
 
@@ -217,7 +199,7 @@ def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
         nodes.append(node)
         if body is not None:
             bodies.append((position, body))
-    edges = _edges(raw_graph, {node["handle"]: at for at, node in enumerate(nodes)})
+    edges = _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
     for position, body in bodies:
         _inline(position, body, nodes, edges)
     return nodes, edges
@@ -286,27 +268,26 @@ def _inline(child: int, body: int, nodes: list[NodeRecord], edges: list[tuple[in
 def _describe(handle: Any) -> tuple[NodeRecord, int | None]:
     """One node, and the handle of its body when it is a child graph."""
     label = _label(handle)
-    kind = _KINDS.get(label, "empty")
-    node = NodeRecord(
-        handle=int(handle), kind=kind, name=label.lower(), bytes=0, grid=None, block=None
-    )
+    node = NodeRecord(int(handle), _KINDS.get(label, "empty"), label.lower())
     if label == "KERNEL":
         params = _call("cuGraphKernelNodeGetParams", handle)
-        node["name"] = _kernel_name(params)
-        node["grid"] = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
-        node["block"] = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
-    elif label == "MEMCPY":
+        grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
+        block = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
+        return node._replace(name=_kernel_name(params), grid=grid, block=block), None
+    if label == "MEMCPY":
         params = _call("cuGraphMemcpyNodeGetParams", handle)
-        source = _MEMORY_TYPES.get(int(params.srcMemoryType), "?")
-        target = _MEMORY_TYPES.get(int(params.dstMemoryType), "?")
-        node["name"] = f"memcpy {source} to {target}"
-        node["bytes"] = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
-    elif label == "MEMSET":
+        ends = (int(params.srcMemoryType), int(params.dstMemoryType))
+        source, target = (_MEMORY_TYPES.get(end, "?") for end in ends)
+        size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
+        return node._replace(name=f"memcpy {source} to {target}", bytes=size), None
+    if label == "MEMSET":
         params = _call("cuGraphMemsetNodeGetParams", handle)
-        node["bytes"] = params.elementSize * params.width * max(1, params.height)
-    elif label == "MEM_ALLOC":
-        node["bytes"] = int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
-    elif label == "GRAPH":
+        size = params.elementSize * params.width * max(1, params.height)
+        return node._replace(bytes=size), None
+    if label == "MEM_ALLOC":
+        size = int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
+        return node._replace(bytes=size), None
+    if label == "GRAPH":
         return node, int(_call("cuGraphChildGraphNodeGetGraph", handle))
     return node, None
 
