@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 class AnnotatingRecorder(Recorder):
-    """Watches a capture and notes, after each operator, how many nodes the graph has.
-
-    Args:
-        stream: Handle of the stream that is being captured.
-    """
+    """Watches a capture and notes, after each operator, how many nodes the graph has."""
 
     def __init__(self, stream: int) -> None:
         super().__init__(strict=False)

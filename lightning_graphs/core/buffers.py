@@ -91,10 +91,6 @@ class StaticInputs:
         :class:`~lightning_graphs.core.call_plan.CallPlan` verifies: nothing is checked here. A
         leaf that already is its buffer costs no copy; one that lies in another buffer is read
         before that buffer is overwritten.
-
-        Args:
-            tensors: The leaves.
-            given: Whether to copy into given buffers too, which may hold their values already.
         """
         plan = self._every if given else self._own
         if not plan.targets:
@@ -148,10 +144,6 @@ class AddressGuard:
     """Notices that tensors a graph was captured over have moved or changed since.
 
     A tensor is watched by identity, address, geometry, dtype and ``requires_grad``, never by value.
-
-    Args:
-        named: What messages call each tensor, such as ``parameter `encoder.weight```, and the
-            tensor. They are kept alive.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -164,10 +156,6 @@ class AddressGuard:
         So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
         one that appears where None was or where nothing was, and a replaced or added submodule are
         seen too.
-
-        Args:
-            module: The module; submodules shared between parents are watched in every parent.
-            prefix: Put before every name, such as ``"model."``.
         """
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
@@ -188,9 +176,6 @@ class AddressGuard:
                 as ``t_()`` does.
             trainable: Whether to see that what required grad still does, for callers without an
                 autograd node, which is told so.
-
-        Raises:
-            ReplayError: The first tensor that is not what it was, and how it differs.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -257,10 +242,6 @@ class StateSnapshot:
 
     A whole storage is saved, so views and overlapping tensors come back right, together with what
     else lies in it.
-
-    Args:
-        tensors: What to save. Kept, and never changed before :meth:`restore`.
-        on_host: Keep the copies in memory of the host.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
@@ -283,11 +264,7 @@ class StateSnapshot:
         }
 
     def saved(self, tensor: Tensor) -> Tensor:
-        """The saved value of a tensor whose storage is in the snapshot: a view, not to be written.
-
-        Raises:
-            KeyError: its storage was not saved.
-        """
+        """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
         address = tensor.untyped_storage().data_ptr()
         if not address:
             return torch.empty_like(tensor)
@@ -299,9 +276,6 @@ class StateSnapshot:
         """Writes the saved values back in place, one foreach call for each device.
 
         Autograd does not notice: version counters stay as they are.
-
-        Raises:
-            ReplayError: A tensor has another storage by now, which would not be reached.
         """
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
             if tensor.untyped_storage().data_ptr() != address:

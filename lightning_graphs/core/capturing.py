@@ -59,23 +59,7 @@ from lightning_graphs.errors import CaptureError
 
 
 class CallableCapture:
-    """The passes of one callable while they are being captured.
-
-    Args:
-        function: A module or any other callable.
-        args: Positional sample arguments.
-        kwargs: Keyword sample arguments.
-        pool: Captures and owns the graphs.
-        order: Shared by the callables of one pool.
-        direct: Parameter gradients are written by the backward graph.
-        allow_unused: Inputs may have no influence on the outputs.
-        static_outputs: The graph's own output tensors are handed out.
-        gradient_buffers: Where direct gradients go.
-        original: What a module's forward is, where something stands in its place.
-
-    Raises:
-        CaptureError: the callable or an argument cannot be graphed.
-    """
+    """The passes of one callable while they are being captured."""
 
     def __init__(
         self,
@@ -146,12 +130,7 @@ class CallableCapture:
         return (buffer, backward.handed) if buffer is not None else None
 
     def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
-        """Read arguments where earlier graphs have them; before the forward is captured.
-
-        Args:
-            arguments: By their index among the tensor leaves of the call, the earlier graph's
-                tensor, and what tells whether an argument is in it.
-        """
+        """Read arguments where earlier graphs have them; before the forward is captured."""
         self._borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
         given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
         self._inputs = StaticInputs(self._inputs.tensors, given=given)
@@ -160,12 +139,7 @@ class CallableCapture:
     def read_gradients_in_place(
         self, gradients: Mapping[int, tuple[Tensor, LentGradients]]
     ) -> None:
-        """Read gradients where later graphs write them; before the backward is captured.
-
-        Args:
-            gradients: By the index of an output among all tensors of the return value, the later
-                graph's buffer and whose it is.
-        """
+        """Read gradients where later graphs write them; before the backward is captured."""
         self._lenders = dict(gradients)
 
     def warm_up(self, iterations: int) -> None:
@@ -173,9 +147,6 @@ class CallableCapture:
 
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
         then, and not memory of a capture, where nothing is computed. A call that was observed has.
-
-        Args:
-            iterations: How often.
         """
         backend = self._pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
@@ -262,11 +233,7 @@ class CallableCapture:
         return [*dict.fromkeys(inputs), *self._parameters]
 
     def capture_forward(self) -> None:
-        """Capture the call; nothing executes.
-
-        Raises:
-            CaptureError: names the operator and the user's line.
-        """
+        """Capture the call; nothing executes."""
         before, start = Bindings(self._held), nodes_recorded()
         try:
             with self._pool.capture() as captured, contents_left(self._args, self._kwargs):

@@ -63,11 +63,7 @@ class NodeRecord(NamedTuple):
 
 
 def driver() -> ModuleType:
-    """The module ``cuda.bindings.driver``.
-
-    Raises:
-        UnsupportedError: cuda-python is not installed, or cannot be loaded.
-    """
+    """The module ``cuda.bindings.driver``."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -81,19 +77,7 @@ def driver() -> ModuleType:
 
 
 def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
-    """Unpack what a function of the bindings returned.
-
-    Args:
-        result: The status, then the values.
-        call: The function's name, for the message.
-
-    Returns:
-        None, the only value, or the tuple of the values.
-
-    Raises:
-        UnsupportedError: The status says that driver or device cannot do this.
-        GraphError: Any other failure. Both name the CUDA error.
-    """
+    """Unpack what a function of the bindings returned."""
     status, *values = result
     if int(status) != 0:
         name = str(getattr(status, "name", f"CUDA error {int(status)}"))
@@ -122,21 +106,13 @@ def _call(name: str, *args: object) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the installed driver supports, as (major, minor).
-
-    Raises:
-        UnsupportedError: There is no driver or no cuda-python.
-    """
+    """The newest CUDA version that the installed driver supports, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def require_driver(minimum: tuple[int, int], feature: str) -> None:
-    """Refuse ``feature`` on a driver older than CUDA ``minimum``.
-
-    Raises:
-        UnsupportedError: The driver is older; the message names both versions.
-    """
+    """Refuse ``feature`` on a driver older than CUDA ``minimum``."""
     present = driver_version()
     if present < minimum:
         raise UnsupportedError(
@@ -151,15 +127,6 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
 
     Nodes are listed in the order of their creation, so that two calls around an operator tell
     which nodes it added.
-
-    Args:
-        stream_handle: A ``CUstream`` handle under capture.
-
-    Returns:
-        The ``CUgraph`` handle being captured into, and the number of nodes in it so far.
-
-    Raises:
-        GraphError: The stream is not capturing, or its capture has been invalidated.
     """
     # Without room for edge data a query fails on programmatic edges (CUDA_ERROR_LOSSY_QUERY). The
     # function with room for it is `_v3` in the bindings of CUDA 12 and the plain one in 13.
@@ -181,13 +148,6 @@ def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
 
     The nodes of a child graph follow after all nodes of its parent. The child node precedes its
     body's first nodes, and what waits for the child waits for the body's last nodes too.
-
-    Args:
-        raw_graph: A ``CUgraph`` handle that stays alive during the call.
-
-    Raises:
-        UnsupportedError: The driver is older than CUDA 12.3 and cannot name kernels.
-        GraphError: The handle is no graph, or the driver refuses.
     """
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
     count = _count(raw_graph)
@@ -206,14 +166,7 @@ def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
-    """Number of nodes by kind, of a graph and its child graphs; names are not looked at.
-
-    Args:
-        raw_graph: A ``CUgraph`` handle that stays alive during the call.
-
-    Raises:
-        GraphError: The handle is no graph, or the driver refuses.
-    """
+    """Number of nodes by kind, of a graph and its child graphs; names are not looked at."""
     kinds: Counter[str] = Counter()
     count = _count(raw_graph)
     for handle in _call("cuGraphGetNodes", raw_graph, count)[0] if count else []:

@@ -114,11 +114,7 @@ class EmulatedGraph(CapturedGraph):
 
     @property
     def recording(self) -> Recording:
-        """The template: edits of its operations take effect at the next :meth:`instantiate`.
-
-        Raises:
-            ReplayError: nothing was captured, or the template went with ``keep_graph=False``.
-        """
+        """The template: edits of its operations take effect at the next :meth:`instantiate`."""
         if self._template is None:
             raise ReplayError(
                 "The template of a graph exists after capture_end and only with keep_graph=True.",

@@ -55,11 +55,7 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped.
-
-    Raises:
-        CaptureError: names the parameter, or the process group whose reducer hooks into autograd.
-    """
+    """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped."""
     rule = (
         'param_grads="direct" writes parameter gradients inside of the graph: hooks on parameters '
         "never fire."
@@ -129,11 +125,7 @@ class LentGradients:
         return any(loan.is_kept for loan in self._loans)
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture.
-
-        Raises:
-            CaptureError: other gradients exist than those whose layouts were given.
-        """
+        """Write the gradients into the buffers; to be called as the last part of a capture."""
         if self._assumed:
             self._buffers = list(map(_fitted, self._buffers, gradients))
             self._settle()
@@ -168,10 +160,6 @@ class OutputGradients:
     """The static inputs of a backward graph, where the gradients of outputs go.
 
     The gradient that the graph of a later callable lends is read where it is.
-
-    Args:
-        buffers: One for each gradient.
-        lenders: By index, whose memory a buffer is.
     """
 
     def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
@@ -299,10 +287,6 @@ class DirectGradients:
     and the next forward writes again. A parameter without gradient is given its buffer. A
     parameter that has one gets the new gradient added; where that gradient is still the buffer,
     its value is moved out of the way before the graph runs.
-
-    Args:
-        parameters: Parameters that may get a gradient.
-        buffers: Memory for the gradient of each.
     """
 
     def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
@@ -318,11 +302,7 @@ class DirectGradients:
         return self._parameters
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture.
-
-        Args:
-            gradients: One for each parameter; a parameter with None is left alone from now on.
-        """
+        """Write the gradients into the buffers; to be called as the last part of a capture."""
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         self._parameters = [self._parameters[i] for i in used]
         self._buffers = [self._buffers[i] for i in used]
@@ -330,11 +310,7 @@ class DirectGradients:
         write_all(self._buffers, [g for g in gradients if g is not None])
 
     def refuse_hooks(self) -> None:
-        """Refuse to go on where a hook would be skipped.
-
-        Raises:
-            ReplayError: a hook was registered on a parameter after the capture.
-        """
+        """Refuse to go on where a hook would be skipped."""
         number = hooks_registered()
         if number == self._hooks_looked_at:
             return
@@ -350,12 +326,7 @@ class DirectGradients:
     def replay(
         self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
     ) -> None:
-        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it.
-
-        Args:
-            backward: Replays the graph.
-            reached: The parameters that get a gradient this time; all of them by default.
-        """
+        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
         parameters = self._parameters
         before = list(map(_gradient, parameters))
         if reached is None and all(map(is_, before, self._nothing)):

@@ -180,13 +180,7 @@ class GraphedCallable:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the forward graph on these arguments.
-
-        Raises:
-            SignatureError: the call differs from the captured one; the message names the leaf.
-            ArgumentElsewhereError: an argument that is read in place is another tensor.
-            ReplayError: a parameter or buffer moved, or the graphs were released.
-        """
+        """Replay the forward graph on these arguments."""
         changed = self._released or [m.training for m in self._modules] != self._training
         if changed or in_transform():
             return self.original(*args, **kwargs)
@@ -214,11 +208,7 @@ class GraphedCallable:
         return self._outputs.hand_out(results)
 
     def refuse_changes(self) -> None:
-        """Name the parameter that changed since the capture.
-
-        Raises:
-            ReplayError: what changed, and the remedy.
-        """
+        """Name the parameter that changed since the capture."""
         for guard in self._guards:
             guard.check()
 

@@ -24,9 +24,6 @@ class Held:
     globals, ``self`` with its attributes, and the arguments of a ``functools.partial``. What it
     reaches through other functions is not seen.
 
-    Args:
-        function: A module or any other callable.
-
     Attributes:
         modules: Root modules by the name that the callable has for them; its own is empty.
         owners: All modules with their paths, each once, as they were at construction.
@@ -77,11 +74,7 @@ class Held:
         return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
-        """Guards over everything held.
-
-        Args:
-            beside: Parameters in use, which are watched even where they are held elsewhere.
-        """
+        """Guards over everything held."""
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
         known = set(map(id, self.state()))
         loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]

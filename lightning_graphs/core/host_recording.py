@@ -49,12 +49,6 @@ class HostRecording(TorchDispatchMode):
     On a CPU, where the emulated backend captures, those tensors are the host's that a factory makes
     without ``device=``, or with ``device="cpu"`` as a string, and what is computed from them. One
     generator serves both halves there: code that draws in both cannot be rehearsed.
-
-    Args:
-        device: Where the graph runs.
-        inputs: The graph's inputs on the device.
-        copies: What the host has of each of them; None where it has nothing.
-        capacity: Bytes on the device for what goes there.
     """
 
     def __init__(
@@ -93,12 +87,7 @@ class HostRecording(TorchDispatchMode):
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def finish(self) -> HostHalf | None:
-        """What replays need, at the end of all captures; None where that is nothing.
-
-        Raises:
-            ArenaFull: it needs more memory on the device.
-            CaptureError: it cannot be done again by itself, or is kept beyond the captured code.
-        """
+        """What replays need, at the end of all captures; None where that is nothing."""
         tape = self._tape
         if self._needed > self._arena.nbytes:
             full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)

@@ -102,14 +102,7 @@ class HostTape:
         kwargs: dict[str, Any],
         inputs: Sequence[Tensor],
     ) -> Any:
-        """Run an operator whose tensors are all of the host, and keep it where they change.
-
-        Args:
-            func: The operator.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            inputs: The tensors among them.
-        """
+        """Run an operator whose tensors are all of the host, and keep it where they change."""
         known = [self.know(func, tensor) for tensor in inputs]
         generator = self._generator(func, kwargs)
         changes = generator is not None or any(k.register is not None for k in known)

@@ -20,9 +20,6 @@ class LentMemory:
     """Memory of a graph that callers may see, and whether somebody still looks at it.
 
     A graph must not be replayed over memory that a caller has kept from the replay before.
-
-    Args:
-        tensor: The graph's own tensor.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -40,11 +40,7 @@ class InputLiveness(Recorder):
                     self._needed[i] = known
 
     def check(self) -> None:
-        """Refuse a replay that would read freed memory.
-
-        Raises:
-            ReplayError: names the first dead tensor.
-        """
+        """Refuse a replay that would read freed memory."""
         dead = [k for k in self._needed.values() if not _alive(k) and not self._held_by_pool(k)]
         if dead:
             raise ReplayError(

@@ -85,14 +85,6 @@ class Observer(Recorder):
 
     On a CPU, where all memory is the host's, a tensor counts as the host's that a factory made
     without ``device=``, or that is neither born here nor among the :meth:`begin` tensors.
-
-    Args:
-        note: Called with operator, obstacle and the user's line.
-        look: Called with the arguments of every Python function of torch.
-        generators: Random generators that may be drawn from.
-        until: See :class:`CallSiteFinder`.
-        device_type: Where the code runs.
-        rehearsal: Whether what hinders only rehearsals counts.
     """
 
     raises = False
@@ -125,11 +117,7 @@ class Observer(Recorder):
         return super().__enter__()
 
     def begin(self, resident: Sequence[Tensor]) -> None:
-        """Begin another step.
-
-        Args:
-            resident: Tensors that live on the device: the batch, parameters and buffers.
-        """
+        """Begin another step."""
         self.calls = []
         self._host.clear()
         self._resident = {self.know(t).id for t in resident if t.layout is torch.strided}

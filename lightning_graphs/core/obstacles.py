@@ -183,15 +183,7 @@ def operator_obstacle(
     generators: Collection[torch.Generator],
     is_constant: Callable[[Tensor], bool],
 ) -> Obstacle | None:
-    """The reason why CUDA would refuse this operator in a capture, or None.
-
-    Args:
-        func: The operator as the dispatcher sees it.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        generators: The random generators that were registered with the graph.
-        is_constant: Tells of a tensor whether it was made of a Python number.
-    """
+    """The reason why CUDA would refuse this operator in a capture, or None."""
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:

@@ -172,11 +172,7 @@ class CallsFunctions(Protocol):
 
 
 class FunctionCalls(TorchFunctionMode):
-    """Shows what the dispatcher never shows (``numpy``, ``tolist``, tensors from numbers).
-
-    Args:
-        to: Is called in place of each function.
-    """
+    """Shows what the dispatcher never shows (``numpy``, ``tolist``, tensors from numbers)."""
 
     def __init__(self, to: CallsFunctions) -> None:
         super().__init__()

@@ -77,11 +77,7 @@ class ExternalTensor:
     geometry: Geometry
 
     def resolve(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            ReplayError: its storage was freed or moved.
-        """
+        """The tensor."""
         storage = self.storage.storage()
         if storage is None or storage.data_ptr() != self.storage.address:
             raise ReplayError(
@@ -169,11 +165,7 @@ class Recording:
         return [operation for operation in self.operations if operation.func not in _NO_KERNEL]
 
     def run(self) -> None:
-        """Execute every operator once and write its results into the recorded storages.
-
-        Raises:
-            ReplayError: an input was freed, or an operator returned another shape.
-        """
+        """Execute every operator once and write its results into the recorded storages."""
         with (
             torch.inference_mode(False),
             torch.autocast("cpu", enabled=False),

@@ -385,9 +385,6 @@ def capture_unseen(asked: list[str]) -> Iterator[None]:
 
     transformers keeps attention masks in a capture that it drops in an eager step: other kernels
     run, which round otherwise and may have to be loaded first. torch itself hears the truth.
-
-    Args:
-        asked: Receives the names of the modules that were told so.
     """
     truth = torch.cuda.is_current_stream_capturing
 
