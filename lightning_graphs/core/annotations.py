@@ -7,13 +7,9 @@ every driver.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lightning_graphs.core.driver import capture_frontier, walk
+from lightning_graphs.core.inspect import GraphInfo, from_cuda
 from lightning_graphs.core.recorder import Operation, Recorder
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.inspect import GraphInfo
 
 
 class AnnotatingRecorder(Recorder):
@@ -32,7 +28,6 @@ class AnnotatingRecorder(Recorder):
 
     def inspection(self) -> GraphInfo:
         """Nodes with their scopes; to be called while the capture is still under way."""
-        from lightning_graphs.core.inspect import from_cuda
 
         graph, _ = capture_frontier(self._stream)
         records, _ = walk(graph)

@@ -16,21 +16,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from lightning_graphs.core.backend import (
-    Backend,
-    CapturedGraph,
-    PoolHandle,
-    no_template,
-    warn_of_missing_debug_mode,
-)
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.driver import count_kinds
+from lightning_graphs.core.inspect import GraphInfo, from_cuda
 from lightning_graphs.core.liveness import InputLiveness
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
 
 if TYPE_CHECKING:
     from lightning_graphs.core.annotations import AnnotatingRecorder
-    from lightning_graphs.core.inspect import GraphInfo
     from lightning_graphs.core.recorder import Recorder
 
 _REFUSALS = (
@@ -154,7 +148,6 @@ class CudaGraph(CapturedGraph):
         self._backend = backend
         self._keep_graph = keep_graph
         self._generators: list[torch.Generator] = []
-        self._debug = False
         self._pool: PoolHandle | None = None
         self._device = 0
         self._stream: torch.cuda.Stream | None = None
@@ -210,8 +203,6 @@ class CudaGraph(CapturedGraph):
         assert self._pool is not None
         self._backend.taken(self._pool)
         self._lives_in = self._pool
-        if self._debug and not self._keep_graph:
-            self._native.instantiate()
         if self._liveness is not None:
             # A method of ours would make a cycle, which holds the memory until the next gc.
             self.replay = functools.partial(  # type: ignore[method-assign]
@@ -264,15 +255,12 @@ class CudaGraph(CapturedGraph):
         return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
     def _renew(self) -> None:
-        # torch drops the template whatever the debug mode says, and then has nothing to dump.
-        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph or self._debug)
+        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
         if self._lives_in is not None:
             self._backend.left(self._lives_in)
             self._lives_in = None
-        if self._debug:
-            self._native.enable_debug_mode()
         for generator in self._generators:
             self._native.register_generator_state(generator)
 
@@ -290,21 +278,16 @@ class CudaGraph(CapturedGraph):
     def pool(self) -> PoolHandle:
         return self._native.pool()
 
-    def enable_debug_mode(self) -> None:
-        self._debug = True
+    def keep_template(self) -> None:
+        self._keep_graph = True
         self._renew()
 
     def debug_dump(self, debug_path: str) -> None:
-        if not (self._debug or self._keep_graph):
-            warn_of_missing_debug_mode()
-            return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="DEBUG: calling")  # a trace of torch's own
             self._native.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
-        if self._debug and not self._keep_graph:
-            raise no_template()  # the native graph has one, for the dump only
         return self._native.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
@@ -323,13 +306,7 @@ class CudaGraph(CapturedGraph):
         self._native.register_generator_state(generator)
 
     def inspection(self) -> GraphInfo:
-        if self._inspection is not None:
-            return self._inspection
-        if not self._keep_graph:
-            raise no_template()
-        from lightning_graphs.core.inspect import from_cuda
-
-        return from_cuda(self.raw_cuda_graph(), None)
+        return self._inspection or from_cuda(self.raw_cuda_graph())
 
     def node_counts(self) -> Mapping[str, int]:
         try:

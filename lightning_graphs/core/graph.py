@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,10 +19,8 @@ from lightning_graphs.core.backend import (
     get_backend,
 )
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.errors import CaptureError, ReplayError
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 
 def graph_pool_handle(*, backend: BackendName = "auto") -> PoolHandle:
@@ -57,7 +55,7 @@ class CUDAGraph:
         self._backend = get_backend(backend)
         self._keep_graph = keep_graph
         self._captured = self._backend.new_graph(keep_graph)
-        self._capturing = False
+        self._capturing = self._has_debug_mode = self._is_annotated = False
         self._replay = _replay_of_nothing
 
     @property
@@ -105,7 +103,7 @@ class CUDAGraph:
             annotate=enable_annotations,
             check_input_liveness=check_input_liveness,
         )
-        self._capturing = True
+        self._capturing, self._is_annotated = True, enable_annotations
 
     def capture_end(self) -> None:
         """End the capture; :meth:`replay` may be called afterwards.
@@ -186,11 +184,16 @@ class CUDAGraph:
 
     def enable_debug_mode(self) -> None:
         """Keep what :meth:`debug_dump` needs; to be called before the capture."""
-        self._captured.enable_debug_mode()
+        self._has_debug_mode = True
+        self._captured.keep_template()
 
     def debug_dump(self, debug_path: str) -> None:
         """Write the graph as DOT to ``debug_path``, if debug mode was enabled."""
         self._refuse_without_capture("debug_dump()")
+        if not (self._has_debug_mode or self._keep_graph):  # torch's words
+            message = "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()"
+            warnings.warn(message, stacklevel=2)
+            return
         self._captured.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
@@ -218,7 +221,14 @@ class CUDAGraph:
 
     def inspection(self) -> GraphInfo:
         """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
-        self._refuse_without_capture("inspection")
+        self._refuse_without_capture("inspection()")
+        if not (self._keep_graph or self._has_debug_mode or self._is_annotated):
+            raise UnsupportedError(
+                "Inspecting a graph needs its template.",
+                "keep_graph=False destroys the template at capture_end",
+                "create the graph with CUDAGraph(keep_graph=True), or capture it with "
+                "graph(..., enable_annotations=True)",
+            )
         return self._captured.inspection()
 
     def node_counts(self) -> Mapping[str, int]:
