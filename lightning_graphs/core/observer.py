@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
@@ -24,7 +23,13 @@ from lightning_graphs.core.obstacles import (
     SET_GENERATOR,
     Obstacle,
 )
-from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
+from lightning_graphs.core.recorder import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+    tensors_in,
+)
 from lightning_graphs.core.tree import leaves_of
 
 FACTORIES = frozenset(
@@ -202,30 +207,17 @@ class Observer(Recorder):
             number: float = tensor.item()
             self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
 
-    def _check(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> None:
-        super()._check(func, args, kwargs, inputs)
-        if is_collective(func):
-            self.refuse(str(func), COLLECTIVE)
+    def _check(self, call: OperatorCall) -> None:
+        super()._check(call)
+        if is_collective(call.func):
+            self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
-            for known in self._known(inputs):
+            for known in self._known(call.inputs):
                 if known.id in self._forbidden:
-                    self.refuse(str(func), self._forbidden[known.id])
+                    self.refuse(str(call.func), self._forbidden[known.id])
 
-    def _run(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-    ) -> Any:
-        with self._generator_watch.around(func) as was_set:
+    def _run(self, call: OperatorCall) -> Any:
+        with self._generator_watch.around(call.func) as was_set:
             if was_set:
-                self.refuse(str(func), SET_GENERATOR)
-            return super()._run(func, args, kwargs, inputs, written)
+                self.refuse(str(call.func), SET_GENERATOR)
+            return super()._run(call)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._ops import OpOverload
 
 from lightning_graphs.core.collectives import wait_for
 from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
-from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
+from lightning_graphs.core.recorder import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+    mapped,
+    tensors_in,
+)
 from lightning_graphs.errors import ReplayError
 
 _NO_KERNEL = frozenset(
@@ -92,14 +98,6 @@ def describe_dead(storage: KnownStorage) -> str:
     """The tensor that a replay misses, where it was met and where it was freed."""
     freed = f", freed at {storage.freed.describe()}" if storage.freed is not None else ", moved"
     return f"{storage.first}, first used at {storage.site.describe()}{freed}"
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return [_map_tensors(v, function) for v in value]
-    return value
 
 
 def _resolve(value: Any) -> Any:
@@ -218,24 +216,17 @@ class RecordingCapture(Recorder):
             storage = tensor.untyped_storage()
             self._saved[known.id] = storage, storage.clone()
 
-    def _run(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-    ) -> Any:
+    def _run(self, call: OperatorCall) -> Any:
         """Run the operator; refuse a generator that was set meanwhile, and memory that moves."""
-        with self._generator_watch.around(func) as was_set:
+        with self._generator_watch.around(call.func) as was_set:
             if was_set:
-                self.refuse(str(func), SET_GENERATOR)
-            result = super()._run(func, args, kwargs, inputs, written)
-        for known in map(self.know, written):
+                self.refuse(str(call.func), SET_GENERATOR)
+            result = super()._run(call)
+        for known in map(self.know, call.written):
             if known.id in self._saved:
                 storage, value = self._saved[known.id]
                 if storage.nbytes() != value.nbytes():
-                    self.refuse(str(func), MOVED_STORAGE)
+                    self.refuse(str(call.func), MOVED_STORAGE)
         return result
 
     def keep(self, operation: Operation) -> None:
@@ -244,11 +235,9 @@ class RecordingCapture(Recorder):
             if known.born and known.id not in self._born_ids:
                 self._born_ids.add(known.id)
                 self._born.append((tensor.untyped_storage(), tensor.dtype))
-        operation.args = tuple(_map_tensors(a, self._reference) for a in operation.args)
-        operation.kwargs = {
-            k: _map_tensors(v, self._reference) for k, v in operation.kwargs.items()
-        }
-        operation.result = _map_tensors(operation.result, _own_view)
+        operation.args = tuple(mapped(a, self._reference) for a in operation.args)
+        operation.kwargs = {k: mapped(v, self._reference) for k, v in operation.kwargs.items()}
+        operation.result = mapped(operation.result, _own_view)
         self.operations.append(operation)
 
     def _reference(self, tensor: Tensor) -> Tensor | ExternalTensor:

@@ -195,7 +195,7 @@ class TestTemplates:
         self, backend: BackendName, device: torch.device
     ) -> None:
         captured, _, y = _doubling(backend, device, keep_graph=True)
-        with pytest.raises(RuntimeError, match="instantiate|cudaGraphExec_t"):
+        with pytest.raises(RuntimeError, match=r"instantiate|cudaGraphExec_t"):
             captured.raw_cuda_graph_exec()
         captured.replay()
         assert y.tolist() == [2.0] * 4
