@@ -35,6 +35,7 @@ from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
 _M = TypeVar("_M", bound="OperatorMode")
+_R = TypeVar("_R", bound="Recorder")
 
 UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.native_batch_norm.default: (3, 4),
@@ -273,7 +274,7 @@ class Recorder(OperatorMode):
         self._scopes = ScopeStack()
         self._compiler = contextlib.ExitStack()
 
-    def __enter__(self: _M) -> _M:
+    def __enter__(self: _R) -> _R:
         if "torch._dynamo" in sys.modules:
             # Compiled code runs eagerly under a dispatch mode. torch 2.13 keeps that so afterwards,
             # or raises with fullgraph=True, unless it is told to.
