@@ -97,28 +97,32 @@ class _CopyPlan:
         for i, target in linear.items():
             dense = _extent(target) == target.numel()
             kinds[target.device, target.dtype, dense].append(i)
-        self._groups = [(group, [linear[i] for i in group]) for group in kinds.values()]
-        self._spans = {i: t.numel() for i, t in linear.items() if t is not buffers[i]}
-        self.targets = linear
-        self._storages = frozenset(t.untyped_storage().data_ptr() for t in linear.values())
+        self._leaves: list[int] = []
+        self._groups: list[tuple[slice, list[Tensor]]] = []
+        for group in kinds.values():
+            part = slice(len(self._leaves), len(self._leaves) + len(group))
+            self._groups.append((part, [linear[i] for i in group]))
+            self._leaves += group
+        self.targets = targets = [linear[i] for i in self._leaves]
+        overlapping = (k for k, i in enumerate(self._leaves) if linear[i] is not buffers[i])
+        self._spans = [(k, targets[k].numel()) for k in overlapping]
+        self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         """Copy these leaves of a call."""
-        sources = [*tensors]
-        for i, span in self._spans.items():
-            sources[i] = _linear(sources[i], span)
-        used = [sources[i].untyped_storage().data_ptr() for i in self.targets]
-        if not self._storages.isdisjoint(used):
+        sources = [tensors[i] for i in self._leaves]
+        for k, span in self._spans:
+            sources[k] = _linear(sources[k], span)
+        if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
             self._copy_foreign(sources)
             return
-        for group, targets in self._groups:
-            copy_all(targets, [sources[i] for i in group])
+        for part, targets in self._groups:
+            copy_all(targets, sources[part])
 
     def _copy_foreign(self, sources: list[Tensor]) -> None:
         """The copy when some sources lie in our own buffers, at their places or at others."""
         pending = []
-        for i, target in self.targets.items():
-            source = sources[i]
+        for source, target in zip(sources, self.targets, strict=True):
             if source.untyped_storage().data_ptr() not in self._storages:
                 pending.append((source, target))
             elif source.data_ptr() != target.data_ptr():
