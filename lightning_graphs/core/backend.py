@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from lightning_graphs.core.inspect import GraphInfo
-from lightning_graphs.errors import UnsupportedError
+from lightning_graphs.errors import CaptureError, UnsupportedError
 
 BackendName = Literal["auto", "cuda", "emulated"]
 PoolHandle = tuple[int, int]
@@ -109,9 +109,9 @@ class Backend(abc.ABC):
     def synchronize(self) -> None:  # noqa: B027
         """Wait for the device."""
 
-    def refused_by_device(self, error: BaseException) -> bool:
-        """Whether ``error`` is the device's own refusal of an operation inside a capture."""
-        return False
+    def refusal(self, error: BaseException | None) -> CaptureError | None:
+        """The device's own refusal of an operation inside a capture, with the user's line."""
+        return None
 
 
 @functools.cache

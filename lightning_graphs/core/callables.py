@@ -11,7 +11,7 @@ from torch import nn
 from lightning_graphs.core.backend import BackendName, PoolHandle, get_backend
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 

@@ -32,8 +32,7 @@ from lightning_graphs.core.gradients import (
 )
 from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
 from lightning_graphs.core.held import Bindings, Held, trainable_parameters, with_leaves_behind
-from lightning_graphs.core.lending import SharedArgument, Source
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder

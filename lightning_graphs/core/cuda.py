@@ -12,20 +12,18 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
+from lightning_graphs.core.annotations import AnnotatingRecorder, InputLiveness
 from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.driver import count_kinds
 from lightning_graphs.core.inspect import GraphInfo, from_cuda
-from lightning_graphs.core.liveness import InputLiveness
+from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.annotations import AnnotatingRecorder
-    from lightning_graphs.core.recorder import Recorder
 
 _REFUSALS = (
     "when stream is capturing",
@@ -137,8 +135,10 @@ class CudaBackend(Backend):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def refused_by_device(self, error: BaseException) -> bool:
-        return isinstance(error, RuntimeError) and any(part in str(error) for part in _REFUSALS)
+    def refusal(self, error: BaseException | None) -> CaptureError | None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
+            return None
+        return _explained(error) if any(part in str(error) for part in _REFUSALS) else None
 
 
 class CudaGraph(CapturedGraph):
@@ -176,8 +176,6 @@ class CudaGraph(CapturedGraph):
             self._liveness = InputLiveness(self._pool)
             recorders.append(self._liveness)
         if annotate:
-            from lightning_graphs.core.annotations import AnnotatingRecorder
-
             self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
             recorders.append(self._annotations)
         try:
@@ -325,21 +323,24 @@ def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> No
     replay()
 
 
-def explain_refusal(error: BaseException, observed: str) -> CaptureError:
-    """CUDA's refusal as one of ours."""
+def _explained(error: BaseException) -> CaptureError:
+    finder = CallSiteFinder()
+    site = finder.of_exception(error)
+    if site == CallSite():  # raised by the end of the capture, not by the body
+        site = finder.here()
     reason = str(error).splitlines()[0]
     if "legacy stream depend on a capturing" in reason:
         return CaptureError(
             "A backward pass can be captured only where the parameters' gradient nodes belong to "
             "the capture stream.",
-            f"{observed} ({reason})",
+            f"{site.describe()} ({reason})",
             "an autograd graph from before the capture is still alive and holds those nodes: "
             "delete or detach its tensors (del loss, output) before the capture; torch 2.13 and "
             "newer need no such care",
         )
     return CaptureError(
         "CUDA refused an operation inside the capture.",
-        f"{observed} ({reason})",
+        f"{site.describe()} ({reason})",
         "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
         "boolean indexing, torch.tensor(...), a copy from pageable host memory",
     )

@@ -18,7 +18,6 @@ from lightning_graphs.core.backend import (
     PoolHandle,
     get_backend,
 )
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
@@ -121,8 +120,8 @@ class CUDAGraph:
             self._captured.capture_end()
         except BaseException as error:
             self.abandon_capture()
-            if _refused_by_device(self._backend, error):
-                raise _explained(error) from error
+            if (refusal := self._backend.refusal(error)) is not None:
+                raise refusal from error
             raise
         self._capturing = False
         self._replay = self._captured.replay
@@ -330,8 +329,9 @@ class graph:
             finally:
                 if self._cuda_graph._capturing:  # the body failed, or an interrupt came in here
                     self._cuda_graph.abandon_capture()
-        if error is not None and _refused_by_device(self._cuda_graph.backend, error):
-            raise _explained(error) from error
+        refusal = self._cuda_graph.backend.refusal(error)
+        if refusal is not None:
+            raise refusal from error
 
 
 def _replay_of_nothing() -> None:
@@ -354,18 +354,3 @@ def _refuse_nested(backend: Backend) -> None:
             "a capture was begun inside of another one",
             "end the other capture first",
         )
-
-
-def _refused_by_device(backend: Backend, error: BaseException) -> bool:
-    return not isinstance(error, CaptureError) and backend.refused_by_device(error)
-
-
-def _explained(error: BaseException) -> CaptureError:
-    """CUDA's refusal as a :class:`CaptureError` with the user's line."""
-    from lightning_graphs.core.cuda import explain_refusal
-
-    finder = CallSiteFinder()
-    site = finder.of_exception(error)
-    if site == CallSite():  # raised by the end of the capture, not by the body
-        site = finder.here()
-    return explain_refusal(error, site.describe())

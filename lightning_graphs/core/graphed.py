@@ -19,8 +19,7 @@ from lightning_graphs.core.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.lending import SharedArgument, Source
-from lightning_graphs.core.order import PendingBackward, ReplayOrder
+from lightning_graphs.core.lending import PendingBackward, ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes

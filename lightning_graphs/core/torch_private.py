@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -358,7 +359,22 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def announced_as_cuda_capture() -> Iterator[None]:
+def _answering(answer: Callable[[str], bool | None]) -> Iterator[None]:
+    """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
+    truth = torch.cuda.is_current_stream_capturing
+
+    def answered() -> bool:
+        found = answer(sys._getframe(1).f_globals.get("__name__", ""))
+        return truth() if found is None else found
+
+    torch.cuda.is_current_stream_capturing = answered
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = truth
+
+
+def announced_as_cuda_capture() -> AbstractContextManager[None]:
     """Let ``torch.cuda.is_current_stream_capturing()`` say yes while a rehearsal captures.
 
     Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
@@ -366,40 +382,24 @@ def announced_as_cuda_capture() -> Iterator[None]:
     Only torch's own optimizers hear the truth: where there is a GPU they would demand
     ``capturable=True``, which they refuse for parameters on the CPU.
     """
-    original = torch.cuda.is_current_stream_capturing
-
-    def answer() -> bool:
-        caller: str = sys._getframe(1).f_globals.get("__name__", "")
-        return original() if caller.startswith("torch.optim") else True
-
-    torch.cuda.is_current_stream_capturing = answer
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = original
+    return _answering(lambda caller: None if caller.startswith("torch.optim") else True)
 
 
-@contextlib.contextmanager
-def capture_unseen(asked: list[str]) -> Iterator[None]:
+def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     """Let libraries hear that no capture is under way, so that they take the way of eager steps.
 
     transformers keeps attention masks in a capture that it drops in an eager step: other kernels
-    run, which round otherwise and may have to be loaded first. torch itself hears the truth.
+    run, which round otherwise and may have to be loaded first. torch itself hears the truth. The
+    names of the modules that were told so are added to a list.
     """
-    truth = torch.cuda.is_current_stream_capturing
 
-    def answer() -> bool:
-        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+    def answer(caller: str) -> bool | None:
         if caller.partition(".")[0] in ("torch", __name__.partition(".")[0]):
-            return truth()
+            return None
         asked.append(caller)
         return False
 
-    torch.cuda.is_current_stream_capturing = answer
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = truth
+    return _answering(answer)
 
 
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
