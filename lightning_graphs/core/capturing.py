@@ -23,7 +23,6 @@ from lightning_graphs.core.generators import (
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
-    GradientLayout,
     LentGradients,
     OutputGradients,
     new_buffers,
@@ -97,7 +96,6 @@ class CallableCapture:
         self._held = Held(function)
         self._bindings = Bindings(self._held)
         self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
-        self._layouts: list[GradientLayout | None] | None = None
         self._registers_hooks = False
         refuse_unfit_state(self._held)
 
@@ -153,7 +151,7 @@ class CallableCapture:
         with same_random_numbers(self._tensors), backend.side_stream():
             try:
                 place = random_place(backend.device_type)
-                self._find_gradients(self._first_call())
+                self._check_gradients(self._pull_back(self._first_call()))
                 self.draws = random_place(backend.device_type) != place
                 for _ in range(iterations - 1):
                     self._pull_back(OutputPlan(self._call(), static=True))
@@ -189,12 +187,6 @@ class CallableCapture:
         refuse_written_arguments(self.argument_names, written)
         self._look_behind(outputs, start)
         return outputs
-
-    def _find_gradients(self, outputs: OutputPlan) -> None:
-        """Find out what gets a gradient, and what these gradients look like."""
-        gradients = self._pull_back(outputs)
-        self._check_gradients(gradients)
-        self._layouts = [None if g is None else GradientLayout.of(g) for g in gradients]
 
     def _pull_back(self, outputs: OutputPlan) -> Sequence[Tensor | None]:
         """The gradients of all targets; none where nothing is differentiable."""
@@ -280,9 +272,7 @@ class CallableCapture:
             buffers = self._gradient_buffers(self._made.parameters)
             direct = DirectGradients(self._made.parameters, buffers)
         to_autograd = len(positions) if direct is not None else len(targets)
-        assumed = self._layouts is None  # no backward pass has run in the warm-up
-        layouts = self._layouts or list(map(GradientLayout.of, targets))
-        handed = LentGradients(layouts[:to_autograd], assumed=assumed)
+        handed = LentGradients(targets[:to_autograd])
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         asked: list[Tensor | GradientEdge] = [*targets]
         apart: list[Tensor] = []
@@ -294,8 +284,7 @@ class CallableCapture:
             gradients = gradients_behind(
                 outputs, asked, static, hooked=self._made.parameters, apart=apart
             )
-            if assumed:
-                self._check_gradients(gradients)
+            self._check_gradients(gradients)
             handed.capture(gradients[:to_autograd])
             if direct is not None:
                 direct.capture(gradients[to_autograd:])
@@ -323,7 +312,8 @@ class CallableCapture:
             buffer = zero_gradient(output, self.gradient_strides.get(index))
             if index in self._lenders:
                 lent, lender = self._lenders[index]
-                fits = GradientLayout.of(lent) == GradientLayout.of(buffer)
+                fits = (lent.shape, lent.stride()) == (buffer.shape, buffer.stride())
+                fits = fits and lent.dtype == buffer.dtype
                 if fits and all(lent is not known for known in static):
                     buffer, lenders[i] = lent, lender
             static.append(buffer)
