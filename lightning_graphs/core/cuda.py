@@ -110,10 +110,12 @@ class CudaBackend(Backend):
                 self._capture_streams[device] = torch.cuda.Stream(device)
             stream = self._capture_streams[device]
         current = torch.cuda.current_stream()
-        with torch.cuda.stream(stream):
-            yield
-        # A capture begins by setting the generators' state on its stream: no replay may overtake.
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            # A capture begins by setting the generators' state there: no replay may overtake.
+            current.wait_stream(stream)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:

@@ -6,8 +6,6 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 
@@ -255,7 +253,15 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class graph:
+@contextlib.contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: PoolHandle | None = None,
+    stream: torch.cuda.Stream | None = None,
+    capture_error_mode: str = "global",
+    enable_annotations: bool = False,
+    check_input_liveness: bool = False,
+) -> Iterator[None]:
     """Context manager that captures its body into a :class:`CUDAGraph`.
 
     Whatever happens in the body, afterwards the current stream, the allocator and the random
@@ -277,61 +283,28 @@ class graph:
     Raises:
         CaptureError: what the body did cannot be captured; it names the user's file and line.
     """
-
-    def __init__(
-        self,
-        cuda_graph: CUDAGraph,
-        pool: PoolHandle | None = None,
-        stream: torch.cuda.Stream | None = None,
-        capture_error_mode: str = "global",
-        enable_annotations: bool = False,
-        check_input_liveness: bool = False,
-    ) -> None:
-        self._cuda_graph = cuda_graph
-        self._pool = pool
-        self._stream = stream
-        self._capture_error_mode = capture_error_mode
-        self._enable_annotations = enable_annotations
-        self._check_input_liveness = check_input_liveness
-        self._exit = ExitStack()
-
-    def __enter__(self) -> None:
-        backend = self._cuda_graph.backend
-        _refuse_nested(backend)
-        backend.prepare_capture()
-        stack = ExitStack()
-        try:
-            stack.enter_context(_without_garbage_collection())
-            stack.enter_context(backend.capture_stream(self._stream))
-            self._cuda_graph.capture_begin(
-                self._pool,
-                self._capture_error_mode,
-                self._check_input_liveness,
-                enable_annotations=self._enable_annotations,
-            )
-            self._exit = stack
-        except BaseException:
-            with stack:
-                if backend.is_capturing():  # interrupted as it had just begun
-                    self._cuda_graph.abandon_capture()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._exit:
+    backend = cuda_graph.backend
+    _refuse_nested(backend)
+    backend.prepare_capture()
+    try:
+        with _without_garbage_collection(), backend.capture_stream(stream):
             try:
-                if error is None:
-                    self._cuda_graph.capture_end()
-            finally:
-                if self._cuda_graph._capturing:  # the body failed, or an interrupt came in here
-                    self._cuda_graph.abandon_capture()
-        refusal = self._cuda_graph.backend.refusal(error)
-        if refusal is not None:
+                cuda_graph.capture_begin(
+                    pool,
+                    capture_error_mode,
+                    check_input_liveness,
+                    enable_annotations=enable_annotations,
+                )
+                yield
+                cuda_graph.capture_end()
+            except BaseException:  # of the body, or an interrupt
+                if cuda_graph._capturing or backend.is_capturing():
+                    cuda_graph.abandon_capture()
+                raise
+    except BaseException as error:
+        if (refusal := backend.refusal(error)) is not None:
             raise refusal from error
+        raise
 
 
 def _replay_of_nothing() -> None:
