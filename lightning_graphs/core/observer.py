@@ -14,13 +14,11 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
-from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
     HOST_COPY,
-    SET_GENERATOR,
     Obstacle,
 )
 from lightning_graphs.core.recorder import (
@@ -115,11 +113,6 @@ class Observer(Recorder):
         self._resident: set[int] = set()
         self._host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
-        self._generator_watch = GeneratorWatch(generators)
-
-    def __enter__(self) -> Observer:
-        self._generator_watch.begin()
-        return super().__enter__()
 
     def begin(self, resident: Sequence[Tensor]) -> None:
         """Begin another step."""
@@ -215,9 +208,3 @@ class Observer(Recorder):
             for known in self._known(call.inputs):
                 if known.id in self._forbidden:
                     self.refuse(str(call.func), self._forbidden[known.id])
-
-    def _run(self, call: OperatorCall) -> Any:
-        with self._generator_watch.around(call.func) as was_set:
-            if was_set:
-                self.refuse(str(call.func), SET_GENERATOR)
-            return super()._run(call)

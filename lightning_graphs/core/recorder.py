@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import returned_alone, written_position
+from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COMPILED,
     FUNCTION_RULES,
     HOST_DATA,
+    SET_GENERATOR,
     UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
@@ -63,12 +65,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return plain and strided and not tensor.is_quantized
 
 
-def _same_bytes(a: UntypedStorage, b: UntypedStorage) -> bool:
-    """Compared as bytes: a NaN is equal to itself here."""
-    first, second = (
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (a, b)
-    )
-    return torch.equal(first, second)
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _dispatches(kind: type) -> bool:
@@ -269,6 +268,7 @@ class Recorder(OperatorMode):
         self.storages: list[KnownStorage] = []
         self._by_identity: dict[int, KnownStorage] = {}
         self._generators = tuple(generators)
+        self._generator_watch = GeneratorWatch(generators)
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
@@ -280,6 +280,7 @@ class Recorder(OperatorMode):
             # or raises with fullgraph=True, unless it is told to.
             self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
+        self._generator_watch.begin()
         self._scopes.start()
         return self
 
@@ -393,22 +394,28 @@ class Recorder(OperatorMode):
         return result
 
     def _run(self, call: OperatorCall) -> Any:
-        """Run the operator; a custom one is not believed that it writes nothing."""
-        func = call.func
-        if self._strict and self.raises and func.namespace == "c10d":
-            return returned_alone(func, call.args)
-        if not self._strict or func.namespace in ("aten", "prims"):
-            return call.run()
+        """Run the operator, unless something else than an operator has set its generator."""
+        with self._generator_watch.around(call.func) as was_set:
+            if was_set:
+                self.refuse(str(call.func), SET_GENERATOR)
+            if self._strict and self.raises and call.func.namespace == "c10d":
+                return returned_alone(call.func, call.args)
+            if not self._strict or call.func.namespace in ("aten", "prims"):
+                return call.run()
+            return self._run_custom(call)
+
+    def _run_custom(self, call: OperatorCall) -> Any:
+        """Run an operator that is not believed that it writes nothing."""
         declared = {id(t.untyped_storage()) for t in call.written}
         storages = {id(s): s for s in (t.untyped_storage() for t in call.inputs)}
         before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
         result = call.run()
-        lied = [(s, value) for s, value in before if not _same_bytes(s, value)]
+        lied = [(s, v) for s, v in before if not torch.equal(bytes_of(s), bytes_of(v))]
         if self.raises:
             for storage, value in lied:
                 storage.copy_(value)
         if lied:
-            self.refuse(str(func), UNDECLARED_MUTATION)
+            self.refuse(str(call.func), UNDECLARED_MUTATION)
         return result
 
     def _check(self, call: OperatorCall) -> None:

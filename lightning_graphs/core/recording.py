@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_graphs.core.collectives import wait_for
-from lightning_graphs.core.generators import GeneratorWatch
-from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
+from lightning_graphs.core.obstacles import MOVED_STORAGE
 from lightning_graphs.core.recorder import (
     KnownStorage,
     Operation,
     OperatorCall,
     Recorder,
+    bytes_of,
     mapped,
     tensors_in,
 )
@@ -184,10 +184,6 @@ def _own_view(tensor: Tensor) -> Tensor:
     return Geometry.of(tensor).over(tensor.untyped_storage())
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _write_back(operation: Operation, result: Any) -> None:
     for recorded, computed in zip(tensors_in(operation.result), tensors_in(result), strict=True):
         if recorded.shape != computed.shape:
@@ -207,7 +203,6 @@ class RecordingCapture(Recorder):
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-        self._generator_watch = GeneratorWatch(generators)
         self._born: list[tuple[UntypedStorage, torch.dtype]] = []
         self._born_ids: set[int] = set()
 
@@ -217,11 +212,8 @@ class RecordingCapture(Recorder):
             self._saved[known.id] = storage, storage.clone()
 
     def _run(self, call: OperatorCall) -> Any:
-        """Run the operator; refuse a generator that was set meanwhile, and memory that moves."""
-        with self._generator_watch.around(call.func) as was_set:
-            if was_set:
-                self.refuse(str(call.func), SET_GENERATOR)
-            result = super()._run(call)
+        """Run the operator; refuse memory that moves."""
+        result = super()._run(call)
         for known in map(self.know, call.written):
             if known.id in self._saved:
                 storage, value = self._saved[known.id]
@@ -253,7 +245,7 @@ class RecordingCapture(Recorder):
             if storage.nbytes() < value.nbytes():
                 storage.resize_(value.nbytes())
             # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
-            _bytes_of(storage)[: value.nbytes()].copy_(_bytes_of(value))
+            bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
         self._saved.clear()
 
     def finish(self) -> Recording:
