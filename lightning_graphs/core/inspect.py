@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from lightning_graphs.core import driver
+from lightning_graphs.core.torch_private import demangle
 
 if TYPE_CHECKING:
     from lightning_graphs.core.recorder import Operation
@@ -144,46 +142,11 @@ def from_cuda(raw_graph: int, scopes: Mapping[int, str] | None = None) -> GraphI
     """
     records, edges = driver.walk(raw_graph)
     named = scopes or {}
-    names = {name: demangle(name) for name in {record.name for record in records}}
     nodes = tuple(
-        GraphNode(i, r.kind, names[r.name], r.bytes, r.grid, r.block, named.get(r.handle, ""))
+        GraphNode(i, r.kind, demangle(r.name), r.bytes, r.grid, r.block, named.get(r.handle, ""))
         for i, r in enumerate(records)
     )
     return GraphInfo("cuda", nodes, tuple(sorted(edges)))
-
-
-@functools.cache
-def _load_demangler() -> Callable[[str], str] | None:
-    """The C++ runtime's own demangler (Itanium ABI), or None where there is no such runtime."""
-    library = "libc++.1.dylib" if sys.platform == "darwin" else "libstdc++.so.6"
-    try:
-        runtime = ctypes.CDLL(library)
-        free = ctypes.CDLL(None).free
-    except (OSError, TypeError, AttributeError):
-        return None
-    function = runtime.__cxa_demangle
-    # The result is malloc'ed for the caller: c_char_p would lose the address that must be freed.
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    free.restype = None
-    free.argtypes = [ctypes.c_void_p]
-
-    def run(symbol: str) -> str:
-        address = function(symbol.encode(), None, None, None)
-        if not address:
-            return symbol
-        try:
-            return ctypes.string_at(address).decode()
-        finally:
-            free(address)
-
-    return run
-
-
-def demangle(symbol: str) -> str:
-    """The C++ name behind a symbol; the symbol itself where it is not mangled (Triton, cuBLAS)."""
-    run = _load_demangler() if symbol.startswith("_Z") else None
-    return symbol if run is None else run(symbol)
 
 
 def from_recording(operations: Sequence[Operation]) -> GraphInfo:

@@ -266,6 +266,15 @@ def out_of_sight() -> Iterator[None]:
             _push_mode(modes.pop())
 
 
+def demangle(symbol: str) -> str:
+    """The C++ name behind a symbol, which nothing public of torch gives; its profiler does it so.
+
+    The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
+    """
+    function: Callable[[str], str] | None = getattr(torch._C, "_demangle", None)
+    return symbol if function is None or not symbol.startswith("_Z") else function(symbol)
+
+
 def generator_identity(generator: torch.Generator) -> int:
     """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
     address: int = generator._cdata  # type: ignore[attr-defined]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from lightning_graphs.core.inspect import (
     GraphInfo,
     GraphNode,
-    demangle,
     diff,
     from_recording,
     inspect,
 )
+from lightning_graphs.core.torch_private import demangle
 
 FILL = (
     "_ZN2at6native29vectorized_elementwise_kernelILi4E"
