@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
+from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.values import Absence
@@ -89,8 +90,7 @@ def recorded_before(node: Any, number: int) -> bool:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
 
-    torch has functions to register them and none to ask. Where it lacks the tables the answer is
-    no.
+    torch has functions to register them and none to ask. Without the tables the answer is no.
     """
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
     tables = [
@@ -122,8 +122,7 @@ def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
 def hooks_registered() -> int:
     """A number that grows with every hook that is registered anywhere.
 
-    Tables of hooks need to be looked at only where it has moved. Where torch has no such number
-    the answer is always another one.
+    Tables of hooks are looked at only where it has moved. Without one the answer always differs.
     """
     number = getattr(RemovableHandle, "next_id", None)
     return number if isinstance(number, int) else next(_never_the_same)
@@ -239,14 +238,8 @@ def current_autograd_node() -> Node | None:
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes that are active on this thread, outermost first.
-
-    ``torch.utils._python_dispatch`` is where torch keeps its documented extension point
-    ``TorchDispatchMode``; the stack itself has no public reader.
-    """
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return list(_get_current_dispatch_mode_stack())
+    """The dispatch modes of this thread, outermost first; nothing public reads them."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
@@ -255,15 +248,13 @@ def out_of_sight() -> Iterator[None]:
 
     torch has no public way to leave the dispatch modes around a mode's own handler.
     """
-    from torch.utils._python_dispatch import _pop_mode, _push_mode
-
-    modes = [_pop_mode() for _ in dispatch_modes()]
+    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
     try:
         with torch._C.DisableTorchFunction():
             yield
     finally:
         while modes:
-            _push_mode(modes.pop())
+            _python_dispatch._push_mode(modes.pop())
 
 
 def demangle(symbol: str) -> str:
