@@ -66,9 +66,6 @@ def rewinding_refused(draws: bool) -> Iterator[None]:
 
     Args:
         draws: The forward pass draws random numbers; where it does not, nothing is refused.
-
-    Raises:
-        CaptureError: the body does so.
     """
     original = torch.cuda.set_rng_state
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
-from lightning_graphs.core.lending import Source
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder, Source
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.refusals import refuse_written_arguments
 from lightning_graphs.core.stores import Stores
