@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any, NoReturn
 
@@ -128,8 +128,8 @@ class LogRecorder:
         numbers: Knows which Python numbers change from step to step.
 
     Attributes:
-        live: The ``id`` of each tensor that stands for a number of the trainer -> what gives the
-            present number.
+        live: Gives what tells the present value of something that is logged; None where that is the
+            captured one.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class LogRecorder:
         state = (*module.parameters(), *module.buffers())
         self._state = frozenset(t.untyped_storage().data_ptr() for t in state)
         self._dtype = torch.get_default_dtype()
-        self.live: Mapping[int, Callable[[], Any]] = {}
+        self.live: Callable[[Any], Callable[[], Any] | None] = _of_stand_in
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -169,10 +169,8 @@ class LogRecorder:
         arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
         refuse_stand_ins(arguments)
-        device, now = self._module.device, self.live.get(id(value))
-        if isinstance(value, StandIn):
-            now = value.now
-        elif now is None and isinstance(value, Number):
+        device, now = self._module.device, _of_stand_in(value) or self.live(value)
+        if now is None and isinstance(value, Number):
             if self._numbers is not None:
                 self._numbers.refuse_changing(name)
             value = _tensor_of(value, device)
@@ -316,6 +314,10 @@ def is_live(trainer: Trainer, number: Any) -> bool:
     """Whether a number is a counter of the trainer, or a rate of an optimizer, as it is read."""
     groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
     return isinstance(number, WatchedInt) or any(number is group["lr"] for group in groups)
+
+
+def _of_stand_in(value: Any) -> Callable[[], Any] | None:
+    return value.now if isinstance(value, StandIn) else None
 
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:

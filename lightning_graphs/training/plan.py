@@ -16,6 +16,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
+from lightning_graphs.training.live_numbers import NumberOnDevice
 from lightning_graphs.training.logs import LogRecorder
 
 
@@ -47,6 +48,7 @@ class StepPlan:
         host: What its code computes on the host; None if that is nothing.
         number: The same on all ranks.
         proof: Looks at what its next replay hands out, where verification found no memory for more.
+        numbers: Numbers of the trainer that its graphs read, to be refreshed before every replay.
     """
 
     call: CallPlan
@@ -71,6 +73,7 @@ class StepPlan:
     host: HostHalf | None = None
     number: int = 0
     proof: Callable[[Any], None] | None = None
+    numbers: Sequence[NumberOnDevice] = ()
 
     def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
         """Compute on the host what the coming replay needs; whether it goes the captured way.

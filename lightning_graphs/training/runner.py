@@ -410,6 +410,8 @@ class StepRunner:
         self._moves.replayed()
         if self._in_graph is not None:
             self._in_graph.refresh()
+        for number in plan.numbers:
+            number.refresh()
         if plan.backward is None:
             plan.adopt()
         plan.forward.replay()

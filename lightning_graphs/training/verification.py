@@ -21,6 +21,7 @@ from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.memory import (
     MemoryBudget,
@@ -155,6 +156,8 @@ class Verification:
         plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
+        for number in plan.numbers:
+            number.refresh()
         for graph in plan.graphs:
             if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
                 plan.adopt()
@@ -172,10 +175,14 @@ class Verification:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
-            if self._capturable is not None:  # kernels round a rate on the device otherwise
-                rates = self._capturable.live_rates()
-                stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
+            stack.enter_context(replaced(self._body, "update", self._update))
             yield
+
+    def _update(self, *args: Any) -> None:
+        assert self._capturable is not None
+        rates = self._capturable.live_rates()  # kernels round a rate on the device otherwise
+        with rates_exchanged(self._trainer, self._optimizer, rates):
+            StepBody.update(self._body, *args)
 
     def _arguments(self, plan: StepPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with a batch of the step's own, which it may change in place."""
