@@ -102,7 +102,7 @@ class StandIn(abc.ABC):
     __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
     __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __iter__ = __getitem__ = __len__ = _refuse
+    __iter__ = __getitem__ = __len__ = __array__ = __array_ufunc__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # torch and copy ask whether there is such a protocol

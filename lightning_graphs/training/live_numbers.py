@@ -11,30 +11,38 @@ cannot be followed further.
 
 from __future__ import annotations
 
-import ast
 import functools
-import linecache
 import math
 import operator
 import sys
-from collections.abc import Callable
-from types import CodeType, FrameType
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.core.values import Absence
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.frozen import COUNTER, FrozenNumber, refuse_stand_ins
+from lightning_graphs.training.frozen import (
+    COUNTER,
+    FrozenNumber,
+    Places,
+    group_places,
+    rate_places,
+    refuse_stand_ins,
+)
+from lightning_graphs.training.logged_floats import LoggedFloats, constants_around
 from lightning_graphs.training.python_state import AttributeReads
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones
 _PLAIN = (int, float, bool)
+LASTING = "trainer.current_epoch"
+"""It is the same for many steps: code that needs its bare value may have it, as a guard."""
 
 
 class NumberOnDevice:
@@ -57,25 +65,30 @@ class StepNumbers:
     """The numbers of the trainer in the capture of one step.
 
     Args:
+        trainer: The trainer.
         reads: Learns what the step has made of them, and compares that before every step.
         device: Where the step runs.
 
     Attributes:
-        on_device: Those that a replay must refresh.
+        has_guards: The step has gone a way that these numbers decide.
     """
 
-    def __init__(self, reads: AttributeReads, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, reads: AttributeReads, device: torch.device) -> None:
+        self.has_guards = False
+        self._trainer = trainer
         self._reads = reads
-        # A graph's own memory is written by what ran before, in every replay.
+        # What a graph allocates itself is written by what ran before, in every replay.
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
-        self._bare: list[_Bare] = []
-        self._bounds: list[Any] = []
-        self._sites = CallSiteFinder()
+        self._bounds: list[float] = []
+        self._floats = LoggedFloats()
 
     @property
     def on_device(self) -> list[NumberOnDevice]:
+        """Those that a replay must refresh."""
         return list(self._known.values())
+
+    # ------------------------------------------------------------------ what code gets
 
     def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
         """What stands for a number of the trainer.
@@ -94,10 +107,42 @@ class StepNumbers:
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
         """What stands for a counter of the trainer."""
-        return self.number(name, read, lasts=name == "trainer.current_epoch")
+        return self.number(name, read, lasts=name == LASTING)
+
+    def argument(self, value: Any) -> Any:
+        """What ``training_step`` gets for an argument beside the batch."""
+        if type(value) is not int:
+            return value
+        loop = self._trainer.fit_loop.epoch_loop
+        return self.number("batch_idx", lambda: loop.batch_idx)
+
+    def places(
+        self,
+        optimizer: Optimizer,
+        keys: Sequence[Collection[str]],
+        rates: Sequence[Tensor] | None,
+    ) -> Places:
+        """Where numbers of the optimizer and of schedulers stand, with what stands for them.
+
+        Args:
+            optimizer: The optimizer.
+            keys: Of each parameter group, the numbers that may move without another capture.
+            rates: Stand for learning rates that are tensors.
+        """
+
+        def rate(name: str, read: Callable[[], Any], index: int) -> Any:
+            if rates is not None and isinstance(read(), Tensor):
+                return rates[index].detach()
+            return self.number(name, read)
+
+        places = rate_places(self._trainer, optimizer, self.number, rate)
+        return [*places, *group_places(optimizer, keys, self.number)]
+
+    # ------------------------------------------------------------------ what becomes of it
 
     def guarded(self, name: str, read: Callable[[], Any], value: Any) -> Any:
         """A value that the captured code sees: it is for steps that would see the same."""
+        self.has_guards = True
         self._reads.add(name, functools.partial(_present, read), name, self._reads)
         return value
 
@@ -107,31 +152,20 @@ class StepNumbers:
 
     def bare(self, number: LiveNumber) -> float:
         """A plain float for code that asks for one, as ``self.log("step", float(step))`` does."""
-        frame = sys._getframe(2)
-        if not is_logged_at_once(frame):
-            return float(number.seen(number.value))
-        value = float(repr(float(number.value)))  # an object of its own
-        self._bare.append(_Bare(value, number.now, frame.f_code, self._sites.here(), number.name))
-        return value
+        made = self._floats.made(number.name, number.value, number.now, sys._getframe(2))
+        return float(number.seen(number.value)) if made is None else made
 
     def logged(self, value: Any) -> Callable[[], Any] | None:
-        """What gives the present value of something that is logged; None if it is no such number.
+        """What gives the present value of a plain number that is logged; None if it is not ours.
 
         To be called by what stands for ``LightningModule.log``.
         """
-        if any(bound is value for bound in self._bounds):  # so it is by the outcome of a guard
+        if type(value) is not float:
+            return None
+        # What the code has in its text is what it is by the outcome of a guard.
+        if self.has_guards and any(b is value for b in (*self._bounds, *constants_around())):
             return lambda: value
-        for bare in self._bare:
-            if bare.value is value and self._caller() is bare.code:
-                self._bare.remove(bare)
-                return bare.now
-        return None
-
-    def _caller(self) -> CodeType | None:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and self._sites.is_library(frame.f_code.co_filename):
-            frame = frame.f_back
-        return None if frame is None else frame.f_code
+        return self._floats.logged(value)
 
     def finish(self) -> None:
         """To be called at the end of the step's code.
@@ -139,27 +173,24 @@ class StepNumbers:
         Raises:
             CaptureError: a bare number went elsewhere than to the log.
         """
-        for bare in self._bare:
-            observed = f"{bare.name} is read at {bare.site.describe()}"
+        for name, site in self._floats.elsewhere():
+            observed = f"{name} is read at {site.describe()}"
             raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
 
     def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
         """An operator of a tensor and a number, as the eager one rounds it.
 
-        For a tensor of 32 or 64 bits all kernels have the number in the tensor's own type, whether
-        they get it from the host or from the device; but CUDA multiplies with the reciprocal of a
-        divisor from the host (``BinaryDivTrueKernel.cu``). Others round a tensor's number first.
+        CUDA multiplies with the reciprocal of a divisor that is a number of the host
+        (``BinaryDivTrueKernel.cu``).
         """
-        exact = type(tensor) in (Tensor, Parameter) and tensor.device == self._room.device
-        if not exact or tensor.dtype not in (torch.float32, torch.float64):
+        if tensor.device != self._room.device:
             number.refuse()
         memory = self._memory(number, tensor.dtype)
-        result: Tensor
         if name == "__rdiv__":
             return tensor.reciprocal() * memory  # as torch's own does
         if name in _DIVISIONS and tensor.is_cuda:
             name, memory = _DIVISIONS[name], memory.reciprocal()
-        result = getattr(tensor, name)(memory)
+        result: Tensor = getattr(tensor, name)(memory)
         return result
 
     def _memory(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
@@ -175,19 +206,6 @@ class StepNumbers:
             if not memory.is_cuda:  # there the captured code runs
                 memory.fill_(number.value)
         return memory
-
-
-class _Bare:
-    """A float that was made of a number, and where."""
-
-    def __init__(
-        self, value: float, now: Callable[[], Any], code: CodeType, site: CallSite, name: str
-    ) -> None:
-        self.value = value
-        self.now = now
-        self.code = code
-        self.site = site
-        self.name = name
 
 
 class LiveNumber(FrozenNumber):
@@ -210,7 +228,7 @@ class LiveNumber(FrozenNumber):
         lasts: bool,
     ) -> None:
         super().__init__(name, read)
-        self._numbers = numbers
+        self.numbers = numbers
         self.value = value
         self._lasts = lasts
 
@@ -218,7 +236,7 @@ class LiveNumber(FrozenNumber):
         """The bare value, for code that cannot be followed."""
         if not self._lasts:
             self.refuse()
-        self._numbers.guarded(self.name, self.now, self.value)
+        self.numbers.guarded(self.name, self.now, self.value)
         return value
 
     def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
@@ -229,37 +247,45 @@ class LiveNumber(FrozenNumber):
         lasts = all(n._lasts for n in numbers if isinstance(n, LiveNumber))
         value = function(*(n.value if isinstance(n, LiveNumber) else n for n in numbers))
         return LiveNumber(
-            self._numbers, name, functools.partial(_computed, function, numbers), value, lasts
+            self.numbers, name, functools.partial(_computed, function, numbers), value, lasts
         )
 
     def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
         """The outcome of a comparison, which is a guard."""
         if type(other) is float:
-            self._numbers.bounded(other)
+            self.numbers.bounded(other)
         found = self.computed(_infix(self, symbol, other), function, other)
-        return self._numbers.guarded(found.name, found.now, found.value)
+        return self.numbers.guarded(found.name, found.now, found.value)
 
-    def __bool__(self) -> bool:
-        return bool(self._numbers.guarded(f"bool({self.name})", self._is_true, bool(self.value)))
-
-    def _is_true(self) -> bool:
-        return bool(self.now())
-
-    def __float__(self) -> float:
-        return self._numbers.bare(self)
+    def is_true(self) -> Any:
+        """Whether it is, which is a guard."""
+        return self.numbers.guarded(
+            f"bool({self.name})", lambda: bool(self.now()), bool(self.value)
+        )
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Operators of torch with one number in them."""
-        name = getattr(function, "__name__", "")
-        if name in _EXACT and not kwargs and len(args) == 2 and not torch.compiler.is_compiling():
+        if is_followed(function, args, kwargs) and not torch.compiler.is_compiling():
             tensor, number = args
-            if isinstance(tensor, Tensor) and isinstance(number, LiveNumber):
-                return number._numbers.with_tensor(name, tensor, number)
+            if isinstance(number, LiveNumber):
+                return number.numbers.with_tensor(function.__name__, tensor, number)
         refuse_stand_ins((args, kwargs))
         return NotImplemented
+
+
+def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether an operator of a tensor and a number is the same with the number on the device.
+
+    For a tensor of 32 or 64 bits all kernels have the number in the tensor's own type, wherever
+    they get it from. Smaller types round one from the device before they compute.
+    """
+    if kwargs or len(args) != 2 or getattr(function, "__name__", "") not in _EXACT:
+        return False
+    kind, tensor = type(args[0]), args[0]
+    return kind in (Tensor, Parameter) and tensor.dtype in (torch.float32, torch.float64)
 
 
 _DIVISIONS = {"div": "mul", "div_": "mul_", "true_divide": "mul", "divide": "mul"}
@@ -328,6 +354,10 @@ def _alone(function: Callable[..., Any]) -> Any:
     return method
 
 
+def _as_float(number: LiveNumber) -> float:
+    return number.numbers.bare(number)
+
+
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function(self.value, *args))
 
@@ -351,54 +381,9 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
-for _name, _function in {"int": int, "index": operator.index, "hash": hash, "str": str,
-                         "repr": repr, "format": format}.items():  # fmt: skip
-    setattr(LiveNumber, f"__{_name}__", _seen(_function))
-
-
-def is_logged_at_once(frame: FrameType) -> bool:
-    """Whether the statement that runs hands every ``float(...)`` in it to a log, and nowhere else.
-
-    It is ``self.log(name, float(...), ...)``, or ``self.log_dict({name: float(...)}, ...)``.
-    """
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:
-        return False
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.stmt) and _covers(node, frame.f_lineno)
-    ]
-    return any(map(_logs_floats, found)) and not any(map(_uses_floats, found))
-
-
-def _covers(node: ast.stmt, line: int) -> bool:
-    if hasattr(node, "body"):  # its own expressions; what is inside is another statement
-        return node.lineno == line
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
-
-
-def _logs_floats(node: ast.stmt) -> bool:
-    return bool(_logged_in(node) & _floats_in(node))
-
-
-def _uses_floats(node: ast.stmt) -> bool:
-    return bool(_floats_in(node) - _logged_in(node))
-
-
-def _floats_in(node: ast.AST) -> set[ast.AST]:
-    calls = (inner for inner in ast.walk(node) if isinstance(inner, ast.Call))
-    return {c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "float"}
-
-
-def _logged_in(node: ast.stmt) -> set[ast.AST]:
-    """What a statement hands to a log, if that is all that it does."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-        return set()
-    if call.func.attr not in ("log", "log_dict"):
-        return set()
-    given: list[ast.AST] = [*call.args, *(keyword.value for keyword in call.keywords)]
-    return {*given, *(v for each in given if isinstance(each, ast.Dict) for v in each.values)}
+for _name, _method in {"bool": LiveNumber.is_true, "float": _as_float}.items():
+    setattr(LiveNumber, f"__{_name}__", _method)
+_BARE: dict[str, Callable[..., Any]] = {"int": int, "index": operator.index, "hash": hash}
+_BARE |= {"str": str, "repr": repr, "format": format}
+for _name, _plain in _BARE.items():
+    setattr(LiveNumber, f"__{_name}__", _seen(_plain))

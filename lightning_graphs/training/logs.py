@@ -10,7 +10,7 @@ from numbers import Number
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
@@ -28,7 +28,6 @@ from lightning_graphs.training.lightning_private import (
 )
 from lightning_graphs.training.metrics import METRIC_EARLY, MetricCall, metrics_of
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.watched import WatchedInt
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -308,12 +307,6 @@ class LoggedNumbers:
                 f"{self.changing[name].describe()}",
                 LOGGED_NUMBER.remedy,
             )
-
-
-def is_live(trainer: Trainer, number: Any) -> bool:
-    """Whether a number is a counter of the trainer, or a rate of an optimizer, as it is read."""
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return isinstance(number, WatchedInt) or any(number is group["lr"] for group in groups)
 
 
 def _of_stand_in(value: Any) -> Callable[[], Any] | None:

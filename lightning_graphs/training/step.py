@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,10 +31,8 @@ from lightning_graphs.training.ddp import unseen_by_ddp, waits_for_gradients, wr
 from lightning_graphs.training.frozen import (
     Places,
     counters_watched,
-    group_places,
     numbers_exchanged,
     old_gradients_watched,
-    rate_places,
     rates_exchanged,
 )
 from lightning_graphs.training.generators import Generators
@@ -90,6 +88,7 @@ class StepCapture:
 
     Attributes:
         persistent: The gradients that outlive a replay.
+        numbers: The numbers of the trainer in the last capture.
     """
 
     def __init__(
@@ -127,7 +126,8 @@ class StepCapture:
         self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
         self._host: AbstractContextManager[object] = nullcontext()
-        self._numbers: Places = ()
+        self.numbers = StepNumbers(trainer, reads, module.device)
+        self._places: Places = ()
 
     def capture(
         self,
@@ -199,8 +199,8 @@ class StepCapture:
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
             own = substitute(batch, inputs.tensors)
-            numbers = StepNumbers(self._reads, self._module.device)
-            arguments = (own, *(self._live(numbers, value) for value in rest))
+            self.numbers = StepNumbers(self._trainer, self._reads, self._module.device)
+            arguments = (own, *map(self.numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             targets = GradientTargets(
                 self._optimizer,
@@ -213,12 +213,12 @@ class StepCapture:
                 reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
             recorder = LogRecorder(self._module, self._progress, self._logged)
-            recorder.live = numbers.logged
+            recorder.live = self.numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 batch_left(own),
-                self._environment(recorder, numbers) as (outside, loose),
+                self._environment(recorder) as (outside, loose),
             ):
                 targets.begin()
                 with segments.capturing("forward"):
@@ -229,7 +229,7 @@ class StepCapture:
                         cut=cut,
                         keep=targets.keep,
                     )
-                numbers.finish()
+                self.numbers.finish()
                 gradients, others = targets.attached()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
@@ -271,7 +271,7 @@ class StepCapture:
             stores=segments.stores,
             scaling=scaling,
             host=host,
-            numbers=numbers.on_device,
+            numbers=self.numbers.on_device,
         )
 
     def _keeps_gradients(self, phase: Phase) -> bool:
@@ -280,9 +280,7 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(
-        self, recorder: LogRecorder, numbers: StepNumbers
-    ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
+    def _environment(self, recorder: LogRecorder) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
         outside.tell(loose.add, generators.add)
@@ -293,12 +291,12 @@ class StepCapture:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            counters = counters_watched(self._trainer, reads=self._reads, counter=numbers.counter)
-            stack.enter_context(counters)
+            counter = self.numbers.counter
+            stack.enter_context(counters_watched(self._trainer, reads=self._reads, counter=counter))
             stack.enter_context(replaced(self._body, "forward", self._forward))
             stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates = None if self._capturable is None else self._capturable.live_rates()
-            self._numbers = self._places(numbers, rates)
+            self._places = self.numbers.places(self._optimizer, self._open_keys(), rates)
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
@@ -309,7 +307,7 @@ class StepCapture:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
-        numbers = numbers_exchanged(self._numbers)
+        numbers = numbers_exchanged(self._places)
         with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
             return StepBody.forward(self._body, arguments, recorder)
 
@@ -321,23 +319,6 @@ class StepCapture:
             {key for key in _HYPER_PARAMETERS if _is_plain(group.get(key))}
             for group in self._optimizer.param_groups
         ]
-
-    def _places(self, numbers: StepNumbers, rates: Sequence[Tensor] | None) -> Places:
-        """Where the numbers of the optimizer and of schedulers stand, with their stand-ins."""
-
-        def rate(name: str, read: Callable[[], Any], index: int) -> Any:
-            if rates is None or _is_plain(read()):
-                return numbers.number(name, read)
-            return rates[index].detach()
-
-        places = rate_places(self._trainer, self._optimizer, numbers.number, rate)
-        return [*places, *group_places(self._optimizer, self._open_keys(), numbers.number)]
-
-    def _live(self, numbers: StepNumbers, value: Any) -> Any:
-        if type(value) is not int:
-            return value
-        loop = self._trainer.fit_loop.epoch_loop
-        return numbers.number("batch_idx", lambda: loop.batch_idx)
 
     def _backward(self, loss: Tensor) -> None:
         with self._casts.together(loss), self._unseen():
