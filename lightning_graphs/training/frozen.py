@@ -45,10 +45,10 @@ _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
 
 COUNTER = Obstacle(
-    "A captured step runs no Python code: a counter that it reads, or another value that the "
-    "trainer moves, would stand still.",
-    "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
-    "a hook fills",
+    "A captured step runs no Python code: a counter whose value it takes, or another value that "
+    "the trainer moves, would stand still.",
+    "add, multiply, compare or log counters in training_step alone, which a replay follows; move "
+    "what else depends on them to a hook, or make it a tensor that a hook fills",
     kind="python-state",
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",

@@ -230,11 +230,12 @@ class LiveNumber(FrozenNumber):
         super().__init__(name, read)
         self.numbers = numbers
         self.value = value
-        self._lasts = lasts
+        self.lasts = lasts
+        self.now = read  # type: ignore[method-assign]
 
     def seen(self, value: Any) -> Any:
         """The bare value, for code that cannot be followed."""
-        if not self._lasts:
+        if not self.lasts:
             self.refuse()
         self.numbers.guarded(self.name, self.now, self.value)
         return value
@@ -243,12 +244,12 @@ class LiveNumber(FrozenNumber):
         """What a function of Python makes of it and of other numbers."""
         if len(name) > _LONGEST:
             self.refuse()
-        numbers = (self, *others)
-        lasts = all(n._lasts for n in numbers if isinstance(n, LiveNumber))
-        value = function(*(n.value if isinstance(n, LiveNumber) else n for n in numbers))
-        return LiveNumber(
-            self.numbers, name, functools.partial(_computed, function, numbers), value, lasts
-        )
+        operands = [n if isinstance(n, LiveNumber) else _Constant(n) for n in (self, *others)]
+        lasts = all(operand.lasts for operand in operands)
+        value = function(*(operand.value for operand in operands))
+        # Guards outlive the capture, and hold nothing of it.
+        read = functools.partial(_computed, function, [operand.now for operand in operands])
+        return LiveNumber(self.numbers, name, read, value, lasts)
 
     def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
         """The outcome of a comparison, which is a guard."""
@@ -259,9 +260,8 @@ class LiveNumber(FrozenNumber):
 
     def is_true(self) -> Any:
         """Whether it is, which is a guard."""
-        return self.numbers.guarded(
-            f"bool({self.name})", lambda: bool(self.now()), bool(self.value)
-        )
+        found = self.computed(f"bool({self.name})", bool)
+        return self.numbers.guarded(found.name, found.now, found.value)
 
     @classmethod
     def __torch_function__(
@@ -305,8 +305,18 @@ def _infix(left: Any, symbol: str, right: Any) -> str:
     return f"{_operand(left)} {symbol} {_operand(right)}"
 
 
-def _computed(function: Callable[..., Any], numbers: tuple[Any, ...]) -> Any:
-    return function(*(n.now() if isinstance(n, LiveNumber) else n for n in numbers))
+class _Constant:
+    """An operand that is the same in every step."""
+
+    lasts = True
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.now = lambda: value
+
+
+def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) -> Any:
+    return function(*[read() for read in reads])
 
 
 def _present(read: Callable[[], Any], _: object) -> Any:

@@ -108,12 +108,14 @@ class _LogCall:
         results.update_metrics(self._key, value.to(entry.value.device), size)
         return size
 
-    def reissue(self) -> None:
-        """Make the call again, after a replay."""
+    def reissue(self, progress: ProgressValues | None) -> None:
+        """Make the call again, after a replay; a number of the host goes to the progress bar."""
         value = self.value if self._scalar is None else self._scalar
         if self._now is not None:
             value = self._now()
             if isinstance(value, Number):
+                if progress is not None and self.options.get("prog_bar"):
+                    progress.show(self.name, value)
                 value = _tensor_of(value, self._module.device)
         self._size = self.log(value, self._size)
 
@@ -224,13 +226,13 @@ class LogRecorder:
         """Make the recorded calls again, on the values that the replay computed."""
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
-        try:
-            for call in self._calls:
-                call.reissue()
-        finally:
-            torch.set_default_dtype(dtype)
         if self._progress is not None:
             self._progress.mirrored = self._mirrored
+        try:
+            for call in self._calls:
+                call.reissue(self._progress)
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 class QuickLog:
