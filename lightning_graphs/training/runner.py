@@ -108,7 +108,7 @@ class StepRunner:
         self._kept = KeptGradients()
         self._stepping = False
         self._ranks = ranks
-        self._failing = self.has_failed = self._has_branched = False
+        self._failing = self.has_failed = False
         self._may_give_up = options.scope == "auto"  # for submodules
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
@@ -458,9 +458,7 @@ class StepRunner:
         if signature is not None:
             self._cache.refuse(signature)
         # What finds no memory as a whole finds none for the arguments of its submodules.
-        # The first one may have met the steps in which a number of the trainer leads another way.
-        is_branch = self._capture.numbers.has_guards and not self._has_branched
-        self._has_branched |= is_branch
+        is_branch = self._capture.was_in_a_branch()
         self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))
         self._notices.refused(error, has_graphs=not self._failing)
 

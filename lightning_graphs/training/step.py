@@ -88,7 +88,6 @@ class StepCapture:
 
     Attributes:
         persistent: The gradients that outlive a replay.
-        numbers: The numbers of the trainer in the last capture.
     """
 
     def __init__(
@@ -126,7 +125,8 @@ class StepCapture:
         self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
         self._host: AbstractContextManager[object] = nullcontext()
-        self.numbers = StepNumbers(trainer, reads, module.device)
+        self._numbers = StepNumbers(trainer, reads, module.device)
+        self._has_branched = False
         self._places: Places = ()
 
     def capture(
@@ -199,8 +199,8 @@ class StepCapture:
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
             own = substitute(batch, inputs.tensors)
-            self.numbers = StepNumbers(self._trainer, self._reads, self._module.device)
-            arguments = (own, *map(self.numbers.argument, rest))
+            self._numbers = StepNumbers(self._trainer, self._reads, self._module.device)
+            arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             targets = GradientTargets(
                 self._optimizer,
@@ -213,7 +213,7 @@ class StepCapture:
                 reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
             recorder = LogRecorder(self._module, self._progress, self._logged)
-            recorder.live = self.numbers.logged
+            recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
@@ -229,7 +229,7 @@ class StepCapture:
                         cut=cut,
                         keep=targets.keep,
                     )
-                self.numbers.finish()
+                self._numbers.finish()
                 gradients, others = targets.attached()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
@@ -271,8 +271,14 @@ class StepCapture:
             stores=segments.stores,
             scaling=scaling,
             host=host,
-            numbers=self.numbers.on_device,
+            numbers=self._numbers.on_device,
         )
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only where numbers of the trainer are these."""
+        first = not self._has_branched
+        self._has_branched |= self._numbers.has_guards
+        return first and self._has_branched
 
     def _keeps_gradients(self, phase: Phase) -> bool:
         """Whether gradients of one step must survive the forward pass of the next."""
@@ -291,12 +297,12 @@ class StepCapture:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            counter = self.numbers.counter
+            counter = self._numbers.counter
             stack.enter_context(counters_watched(self._trainer, reads=self._reads, counter=counter))
             stack.enter_context(replaced(self._body, "forward", self._forward))
             stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates = None if self._capturable is None else self._capturable.live_rates()
-            self._places = self.numbers.places(self._optimizer, self._open_keys(), rates)
+            self._places = self._numbers.places(self._optimizer, self._open_keys(), rates)
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
