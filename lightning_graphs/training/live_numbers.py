@@ -185,9 +185,11 @@ class StepNumbers:
         """
         if tensor.device != self._room.device:
             number.refuse()
+        if name == "__rdiv__":  # as torch's own does
+            return self.with_tensor("mul", tensor.reciprocal(), number)
+        if tensor.dtype in _SMALL:  # as kernels do inside
+            return self.with_tensor(name, tensor.float(), number).to(tensor.dtype)
         memory = self._memory(number, tensor.dtype)
-        if name == "__rdiv__":
-            return tensor.reciprocal() * memory  # as torch's own does
         if name in _DIVISIONS and tensor.is_cuda:
             name, memory = _DIVISIONS[name], memory.reciprocal()
         result: Tensor = getattr(tensor, name)(memory)
@@ -280,20 +282,20 @@ def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether an operator of a tensor and a number is the same with the number on the device.
 
     For a tensor of 32 or 64 bits all kernels have the number in the tensor's own type, wherever
-    they get it from. Smaller types round one from the device before they compute.
+    they get it from. For smaller ones those that multiply and divide compute in 32 bits; those that
+    add round the number first on a CPU.
     """
-    if kwargs or len(args) != 2 or getattr(function, "__name__", "") not in _EXACT:
+    if kwargs or len(args) != 2 or type(args[0]) not in (Tensor, Parameter):
         return False
-    kind, tensor = type(args[0]), args[0]
-    return kind in (Tensor, Parameter) and tensor.dtype in (torch.float32, torch.float64)
+    name, dtype = getattr(function, "__name__", ""), args[0].dtype
+    return name in (_EXACT_IN_SMALL if dtype in _SMALL else _EXACT) and dtype in _FLOATS
 
 
 _DIVISIONS = {"div": "mul", "div_": "mul_", "true_divide": "mul", "divide": "mul"}
-_EXACT = frozenset({"mul", "mul_", "multiply", "add", "add_", "sub", "sub_", "subtract"}) | {
-    "__rsub__",
-    "__rdiv__",
-    *_DIVISIONS,
-}
+_EXACT_IN_SMALL = frozenset({"mul", "multiply", "div", "true_divide", "divide", "__rdiv__"})
+_EXACT = _EXACT_IN_SMALL | {"mul_", "div_", "add", "add_", "sub", "sub_", "subtract", "__rsub__"}
+_SMALL = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *_SMALL)
 
 
 def _operand(value: Any) -> str:

@@ -220,6 +220,7 @@ def by_the_rates(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * (1 - 10 * rate) + rate
 
 
+PRECISIONS = ["64-true", "bf16-mixed", "bf16-true"]
 FACTORS = [annealed, warmed_up, tempered, taught, all_operators, by_the_rates]
 
 
@@ -234,15 +235,36 @@ def test_a_number_as_a_factor(backend: str, tmp_path: Path, step: Any, window: i
     assert captured.statistics.replayed >= 17
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-@pytest.mark.parametrize("step", [annealed, all_operators])
+@pytest.mark.parametrize(
+    ("step", "precision"),
+    [
+        *((step, precision) for step in (annealed, tempered) for precision in PRECISIONS),
+        *((all_operators, precision) for precision in PRECISIONS[:2]),
+    ],
+)
 def test_a_factor_in_other_precisions(
     backend: str, tmp_path: Path, step: Any, precision: str
 ) -> None:
     compare(*fit_twice(backend, tmp_path, module=net(step), max_epochs=3, precision=precision))
 
 
+def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Has a host half, too."""
+    share = torch.rand((), device="cpu").to(self.device)
+    loss = nn.functional.cross_entropy(self.net[4](self.net[0](batch["x"])), batch["y"])
+    return loss * share * (1 - batch_idx / 20)
+
+
+def test_a_factor_beside_a_host_half(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=net(drawn), max_epochs=3))
+
+
 # ------------------------------------------------------------------ refused
+
+
+def stores(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.index = batch_idx
+    return self.loss(batch)
 
 
 def sine(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -265,7 +287,7 @@ def indexed(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 
 def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    return (self.loss(batch).bfloat16() * (1 + self.global_step)).float()
+    return (self.loss(batch).bfloat16() + self.global_step).float()
 
 
 def scaled_sum(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -279,14 +301,29 @@ def schedules_itself(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss
 
 
+class Stored(net(stores)):  # type: ignore[misc]
+    """What it stores is there before, as it happens."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.index = batch_idx
+
+
+def test_a_counter_that_is_stored_over_itself(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": Stored, "capture": {"on_failure": "eager"}}
+    eager, captured = fit_twice(backend, tmp_path, **options)
+    compare(eager, captured, replayed=False)
+    assert type(captured.module.index) is int
+
+
 REFUSED = {
     sine: "trainer.global_step is read at .*math.sin",
     bare: "batch_idx is read at .*index = float",
     largest: "batch_idx is read at .*max",
     indexed: "trainer.global_step % 2 is read at",
-    in_half: "trainer.global_step is read at|trainer.global_step . 1|1 . trainer.global_step",
+    in_half: "trainer.global_step is read at .*bfloat16",
     scaled_sum: "trainer.global_step is read at .*alpha",
     schedules_itself: "the step sets .*last_epoch",
+    stores: "training_step changes .*index",
 }
 
 
