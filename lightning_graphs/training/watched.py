@@ -88,31 +88,25 @@ class Watched:
     @property
     def plain(self) -> Any:
         """The number itself."""
-        return self.__reduce__()[1][0]
+        return (int if isinstance(self, int) else float).__pos__(self)  # type: ignore[arg-type]
 
     def escapes(self) -> None:
         """Tell that the bare value is taken."""
         (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
 
+    def __float__(self) -> float:
+        return self.numbers.bare(self, float(self.plain))
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return type(self.plain), (self.plain,)
+
 
 class WatchedInt(Watched, int):
     """A whole number."""
 
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int.__int__(self),)
-
-    def __float__(self) -> float:
-        return self.numbers.bare(self, int.__float__(self))
-
 
 class WatchedFloat(Watched, float):
     """Another number."""
-
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (float.__float__(self),)
-
-    def __float__(self) -> float:
-        return self.numbers.bare(self, float.__float__(self))
 
 
 _KINDS: dict[type, Any] = {int: WatchedInt, float: WatchedFloat}
