@@ -51,6 +51,8 @@ from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import batch_left
 from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.places import LeftBehindError
+from lightning_graphs.training.places import Places as StoringPlaces
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import (
     resume_scaling,
@@ -58,8 +60,9 @@ from lightning_graphs.training.precision import (
     without_autocast_cache,
 )
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
+from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.transfer import copies_on_host
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
@@ -82,6 +85,7 @@ class StepCapture:
         capturable: Makes its step capturable; None if it cannot be captured.
         observers: Who looks in between.
         reads: Learns which attributes the captured steps read.
+        places: Where steps store something.
         progress: Mirror of the values for the progress bar; None without a GPU.
         logged: Knows which Python numbers change from step to step.
         copies_gradients: Somebody keeps gradients past their step.
@@ -100,6 +104,7 @@ class StepCapture:
         capturable: CapturableOptimizer | None,
         observers: Observers,
         reads: AttributeReads,
+        places: StoringPlaces,
         progress: ProgressValues | None,
         logged: LoggedNumbers,
         *,
@@ -107,6 +112,7 @@ class StepCapture:
     ) -> None:
         self._copies_gradients = copies_gradients
         self._reads = reads
+        self._stores = places
         self._logged = logged
         self._progress = progress
         self._trainer = trainer
@@ -163,9 +169,17 @@ class StepCapture:
                 self._room_on_device = error.needed
                 if waits_for_gradients(self._trainer):
                     raise
+            except PlaceUsedError as error:
+                if waits_for_gradients(self._trainer):
+                    raise
+                self._stores.unlearn(error.place)
             except CaptureError as error:
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
+                    raise
+                if self._stores.learn(self._stores.found):
+                    continue
+                if isinstance(error, LeftBehindError):
                     raise
                 if not (self._has_host_half or has_compiled_anything()):
                     self._has_host_half = True
@@ -189,9 +203,12 @@ class StepCapture:
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(scaling_state(self._plugin, self._optimizer))
+            if stores is not None:
+                stores.look()
             segments.cut(name)
 
         try:
+            stores = self._stores.capturing() if self._stores else None
             inputs = StaticInputs(tensors)
             if self._has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
@@ -218,7 +235,7 @@ class StepCapture:
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 batch_left(own),
-                self._environment(recorder) as (outside, loose),
+                self._environment(recorder, stores) as (outside, loose),
             ):
                 targets.begin()
                 with segments.capturing("forward"):
@@ -229,6 +246,8 @@ class StepCapture:
                         cut=cut,
                         keep=targets.keep,
                     )
+                    if stores is not None:
+                        stores.look()
                 self._numbers.finish()
                 gradients, others = targets.attached()
             host = None if recording is None else recording.finish()
@@ -269,6 +288,7 @@ class StepCapture:
             adds=adds,
             written=loose.written(),
             stores=segments.stores,
+            places=stores,
             scaling=scaling,
             host=host,
             numbers=self._numbers.on_device,
@@ -286,12 +306,14 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(self, recorder: LogRecorder) -> Iterator[tuple[OutsideValues, LooseTensors]]:
+    def _environment(
+        self, recorder: LogRecorder, stores: CapturedStores | None
+    ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(self._stores.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
@@ -307,6 +329,8 @@ class StepCapture:
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
+            if stores is not None:
+                stack.enter_context(stores.exchanged())
             yield outside, loose
 
     def _forward(
