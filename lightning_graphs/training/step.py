@@ -22,7 +22,6 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
-from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
@@ -48,7 +47,7 @@ from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
-from lightning_graphs.training.own_batch import batch_left
+from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import (
@@ -151,15 +150,18 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before,
                 but for a gradient reducer that waits for the rest of a backward pass.
         """
+        unread = UnreadValues(signature)
         while True:
             self._asked.clear()
             try:
-                return self._captured(batch, tensors, rest, signature, phase)
+                return self._captured(batch, tensors, rest, signature, phase, unread)
             except ArenaFull as error:
                 self._room_on_device = error.needed
                 if waits_for_gradients(self._trainer):
                     raise
             except CaptureError as error:
+                raised = error.observed if isinstance(error, RaisedInCapture) else ""
+                unread.refuse_read(raised)
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
                     raise
@@ -177,6 +179,7 @@ class StepCapture:
         rest: Sequence[Any],
         signature: Signature,
         phase: Phase,
+        unread: UnreadValues,
     ) -> StepPlan:
         recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
@@ -194,7 +197,7 @@ class StepCapture:
                 device, room = self._module.device, self._room_on_device
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
-            own = substitute(batch, inputs.tensors)
+            own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._frozen, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             targets = GradientTargets(
@@ -224,6 +227,7 @@ class StepCapture:
                         keep=targets.keep,
                     )
                 gradients, others = targets.attached()
+            unread.refuse_read()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
