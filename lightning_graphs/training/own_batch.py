@@ -108,7 +108,8 @@ class _UnreadValue(StandIn):
     def refuse(self) -> NoReturn:
         where = CallSiteFinder().here().describe()
         error = _read([self._name], f"{self._name} is read at {where}")
-        raise self._read.setdefault(self._name, error)
+        self._read.setdefault(self._name, error)
+        raise error
 
     def now(self) -> NoReturn:
         self.refuse()
