@@ -52,8 +52,8 @@ class GraphCapture(Callback):
             each with its backward; manual optimization and data-dependent code between them work.
             ``"auto"``: the whole step if it can be captured, otherwise submodules.
         modules: Which submodules: patterns of qualified names, matched between dots
-            (``"encoder.layers.*"``), or names of classes. By default the largest that a step calls
-            once and that can be captured.
+            (``"encoder.layers.*"``), or names of classes. By default the largest that can be
+            captured.
         exclude: Submodules that are left out, named likewise. Graphs are those of submodules then,
             as with ``modules``.
         validation: Submodules have graphs in validation steps, too, for calls without autograd.
@@ -279,9 +279,10 @@ class GraphCapture(Callback):
             self.statistics.fallbacks.append("it is inactive on a CPU trainer")
             return False
         reason = _reason_to_stay_out(trainer)
-        if self.options.scope == "step":
+        raises = self.options.on_failure == "raise"
+        if self.options.scope == "step" or (raises and self.options.tries_whole_steps):
             reason = reason or why_no_whole_step(trainer, module)
-        if reason and self.options.on_failure == "raise":
+        if reason and raises:
             raise _refused(reason)
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
@@ -345,7 +346,7 @@ def _refused(reason: str) -> CaptureError:
         "GraphCapture captures training on one device or under DDP; scope='step' one optimizer's "
         "step.",
         reason,
-        "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
+        "change that, or write scope='modules', or on_failure='eager' to train without graphs",
     )
 
 

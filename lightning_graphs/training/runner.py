@@ -36,6 +36,7 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.own_batch import BatchValueRead, BatchValues
 from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.plans import StepPlans
@@ -95,6 +96,7 @@ class StepRunner:
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
         self._places = Places(module, self._reads, self._forget_plans)
+        self._values = BatchValues()
         self._active: StepPlan | None = None
         self._kept = KeptGradients()
         self._stepping = False
@@ -304,10 +306,11 @@ class StepRunner:
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""
-        if self._investment.measures:
-            with contextlib.suppress(CaptureError):
-                conditions = self._watch.conditions(self._stepping)
-                self._cache.see(self._signature_of(args, conditions)[0])
+        with contextlib.suppress(CaptureError):
+            conditions = self._watch.conditions(self._stepping)
+            signature, _ = self._signature_of(args, conditions)
+            if self._investment.measures:
+                self._cache.see(signature)
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
@@ -320,7 +323,10 @@ class StepRunner:
             if not self._cache.is_refused(signature):
                 why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
                 full = self._cache.is_full
-                self._fails(self._notices.waiting(signature, why, is_new=is_new, at_once=full))
+                read = self._values.why
+                self._fails(
+                    self._notices.waiting(signature, why, read, is_new=is_new, at_once=full)
+                )
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (
@@ -328,6 +334,14 @@ class StepRunner:
         ):
             return False
         return not (conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped)
+
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: Conditions
+    ) -> tuple[Signature, list[Tensor]]:
+        refuse_iterator(args[0])
+        modes = Modes.current(self._pool.backend.device_type)
+        extra = (conditions, *self._places.signature())
+        return self._values.signature(args[0], modes, extra)
 
     def _is_unseen(self, signature: Signature) -> bool:
         return self._investment.measures and self._cache.is_new(signature)
@@ -349,7 +363,9 @@ class StepRunner:
             with self._investment.paying(), capture_cost(self._pool.backend) as cost:
                 plan = self._ranks.together(capture, self._release_graphs)
         except GraphError as error:
-            if self._is_unseen(signature):
+            if isinstance(error, BatchValueRead):
+                self._values.read(error)
+            elif self._is_unseen(signature):
                 self._captures_unseen = False
             else:
                 self._refused(signature, error)
@@ -433,12 +449,6 @@ class StepRunner:
         if self.capturable is not None:
             self.capturable.restore()
         self._bind()
-
-    def _signature_of(self, args: Any, conditions: Conditions) -> tuple[Signature, list[Tensor]]:
-        modes = Modes.current(self._pool.backend.device_type)
-        refuse_iterator(args[0])
-        extra = (conditions, *self._places.signature())
-        return Signature.of(args[:1], {}, names=("batch",), modes=modes, extra=extra)
 
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:

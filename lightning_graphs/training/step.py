@@ -22,7 +22,6 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
-from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
@@ -49,7 +48,7 @@ from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
-from lightning_graphs.training.own_batch import batch_left
+from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import LeftBehindError
 from lightning_graphs.training.places import Places as StoringPlaces
@@ -161,10 +160,11 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before,
                 but for a gradient reducer that waits for the rest of a backward pass.
         """
+        unread = UnreadValues(signature)
         while True:
             self._asked.clear()
             try:
-                return self._captured(batch, tensors, rest, signature, phase)
+                return self._captured(batch, tensors, rest, signature, phase, unread)
             except ArenaFull as error:
                 self._room_on_device = error.needed
                 if waits_for_gradients(self._trainer):
@@ -174,6 +174,8 @@ class StepCapture:
                     raise
                 self._stores.unlearn(error.place)
             except CaptureError as error:
+                raised = error.observed if isinstance(error, RaisedInCapture) else ""
+                unread.refuse_read(raised)
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
                     raise
@@ -195,6 +197,7 @@ class StepCapture:
         rest: Sequence[Any],
         signature: Signature,
         phase: Phase,
+        unread: UnreadValues,
     ) -> StepPlan:
         recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
@@ -215,7 +218,7 @@ class StepCapture:
                 device, room = self._module.device, self._room_on_device
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
-            own = substitute(batch, inputs.tensors)
+            own = unread.left_out(batch, inputs.tensors)
             self._numbers = StepNumbers(self._trainer, self._reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
@@ -250,6 +253,7 @@ class StepCapture:
                         stores.look()
                 self._numbers.finish()
                 gradients, others = targets.attached()
+            unread.refuse_read()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
