@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_graphs.core.exact import is_exact
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, mapped, memory_of
+from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.observer import FACTORIES
 from lightning_graphs.core.recorder import FunctionCalls, inputs_of, tensors_in, written_tensors
 from lightning_graphs.core.torch_private import out_of_sight
@@ -136,6 +137,10 @@ class HostRecording(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if asks_for_shapes():
+            return func(*args, **kwargs)
+        if unwraps_itself(types):
+            return NotImplemented
         inputs = inputs_of(args, kwargs)
         hosts = [t for t in inputs if self._is_host(t)]
         if not hosts and (inputs or not self._makes(kwargs)):

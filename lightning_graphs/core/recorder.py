@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
-from lightning_graphs.core.collectives import returned_alone, written_position
+from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
+from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.obstacles import (
     COMPILED,
     FUNCTION_RULES,
@@ -305,7 +306,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return self._scopes.profiler_range(func, args, kwargs)
-        if not (self._strict and self.raises) and any(map(_dispatches, types)):
+        if asks_for_shapes():
+            return func(*args, **kwargs)
+        if (
+            any(map(_dispatches, types))
+            if not (self._strict and self.raises)
+            else unwraps_itself(types)
+        ):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         inputs = inputs_of(args, kwargs)
         if self._strict:
@@ -357,7 +364,7 @@ class Recorder(TorchDispatchMode):
         written: Sequence[Tensor],
     ) -> Any:
         """Run the operator; a custom one is not believed that it writes nothing."""
-        if self._strict and self.raises and func.namespace == "c10d":
+        if self._strict and self.raises and is_collective(func):
             return returned_alone(func, args)
         if not self._strict or func.namespace in ("aten", "prims"):
             return func(*args, **kwargs)

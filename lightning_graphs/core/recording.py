@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 
-from lightning_graphs.core.collectives import wait_for
+from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
@@ -83,7 +83,7 @@ class ExternalTensor:
             ReplayError: its storage was freed or moved.
         """
         storage = self.storage.storage()
-        if storage is None or storage.data_ptr() != self.storage.address:
+        if storage is None or storage.data_ptr() != (self.storage.address or storage.data_ptr()):
             raise ReplayError(
                 "Every tensor that a graph reads must live, at its address, until the last replay.",
                 describe_dead(self.storage),
@@ -184,7 +184,7 @@ class Recording:
                         *[_resolve(a) for a in operation.args],
                         **{k: _resolve(v) for k, v in operation.kwargs.items()},
                     )
-                if operation.func.namespace == "c10d":
+                if is_collective(operation.func):
                     wait_for(result)
                 if operation.result is not None:
                     _write_back(operation, result)
@@ -268,7 +268,10 @@ class RecordingCapture(Recorder):
     def restore_world(self) -> None:
         """Give every storage that existed before the capture its value back."""
         # Backwards: where two storages share memory, the first one saved has the oldest value.
-        for storage, value in reversed(self._saved.values()):
+        for key, (storage, value) in reversed(self._saved.items()):
+            if storage.nbytes() == 0:  # the code lets go of it, and a replay gets it back
+                self.storages[key].address = 0
+                continue
             if storage.nbytes() < value.nbytes():
                 storage.resize_(value.nbytes())
             # A storage that an ``out=`` made larger stays so: its tensors have the new shape.

@@ -14,12 +14,12 @@ from lightning_graphs.core.ddp_private import (
     reducer_is_warm,
     take_no_more_times,
 )
+from lightning_graphs.core.fsdp_private import ShardedUnits
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
 from lightning_graphs.training.own_code import is_lightnings
 
 _REFUSED = {
     "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",
-    "model_parallel": "FSDP2 gathers parameters on streams of its own, which no capture follows",
     "deepspeed": "DeepSpeed runs steps in an engine of its own",
     "xla": "XLA compiles steps for devices of its own",
 }
@@ -39,6 +39,14 @@ def why_not_captured(trainer: Trainer) -> str:
     for file, reason in _REFUSED.items():
         if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
             return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
+    if is_model_parallel(trainer):
+        units = units_of(trainer)
+        if units is not None and units.offloaded:
+            return (
+                "CPUOffloadPolicy copies parameters from the host, and waits for gradients there, in "
+                "every step; write fully_shard(...) without offload_policy"
+            )
+        return ""
     if not is_ddp(strategy):
         name = type(strategy).__name__
         return (
@@ -56,6 +64,17 @@ def why_not_captured(trainer: Trainer) -> str:
             "does not; leave ddp_comm_hook out, or use bf16_compress_hook"
         )
     return ""
+
+
+def is_model_parallel(trainer: Trainer) -> bool:
+    """Whether the strategy is Lightning's for FSDP2 and tensor parallelism."""
+    kinds = type(trainer.strategy).__mro__
+    return any(is_lightnings(kind, "strategies.model_parallel") for kind in kinds)
+
+
+def units_of(trainer: Trainer) -> ShardedUnits | None:
+    """What ``fully_shard`` has made of the module; None where it has not been called."""
+    return (is_model_parallel(trainer) and ShardedUnits(trainer.lightning_module)) or None
 
 
 def is_ddp(strategy: object) -> bool:

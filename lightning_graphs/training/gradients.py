@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.gradients import empty_gradient
 from lightning_graphs.core.torch_private import clone_all, storage_uses_of
 from lightning_graphs.training.interception import replaced
@@ -82,7 +84,8 @@ class AttachedGradients:
         self.buffers = list(buffers)
         self.others = list(others)
         self.copied = copied
-        strided = (buffer for buffer in self.buffers if buffer.layout is torch.strided)
+        strided = (local(b) for b in self.buffers if b.layout is torch.strided)
+        self._are_whole = all(local(b) is b for b in self.buffers)
         self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
@@ -110,10 +113,12 @@ class AttachedGradients:
         now = [None if zeroed else p.grad for p in self.parameters]
         targets = [gradient for gradient in now if gradient is not None]
         sources = [b for g, b in zip(now, self.buffers, strict=True) if g is not None]
-        new = iter(clone_all([b for g, b in zip(now, self.buffers, strict=True) if g is None]))
+        missing = [b for g, b in zip(now, self.buffers, strict=True) if g is None]
+        clone = clone_all if self._are_whole else partial(map, Tensor.clone)
+        new = iter(clone(missing))
         if targets:
             with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
         self._attach([next(new) if g is None else g for g in now])
 
     def uses(self, *, attached: bool) -> list[int]:
@@ -156,9 +161,9 @@ class AttachedGradients:
                 parameter.grad = buffer
         with torch.no_grad():
             if missing:
-                torch._foreach_zero_(missing)
+                torch._foreach_zero_(list(map(local, missing)))
             if sources:
-                torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
 
     def are_attached(self) -> bool:
         """Whether ``.grad`` is the buffers."""
@@ -307,9 +312,9 @@ class GradientTargets:
                 parameter.grad = buffer
         with torch.no_grad():
             if written[0]:
-                torch._foreach_copy_(*written)
+                torch._foreach_copy_(*(list(map(local, tensors)) for tensors in written))
             if added[0]:
-                torch._foreach_add_(*added)
+                torch._foreach_add_(*(list(map(local, tensors)) for tensors in added))
 
     def attached(self) -> tuple[AttachedGradients, AttachedGradients]:
         """The gradients as they are now: of the optimizer's parameters, and of the others."""

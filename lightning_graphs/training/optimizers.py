@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.gradients import is_dense
 from lightning_graphs.core.torch_private import count_for_schedulers, has_step_hooks
 from lightning_graphs.training.memory import gather
@@ -72,6 +73,10 @@ def _fusable(optimizer: Optimizer) -> bool:
     """
     if not isinstance(optimizer, _FUSED):
         return False
+    if isinstance(optimizer, torch.optim.SGD) and any(
+        local(p) is not p for group in optimizer.param_groups for p in group["params"]
+    ):
+        return False  # torch has no fused SGD over DTensors
     return all(
         group.get("fused") is not False
         and not group.get("foreach")
@@ -206,7 +211,7 @@ class CapturableOptimizer:
     def gather_state(self) -> None:
         """Move the state together in memory; to be called before the first capture."""
         if self._device.type == "cuda":
-            gather(value for value in self._state_now() if isinstance(value, Tensor))
+            gather(local(value) for value in self._state_now() if isinstance(value, Tensor))
 
     def remember_state(self) -> None:
         """From now on other tensors in the place of these are a replacement; at every capture."""

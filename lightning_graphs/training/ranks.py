@@ -17,13 +17,19 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_graphs.core.ddp_private import forget_backward
+from lightning_graphs.core.fsdp_private import ShardedUnits
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.ddp import is_warm, waits_for_gradients, wrapper_of
+from lightning_graphs.training.ddp import is_warm, units_of, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What a step may be; larger numbers are those of plans, which replay it."""
+
+NOT_REDUCED = (
+    "a step without set_requires_gradient_sync(True) leaves gradients to the next one, which a graph "
+    "cannot know; reduce the gradients of every step"
+)
 
 _WELL, _FAILED, _NO_ROOM = range(3)
 
@@ -44,6 +50,7 @@ class Ranks:
         ready: Steps may be captured; see :meth:`are_ready`.
         lost: Why no graph is right any longer; empty as long as they are.
         ddp: What reduces gradients over ranks; None if nothing does.
+        units: What FSDP2 gathers and reduces; None if it does nothing.
         left: Called with the reason where one of the ranks :meth:`leave`.
     """
 
@@ -53,6 +60,7 @@ class Ranks:
         self._trainer = trainer
         self._numbers = itertools.count(CAPTURE + 1)
         self.ddp = None if trainer is None else wrapper_of(trainer)
+        self.units = None if trainer is None else units_of(trainer)
         self.ready = trainer is None
         self._reason = self.lost = ""
         self._sigterm = Sigterm()
@@ -141,6 +149,8 @@ class Ranks:
             result = run()
         except Exception as raised:
             error = raised
+            if self.units is not None:
+                self.units.forget_step()
         worst, unfinished = self._largest(
             _outcome(error),
             error is not None and self._trainer is not None and waits_for_gradients(self._trainer),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StateSnapshot
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.tree import flatten
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.memory import MemoryBudget
@@ -59,7 +60,7 @@ class StepState:
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
         # No graph adds to a sparse gradient: it is never written in place.
-        self._tensors = [tensor for tensor in found if tensor.layout is torch.strided]
+        self._tensors = [local(tensor) for tensor in found if tensor.layout is torch.strided]
         self._snapshot: StateSnapshot | None = None
         self._generators: list[Tensor] = []
         self._scale: dict[str, Any] = {}
@@ -119,17 +120,17 @@ class StepState:
         found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
         found += [
-            Result(gradients[name], p.grad, is_gradient=True)
+            Result(gradients[name], local(p.grad), is_gradient=True)
             for name, p in self._parameters.items()
             if p.grad is not None
         ]
         for name, parameter in self._parameters.items():
-            found.append(Result(f"parameter `{name}`", parameter, gradients[name]))
+            found.append(Result(f"parameter `{name}`", local(parameter), gradients[name]))
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     title = f"the optimizer's `{key}` of `{name}`"
-                    found.append(Result(title, value, gradients[name]))
+                    found.append(Result(title, local(value), gradients[name]))
         if self._scaler is not None:
             found.append(Result("the loss scale", torch.tensor(self._scaler.get_scale())))
         return found
@@ -149,7 +150,7 @@ def outputs(returned: Any) -> list[Result]:
     found = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.append(Result("the loss" if name in _LOSSES else name, leaf))
+            found.append(Result("the loss" if name in _LOSSES else name, local(leaf)))
         else:
             found.append(Result(f"{name} = {leaf!r}", torch.empty(0)))
     return found

@@ -27,7 +27,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
-from lightning_graphs.training.ddp import unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     counters_watched,
@@ -118,6 +118,7 @@ class StepCapture:
         self.persistent = PersistentGradients()
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
+        self._units = units_of(trainer)
         self._casts = StepCasts(trainer, module)
         self._is_unseen = True
         self._asked: list[str] = []
@@ -182,6 +183,11 @@ class StepCapture:
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
 
+        def abandon() -> None:
+            segments.abandon()
+            if self._units is not None:
+                self._units.forget_step()
+
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(scaling_state(self._plugin, self._optimizer))
@@ -227,7 +233,7 @@ class StepCapture:
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
-            segments.abandon()
+            abandon()
             if isinstance(error, GraphError):
                 raise
             if is_out_of_memory(error):
@@ -239,7 +245,7 @@ class StepCapture:
                 "mend the line, if the eager step raises it too; stand-ins may only be passed on",
             ) from error
         except BaseException:  # KeyboardInterrupt and the like
-            segments.abandon()
+            abandon()
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
