@@ -139,6 +139,8 @@ class KnownStorage:
         device_type: ``"cuda"`` or ``"cpu"``.
         scalar: Whether that tensor had no dimensions.
         site: The user's line that touched it first.
+        address: Where it is; None where the recorded code lets go of it and gets it again, as FSDP2
+            does with the parameters that it gathers.
         freed: Where it was freed; None while it lives.
     """
 
@@ -148,7 +150,7 @@ class KnownStorage:
     device_type: str
     scalar: bool
     site: CallSite
-    address: int
+    address: int | None
     constant: bool = False
     ref: weakref.ref[UntypedStorage] | None = None
     freed: CallSite | None = None
@@ -156,6 +158,12 @@ class KnownStorage:
     def storage(self) -> UntypedStorage | None:
         """The storage, or None when it was freed."""
         return self.ref() if self.ref is not None else None
+
+    def note_release(self) -> None:
+        """Note whether its memory was let go of, while the storage itself lives."""
+        storage = self.storage()
+        if storage is not None and self.address and not storage.nbytes():
+            self.address = None
 
     def watch(self, storage: UntypedStorage) -> None:
         """Hold ``storage`` weakly and note the user's line that frees it."""

@@ -83,7 +83,8 @@ class ExternalTensor:
             ReplayError: its storage was freed or moved.
         """
         storage = self.storage.storage()
-        if storage is None or storage.data_ptr() != (self.storage.address or storage.data_ptr()):
+        self.storage.note_release()
+        if storage is None or self.storage.address not in (None, storage.data_ptr()):
             raise ReplayError(
                 "Every tensor that a graph reads must live, at its address, until the last replay.",
                 describe_dead(self.storage),
@@ -268,9 +269,10 @@ class RecordingCapture(Recorder):
     def restore_world(self) -> None:
         """Give every storage that existed before the capture its value back."""
         # Backwards: where two storages share memory, the first one saved has the oldest value.
+        for known in self.storages:
+            known.note_release()
         for key, (storage, value) in reversed(self._saved.items()):
-            if storage.nbytes() == 0:  # the code lets go of it, and a replay gets it back
-                self.storages[key].address = 0
+            if self.storages[key].address is None:
                 continue
             if storage.nbytes() < value.nbytes():
                 storage.resize_(value.nbytes())

@@ -179,6 +179,13 @@ class StepCapture:
         signature: Signature,
         phase: Phase,
     ) -> StepPlan:
+        if self._units is not None and self._observers.before_backward:
+            raise CaptureError(
+                "Between forward and backward pass FSDP2 has gathered parameters in the module, and a "
+                "replay has its shards there.",
+                f"{', '.join(self._observers.before_backward)} may look at them",
+                "look at parameters in on_after_backward or later",
+            )
         recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
