@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
-from lightning_graphs.training.ddp import capture_stream, why_not_captured
+from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
@@ -165,10 +165,15 @@ class GraphCapture(Callback):
             )
         if self.options.diagnose:
             return
-        if (reason := why_not_captured(trainer)) and self.options.on_failure == "raise":
+        if (reason := self._why_not_captured(trainer)) and self.options.on_failure == "raise":
             raise _refused(reason)
         if device.type == "cuda" and not reason:
             self._stream = capture_stream(trainer, self._fit)
+
+    def _why_not_captured(self, trainer: Trainer) -> str:
+        options = self.options
+        by_submodules = options.scope == "modules" or options.modules or options.exclude
+        return why_not_captured(trainer, by_submodules=bool(by_submodules))
 
     def _has_given_way(self, trainer: Trainer) -> bool:
         """Whether the trainer has one of the program's own beside that of the environment."""
@@ -278,8 +283,8 @@ class GraphCapture(Callback):
             )
             self.statistics.fallbacks.append("it is inactive on a CPU trainer")
             return False
-        reason = _reason_to_stay_out(trainer)
-        if self.options.scope == "step":
+        reason = self._why_not_captured(trainer) or _reason_to_stay_out(trainer)
+        if self.options.scope == "step" or is_model_parallel(trainer):
             reason = reason or why_no_whole_step(trainer, module)
         if reason and self.options.on_failure == "raise":
             raise _refused(reason)
@@ -295,7 +300,7 @@ class GraphCapture(Callback):
         """Save the optimizer's state in the form that it has without the callback."""
         capturable = self._runner.capturable if self._runner is not None else None
         states = checkpoint.get("optimizer_states")
-        if capturable is not None and states:
+        if capturable is not None and states and states[0]:  # rank 0 alone has one of FSDP2
             checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
 
     @override
@@ -342,7 +347,7 @@ def _reason_to_stay_out(trainer: Trainer) -> str:
 
 def _refused(reason: str) -> CaptureError:
     return CaptureError(
-        "GraphCapture captures training on one device or under DDP; scope='step' one optimizer's "
+        "GraphCapture captures training on one device, under DDP or FSDP2; scope='step' one optimizer's "
         "step.",
         reason,
         "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",

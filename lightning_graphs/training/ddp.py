@@ -29,16 +29,25 @@ _WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
 """Modules of torch with communication hooks that count steps in Python."""
 
 
-def why_not_captured(trainer: Trainer) -> str:
+def why_not_captured(trainer: Trainer, *, by_submodules: bool = False) -> str:
     """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
 
     Nothing of the strategy has been set up, or all of it.
+
+    Args:
+        trainer: The trainer.
+        by_submodules: Submodules are asked for, not the whole step.
     """
     strategy = trainer.strategy
     kinds = type(strategy).__mro__
     for file, reason in _REFUSED.items():
         if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
             return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
+    if is_model_parallel(trainer) and by_submodules:
+        return (
+            "FSDP2 gathers the parameters of submodules to new addresses in every step; write "
+            "GraphCapture() for whole steps"
+        )
     if is_model_parallel(trainer):
         units = units_of(trainer)
         if units is not None and units.offloaded:

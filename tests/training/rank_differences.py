@@ -37,7 +37,9 @@ class ReadsOnOne(Net):
         return loss
 
 
-class _Read(torch.autograd.Function):
+class Read(torch.autograd.Function):
+    """Reads a value on the host in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -54,7 +56,7 @@ class ReadsInBackward(Plain):
     def loss(self, batch: Any) -> Tensor:
         hidden = self.net[0](batch["x"])
         if self.global_rank == ODD:
-            hidden = _Read.apply(hidden)
+            hidden = Read.apply(hidden)
         return nn.functional.cross_entropy(self.net[2](self.net[1](hidden)), batch["y"])
 
 
