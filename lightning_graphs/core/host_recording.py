@@ -15,9 +15,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.exact import is_exact
+from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, mapped, memory_of
-from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.observer import FACTORIES
 from lightning_graphs.core.recorder import FunctionCalls, inputs_of, tensors_in, written_tensors
 from lightning_graphs.core.torch_private import out_of_sight

@@ -347,8 +347,8 @@ def _reason_to_stay_out(trainer: Trainer) -> str:
 
 def _refused(reason: str) -> CaptureError:
     return CaptureError(
-        "GraphCapture captures training on one device, under DDP or FSDP2; scope='step' one optimizer's "
-        "step.",
+        "GraphCapture captures training on one device, under DDP or FSDP2; scope='step' one "
+        "optimizer's step.",
         reason,
         "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
     )

@@ -52,8 +52,8 @@ def why_not_captured(trainer: Trainer, *, by_submodules: bool = False) -> str:
         units = units_of(trainer)
         if units is not None and units.offloaded:
             return (
-                "CPUOffloadPolicy copies parameters from the host, and waits for gradients there, in "
-                "every step; write fully_shard(...) without offload_policy"
+                "CPUOffloadPolicy copies parameters from the host in every step, and waits for "
+                "gradients there; write fully_shard(...) without offload_policy"
             )
         return ""
     if not is_ddp(strategy):

@@ -17,8 +17,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_graphs.core.ddp_private import forget_backward
-from lightning_graphs.core.fsdp_private import ShardedUnits
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, GraphError, PartedError
 from lightning_graphs.training.ddp import is_warm, units_of, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
@@ -27,9 +26,11 @@ GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What a step may be; larger numbers are those of plans, which replay it."""
 
 NOT_REDUCED = (
-    "a step without set_requires_gradient_sync(True) leaves gradients to the next one, which a graph "
-    "cannot know; reduce the gradients of every step"
+    "after set_requires_gradient_sync(False) a step leaves gradients to the next one, of which a "
+    "graph knows nothing; reduce them in every step"
 )
+
+_PARTED = "Ranks that exchange data in a verification can only go on together."
 
 _WELL, _FAILED, _NO_ROOM = range(3)
 
@@ -131,16 +132,23 @@ class Ranks:
         return not self.any(not value)
 
     def together(
-        self, run: Callable[[], _Result], undo: Callable[[_Result], None] = lambda _: None
+        self,
+        run: Callable[[], _Result],
+        undo: Callable[[_Result], None] = lambda _: None,
+        *,
+        exchanges: bool = False,
     ) -> _Result:
         """Run something on all ranks, and raise on all where it raises on one.
 
         Args:
-            run: Exchanges nothing with other ranks before it raises, or all that there is.
+            run: What is run.
             undo: Called with the result where another rank has none.
+            exchanges: It exchanges data with other ranks before it raises. Nobody can go on then,
+                unless all of them raise.
 
         Raises:
             CaptureError: it failed on another rank.
+            PartedError: it failed on some ranks, and others wait for them.
         """
         if self.are_one and self.ddp is None:
             return run()
@@ -151,8 +159,11 @@ class Ranks:
             error = raised
             if self.units is not None:
                 self.units.forget_step()
-        worst, unfinished = self._largest(
+            if exchanges and not (isinstance(error, GraphError) or is_out_of_memory(error)):
+                raise
+        worst, least, unfinished = self._largest(
             _outcome(error),
+            -_outcome(error),
             error is not None and self._trainer is not None and waits_for_gradients(self._trainer),
         )
         if unfinished:
@@ -162,6 +173,8 @@ class Ranks:
         if worst != _WELL:
             rank, said = self._first_said(error)
             told = str(said)
+            if exchanges and least == _WELL:
+                raise PartedError(_PARTED, f"on rank {rank}: {told}", "mend it there") from error
             try:
                 if error is not None:
                     raise error

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, PartedError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
@@ -382,6 +382,8 @@ class StepRunner:
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)
+            except PartedError:
+                raise
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None

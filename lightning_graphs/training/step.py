@@ -181,8 +181,8 @@ class StepCapture:
     ) -> StepPlan:
         if self._units is not None and self._observers.before_backward:
             raise CaptureError(
-                "Between forward and backward pass FSDP2 has gathered parameters in the module, and a "
-                "replay has its shards there.",
+                "Between forward and backward FSDP2 has gathered parameters in a module, where "
+                "replays have shards.",
                 f"{', '.join(self._observers.before_backward)} may look at them",
                 "look at parameters in on_after_backward or later",
             )

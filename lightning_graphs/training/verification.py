@@ -120,10 +120,11 @@ class Verification:
     # ------------------------------------------------------------------ everything
 
     def _compare(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> None:
+        together = partial(self._ranks.together, exchanges=True)
         self._agreement().require(
             BothWays(
-                partial(self._ranks.together, partial(self._eager, plan, args, state)),
-                partial(self._ranks.together, partial(self._replayed, plan, args, state)),
+                partial(together, partial(self._eager, plan, args, state)),
+                partial(together, partial(self._replayed, plan, args, state)),
                 state.restore,
                 state.moved,
             )
@@ -210,7 +211,7 @@ class Verification:
         try:
             self._ranks.together(state.keep)
             with state.restored():
-                runs = [self._ranks.together(forward) for _ in range(2)]
+                runs = [self._ranks.together(forward, exchanges=True) for _ in range(2)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_on_ranks
 from tests.training.fsdp_fits import (
     CASES,
     EAGER,
     ON_A_GPU,
+    require_eager_fits,
+    require_equal_checkpoints,
     require_equal_fits,
-    resumed,
-    trained_eagerly,
 )
 
 pytestmark = pytest.mark.gpu
 
-
-@pytest.mark.parametrize("case", [*CASES, *ON_A_GPU])
-def test_a_fit_with_graphs_is_one_without(tmp_path: Path, case: str) -> None:
-    require_equal_fits("cuda", tmp_path, case)
-
-
-@pytest.mark.parametrize("case", EAGER)
-def test_what_is_not_captured_runs_eagerly_on_all_ranks(tmp_path: Path, case: str) -> None:
-    assert run_on_ranks(trained_eagerly, "cuda", tmp_path, case) == [0, 0]
+RUNS: dict[str, Callable[[Path], None]] = {
+    **{f"equal: {c}": partial(require_equal_fits, "cuda", case=c) for c in [*CASES, *ON_A_GPU]},
+    **{f"eager: {case}": partial(require_eager_fits, "cuda", case=case) for case in EAGER},
+    "a checkpoint in one file": partial(require_equal_checkpoints, "cuda", whole=True),
+    "a checkpoint of each rank": partial(require_equal_checkpoints, "cuda", whole=False),
+}
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["one file", "a file of each rank"])
-def test_checkpoints_are_those_of_eager_fits(tmp_path: Path, whole: bool) -> None:
-    for states in run_on_ranks(resumed, "cuda", tmp_path, whole):
-        assert all(state == states[0] for state in states)
+@pytest.mark.parametrize("name", RUNS)
+def test_on_two_gpus(side_by_side: Callable[[str], None], name: str) -> None:
+    side_by_side(name)

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 from lightning_graphs.core.fsdp_private import local
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import of_rank
-from tests.training.rank_differences import ODD, Read
 from tests.training.fits import FullTrace, GradientTrace, Net, adamw, compare, prepare
+from tests.training.rank_differences import ODD, Read
 
 
 class Sharded(Net):
@@ -123,7 +123,8 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
         data = partial(of_rank, own, last=options.pop("last", None))
         fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
     said = fits[1].statistics.fallbacks
-    assert all("SGD" in line for line in said) and bool(said) == ("no graph" in case)
+    assert all("SGD" in line for line in said)
+    assert bool(said) == ("no graph" in case)
     compare(*fits, replayed=not said)
     return fits[1].statistics.replayed
 
@@ -164,6 +165,12 @@ def broadcast_path(path: str) -> str:
     found = [path]
     torch.distributed.broadcast_object_list(found)
     return found[0]
+
+
+def require_equal_checkpoints(backend: str, root: Path, whole: bool) -> None:
+    """Assert that a fit goes on as an eager one, whoever saved the checkpoint and reads it."""
+    for states in run_on_ranks(resumed, backend, root, whole):
+        assert all(state == states[0] for state in states)
 
 
 class ReadsOnOne(Sharded):
@@ -208,7 +215,7 @@ EAGER: dict[str, tuple[Case, str]] = {
     ),
     "hooks that look before backward": (
         lambda: {"trace": FullTrace},
-        "Between forward and backward pass FSDP2 has gathered parameters",
+        "Between forward and backward FSDP2 has gathered parameters",
     ),
     "gradients that are left to the next batch": (
         lambda: {"module": Holds, "accumulate_grad_batches": 2},
@@ -256,3 +263,8 @@ def trained_eagerly(rank: int, backend: str, root: Path, case: str) -> Any:
     (line,) = fits[1].statistics.fallbacks
     assert said in line, line
     return fits[1].statistics.replayed
+
+
+def require_eager_fits(backend: str, root: Path, case: str) -> None:
+    """Assert that all ranks run eagerly, and say why."""
+    assert run_on_ranks(trained_eagerly, backend, root, case) == [0, 0]

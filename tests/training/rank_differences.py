@@ -250,6 +250,39 @@ def failing(rank: int, backend: str, root: Path) -> None:
     prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()
 
 
+class BreaksWhenVerified(Plain):
+    """Raises in the middle of the backward pass of one rank, once that is wanted."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.net[0](batch["x"])
+        if self.global_rank == ODD and _HIDDEN["breaks"] == 0.0:
+            hidden.register_hook(_break)
+        return nn.functional.cross_entropy(self.net[2](self.net[1](hidden)), batch["y"])
+
+
+def _break(gradient: Tensor) -> None:
+    raise ValueError("broken on one rank")
+
+
+def _want_to_break(trainer: Any, module: Any) -> None:
+    _HIDDEN["breaks"] = 0.0
+
+
+def failing_when_verified(rank: int, backend: str, root: Path) -> None:
+    """Raise on one rank, where others wait for its gradients, in a verification."""
+    _HIDDEN.clear()
+    at = At(16, _want_to_break)
+    given = {**DDP, "strategy": DDPStrategy(bucket_cap_mb=1e-4), "capture": {"verify": 4}}
+    prepare(
+        backend,
+        in_folder(root, rank),
+        True,
+        callbacks=lambda: [at],
+        module=BreaksWhenVerified,
+        **given,
+    ).run()
+
+
 def dying(rank: int, backend: str, root: Path) -> None:
     """End the process of one rank at once."""
 

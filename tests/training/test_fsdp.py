@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_on_ranks
-from tests.training.fsdp_fits import CASES, EAGER, require_equal_fits, resumed, trained_eagerly
+from tests.training.fsdp_fits import (
+    CASES,
+    EAGER,
+    require_eager_fits,
+    require_equal_checkpoints,
+    require_equal_fits,
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -17,10 +22,9 @@ def test_a_fit_with_graphs_is_one_without(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", EAGER)
 def test_what_is_not_captured_runs_eagerly_on_all_ranks(tmp_path: Path, case: str) -> None:
-    assert run_on_ranks(trained_eagerly, "emulated", tmp_path, case) == [0, 0]
+    require_eager_fits("emulated", tmp_path, case)
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["one file", "a file of each rank"])
 def test_checkpoints_are_those_of_eager_fits(tmp_path: Path, whole: bool) -> None:
-    for states in run_on_ranks(resumed, "emulated", tmp_path, whole):
-        assert all(state == states[0] for state in states)
+    require_equal_checkpoints("emulated", tmp_path, whole)
