@@ -68,11 +68,6 @@ class ShardedUnits:
     def __len__(self) -> int:
         return len(self._states)
 
-    @property
-    def offloaded(self) -> bool:
-        """Whether parameters live on the host. Nothing public tells it of a unit."""
-        return any(p.offload_to_cpu for group in self._groups for p in group.fsdp_params)
-
     def shard(self) -> bool:
         """Let go of what a forward pass outside of a step has gathered, as after a step.
 

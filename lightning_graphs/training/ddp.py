@@ -43,19 +43,13 @@ def why_not_captured(trainer: Trainer, *, by_submodules: bool = False) -> str:
     for file, reason in _REFUSED.items():
         if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
             return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
-    if is_model_parallel(trainer) and by_submodules:
+    if is_model_parallel(trainer):
         return (
             "FSDP2 gathers the parameters of submodules to new addresses in every step; write "
             "GraphCapture() for whole steps"
+            if by_submodules
+            else ""
         )
-    if is_model_parallel(trainer):
-        units = units_of(trainer)
-        if units is not None and units.offloaded:
-            return (
-                "CPUOffloadPolicy copies parameters from the host in every step, and waits for "
-                "gradients there; write fully_shard(...) without offload_policy"
-            )
-        return ""
     if not is_ddp(strategy):
         name = type(strategy).__name__
         return (

@@ -46,6 +46,10 @@ def capture_obstacle(
         return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
     if _fusable(optimizer):
         return None
+    if _is_sharded(optimizer):
+        return (
+            f"over DTensors torch has a fused step that can be captured, and {name} here has none"
+        )
     if scaled:
         return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
     if device_type == "cpu":
@@ -73,10 +77,8 @@ def _fusable(optimizer: Optimizer) -> bool:
     """
     if not isinstance(optimizer, _FUSED):
         return False
-    if isinstance(optimizer, torch.optim.SGD) and any(
-        local(p) is not p for group in optimizer.param_groups for p in group["params"]
-    ):
-        return False  # torch has no fused SGD over DTensors
+    if isinstance(optimizer, torch.optim.SGD) and _is_sharded(optimizer):
+        return False
     return all(
         group.get("fused") is not False
         and not group.get("foreach")
@@ -84,6 +86,14 @@ def _fusable(optimizer: Optimizer) -> bool:
         and (group.get("fused") or all(map(is_dense, group["params"])))
         for group in optimizer.param_groups
     )
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Whether its parameters are DTensors: torch has no fused SGD over them.
+
+    Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
+    """
+    return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
 
 
 class CapturableOptimizer:

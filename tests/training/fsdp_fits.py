@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -22,7 +23,7 @@ from lightning_graphs.core.fsdp_private import local
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import of_rank
 from tests.training.fits import FullTrace, GradientTrace, Net, adamw, compare, prepare
-from tests.training.rank_differences import ODD, Read
+from tests.training.rank_differences import ODD, READ, Read
 
 
 class Sharded(Net):
@@ -90,6 +91,7 @@ CASES: dict[str, Case] = {
         )
     },
     "an optimizer that is no graph": lambda: {"module": _with(optimizers=plain_sgd)},
+    "many kernels that are no graph": lambda: {"module": _with(optimizers=many_kernels)},
     "accumulation": lambda: {"accumulate_grad_batches": 3, "max_epochs": 4},
     "a uneven last batch": lambda: {"last": 3, "max_epochs": 5},
     "validation within an epoch": lambda: {
@@ -109,7 +111,6 @@ CASES: dict[str, Case] = {
 
 ON_A_GPU: dict[str, Case] = {
     "bf16": lambda: {"precision": "bf16-mixed"},
-    "an optimizer of many kernels": lambda: {"module": _with(optimizers=many_kernels)},
 }
 """What only a GPU can show."""
 
@@ -123,7 +124,7 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
         data = partial(of_rank, own, last=options.pop("last", None))
         fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
     said = fits[1].statistics.fallbacks
-    assert all("SGD" in line for line in said)
+    assert all("over DTensors torch has a fused step" in line for line in said)
     assert bool(said) == ("no graph" in case)
     compare(*fits, replayed=not said)
     return fits[1].statistics.replayed
@@ -207,11 +208,11 @@ class Holds(Sharded):
 EAGER: dict[str, tuple[Case, str]] = {
     "a forward pass that is refused": (
         lambda: {"module": ReadsOnOne},
-        "A capture cannot read a value on the host",
+        READ,
     ),
     "a backward pass that is refused": (
         lambda: {"module": ReadsInBackward},
-        "A capture cannot read a value on the host",
+        READ,
     ),
     "hooks that look before backward": (
         lambda: {"trace": FullTrace},
@@ -220,10 +221,6 @@ EAGER: dict[str, tuple[Case, str]] = {
     "gradients that are left to the next batch": (
         lambda: {"module": Holds, "accumulate_grad_batches": 2},
         "leaves gradients to the next one",
-    ),
-    "parameters on the host": (
-        lambda: {"module": _with(offload_policy=CPUOffloadPolicy(pin_memory=False))},
-        "CPUOffloadPolicy copies parameters",
     ),
     "submodules": (
         lambda: {"capture": {"scope": "modules"}},
@@ -261,7 +258,7 @@ def trained_eagerly(rank: int, backend: str, root: Path, case: str) -> Any:
         fits.append(prepare(backend, folder, is_captured, **options).run())
     compare(*fits, replayed=False)
     (line,) = fits[1].statistics.fallbacks
-    assert said in line, line
+    assert re.search(said, line), line
     return fits[1].statistics.replayed
 
 

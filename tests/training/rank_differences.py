@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,8 @@ from tests.training.fits import Fit, Hidden, Net, compare, prepare
 
 ODD = 1
 """The rank that differs."""
+READ = "A capture cannot read a value on the host|CUDA refused an operation inside the capture"
+"""What a rehearsal and CUDA say of it."""
 _HIDDEN = Hidden()
 
 
@@ -131,7 +134,7 @@ def _eager(said: str, elsewhere: str, replays: int = 0) -> Expect:
     def expect(rank: int, fit: Fit) -> None:
         assert fit.statistics.replayed == replays
         (line,) = fit.statistics.fallbacks
-        assert (said if rank == ODD else elsewhere) in line, line
+        assert re.search(said if rank == ODD else elsewhere, line), line
 
     return expect
 
@@ -157,7 +160,7 @@ KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Expect]] = {
     ),
     "a capture that is refused": (
         lambda rank: {"module": ReadsOnOne, "capture": _EAGER},
-        _eager("read a value on the host", "on rank 1: A capture cannot read a value on the host"),
+        _eager(READ, f"on rank 1: ({READ})"),
     ),
     "a backward pass that is refused": (
         lambda rank: {
@@ -165,7 +168,7 @@ KINDS: dict[str, tuple[Callable[[int], dict[str, Any]], Expect]] = {
             "capture": _EAGER,
             "strategy": DDPStrategy(bucket_cap_mb=1e-4),
         },
-        _eager("read a value on the host", "on rank 1: A capture cannot read a value on the host"),
+        _eager(READ, f"on rank 1: ({READ})"),
     ),
     "a capture without room": (
         lambda rank: {"capture": _EAGER},
