@@ -8,11 +8,11 @@ what each of them takes is printed as soon as it is known.
 
 Weak scaling is the time of a step on one GPU over that on several.
 
-    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--gpus 2]
+    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--sharded gpt2] [--gpus 2]
     python benchmarks/ddp.py --exchange
     python benchmarks/ddp.py --overlap
 
-``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--overlap`` traces
+``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--overlap`` traces
 GPT-2 on several GPUs, and counts which part of the time of NCCL's kernels other kernels run beside
 them: eagerly, captured as a whole, and by submodules. ``--tiny`` trains a model of eight weights in
 every row, on the CPU and the emulated backend.
@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from harness import Lab, Row, describe_environment, verdict_of
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from step import (
     LOSSES_DIFFER,
     TIMED,
@@ -48,6 +49,7 @@ from step import (
     be_quiet,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
@@ -61,7 +63,19 @@ TRACED = 5
 _EXCHANGES = 2000
 
 Fit = tuple[str, str, int, bool]
-"""Row (with ``compiled`` behind its name), way, number of ranks, and whether it is traced."""
+"""Row (with ``compiled`` or ``sharded`` behind its name), way, number of ranks, and whether it is traced."""
+
+
+class ShardedModule(TalkativeModule):
+    """With FSDP2: each block of a list of modules is a unit, and the whole is one."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for blocks in self.net.modules():
+            if isinstance(blocks, nn.ModuleList):
+                for block in blocks:
+                    fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
 
 
 class Alike(Callback):
@@ -70,7 +84,7 @@ class Alike(Callback):
     equal = True
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        if trainer.world_size > 1:
+        if isinstance(trainer.strategy, DDPStrategy):
             mine = nn.utils.parameters_to_vector([p.detach() for p in module.parameters()])
             first = trainer.strategy.broadcast(mine.cpu())
             self.equal = torch.equal(mine.cpu(), first)
@@ -147,18 +161,22 @@ def fit(
     Args:
         rank: The rank.
         ranks: How many there are.
-        row: Name of the workload, and ``compiled`` behind it.
+        row: Name of the workload, and ``compiled`` or ``sharded`` behind it.
         how: ``eager``, ``captured``, ``modules`` or ``reduce-overhead``.
         tiny: In a rehearsal.
         traced: Trace some more steps.
     """
     lab = Lab(tiny)
-    name, _, compiled = row.partition(" ")
+    name, _, variant = row.partition(" ")
     seed_everything(1, verbose=False)
     net, batch = WORKLOADS["tiny" if tiny else name]()
     torch.manual_seed(rank)
     items = [batch() for _ in range(4)]
-    module = TalkativeModule(net, bool(compiled))
+    kind = ShardedModule if variant == "sharded" else TalkativeModule
+    module = kind(net, variant == "compiled")
+    strategy: Any = "ddp" if ranks > 1 else "auto"
+    if variant == "sharded":
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if how == "reduce-overhead":
         module.call = torch.compile(net, mode=how)
     graphs = None
@@ -176,7 +194,7 @@ def fit(
         trainer = Trainer(
             accelerator="cpu" if tiny else "gpu",
             devices=ranks,
-            strategy="ddp" if ranks > 1 else "auto",
+            strategy=strategy,
             use_distributed_sampler=False,
             max_epochs=1,
             limit_train_batches=STEPS + traced * TRACED,
@@ -274,8 +292,8 @@ def _run(rank: int, function: Any, ranks: int, port: int, args: Any, results: An
 
 
 def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
-    """All fits, those that compile last; what is compiled is measured on several GPUs only."""
-    plain = [name for name in names if "compiled" not in name]
+    """All fits, those that compile last; variants are measured on several GPUs only."""
+    plain = [name for name in names if " " not in name]
     plan = [
         (name, how, ranks, False)
         for name in plain
@@ -283,8 +301,8 @@ def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
         for how in ("eager", "captured")
     ]
     plan += [(name, "reduce-overhead", gpus, False) for name in plain if name in AHEAD and not tiny]
-    compiled = [name for name in names if name not in plain]
-    return plan + [(name, how, gpus, False) for name in compiled for how in ("eager", "captured")]
+    variants = [name for name in names if name not in plain]
+    return plan + [(name, how, gpus, False) for name in variants for how in ("eager", "captured")]
 
 
 def judge(row: str, gpus: int, tiny: bool, found: dict[Fit, list[Any]]) -> dict[str, Any]:
@@ -293,7 +311,7 @@ def judge(row: str, gpus: int, tiny: bool, found: dict[Fit, list[Any]]) -> dict[
     mine = {
         (how, ranks): [one for one in results if one is not None]
         for (which, how, ranks, _), results in found.items()
-        if which == row or (which == name and how == "reduce-overhead")
+        if which == row or (which == name and how == "reduce-overhead" and "sharded" not in row)
     }
     ms = {key: max(one["ms"] for one in results) for key, results in mine.items()}
     captured = mine["captured", gpus]
@@ -351,6 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", default="gpt2,resnet50")
     parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
+    parser.add_argument("--sharded", default="", help="rows to measure with FSDP2, too")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--exchange", action="store_true", help="measure an agreement only")
     parser.add_argument("--overlap", action="store_true", help="trace NCCL's kernels only")
@@ -372,6 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure([("gpt2", how, gpus, True) for how in ("eager", "captured", "modules")], gpus, tiny)
         return 0
     names = [name for name in options.rows.split(",") if name]
+    names += [f"{name} sharded" for name in options.sharded.split(",") if name]
     names += [f"{name} compiled" for name in options.compiled.split(",") if name]
     results = measure(plan_of(names, gpus, tiny), gpus, tiny)
     rows = [judge(name, gpus, tiny, results) for name in names]

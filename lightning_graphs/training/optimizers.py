@@ -47,9 +47,7 @@ def capture_obstacle(
     if _fusable(optimizer):
         return None
     if _is_sharded(optimizer):
-        return (
-            f"over DTensors torch has a fused step that can be captured, and {name} here has none"
-        )
+        return f"over DTensors only a fused step can be captured, and {name} here has none"
     if scaled:
         return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
     if device_type == "cpu":
