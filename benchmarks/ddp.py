@@ -12,10 +12,11 @@ Weak scaling is the time of a step on one GPU over that on several.
     python benchmarks/ddp.py --exchange
     python benchmarks/ddp.py --overlap
 
-``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--overlap`` traces
-GPT-2 on several GPUs, and counts which part of the time of NCCL's kernels other kernels run beside
-them: eagerly, captured as a whole, and by submodules. ``--tiny`` trains a model of eight weights in
-every row, on the CPU and the emulated backend.
+``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--exchange`` measures
+what it costs to agree ahead of a step, on the host. ``--overlap`` traces GPT-2 on several GPUs, and
+counts which part of the time of NCCL's kernels other kernels run beside them: eagerly, captured as
+a whole, and by submodules. ``--tiny`` trains a model of eight weights in every row, on the CPU and
+the emulated backend.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ TRACED = 5
 _EXCHANGES = 2000
 
 Fit = tuple[str, str, int, bool]
-"""Row (with ``compiled`` or ``sharded`` behind its name), way, number of ranks, and whether it is traced."""
+"""Row (with ``compiled`` or ``sharded`` behind it), way, number of ranks, whether it is traced."""
 
 
 class ShardedModule(TalkativeModule):

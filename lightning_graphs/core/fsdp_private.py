@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,7 @@ def asks_for_shapes() -> bool:
 
     No public function tells.
     """
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
-    return mode is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class ShardedUnits:
@@ -62,7 +61,8 @@ class ShardedUnits:
 
     def __init__(self, module: nn.Module) -> None:
         found = (m for m in module.modules() if hasattr(m, "_get_fsdp_state"))
-        self._states: list[Any] = list(dict.fromkeys(m._get_fsdp_state() for m in found))
+        states = (cast(Any, m)._get_fsdp_state() for m in found)
+        self._states: list[Any] = list(dict.fromkeys(states))
         self._groups = [group for state in self._states for group in _groups(state)]
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class ShardedUnits:
         """
         for holder in self._holders():
             for name in _OF_A_STEP:
-                value = getattr(holder, name, None)
+                value: Any = getattr(holder, name, None)
                 if hasattr(value, "clear"):
                     value.clear()
                 elif value is not None:

@@ -165,15 +165,12 @@ class GraphCapture(Callback):
             )
         if self.options.diagnose:
             return
-        if (reason := self._why_not_captured(trainer)) and self.options.on_failure == "raise":
+        if (
+            reason := why_not_captured(trainer, self.options)
+        ) and self.options.on_failure == "raise":
             raise _refused(reason)
         if device.type == "cuda" and not reason:
             self._stream = capture_stream(trainer, self._fit)
-
-    def _why_not_captured(self, trainer: Trainer) -> str:
-        options = self.options
-        by_submodules = options.scope == "modules" or options.modules or options.exclude
-        return why_not_captured(trainer, by_submodules=bool(by_submodules))
 
     def _has_given_way(self, trainer: Trainer) -> bool:
         """Whether the trainer has one of the program's own beside that of the environment."""
@@ -268,7 +265,7 @@ class GraphCapture(Callback):
             module,
             calls_of(trainer.strategy),
             self.options,
-            reason=_reason_to_stay_out(trainer),
+            reason=_reason_to_stay_out(trainer, self.options),
             no_whole_step=why_no_whole_step(trainer, module),
         )
         self._fit.callback(doctor.finish)
@@ -283,7 +280,7 @@ class GraphCapture(Callback):
             )
             self.statistics.fallbacks.append("it is inactive on a CPU trainer")
             return False
-        reason = self._why_not_captured(trainer) or _reason_to_stay_out(trainer)
+        reason = _reason_to_stay_out(trainer, self.options)
         if self.options.scope == "step" or is_model_parallel(trainer):
             reason = reason or why_no_whole_step(trainer, module)
         if reason and self.options.on_failure == "raise":
@@ -333,12 +330,12 @@ class GraphCapture(Callback):
 _BACKEND_OF: Mapping[str, str] = {"cuda": "cuda", "cpu": "emulated"}
 
 
-def _reason_to_stay_out(trainer: Trainer) -> str:
+def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
     """Why this fit is not captured, in one sentence; empty if it is."""
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if reason := why_not_captured(trainer):
+    if reason := why_not_captured(trainer, options):
         return reason
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"

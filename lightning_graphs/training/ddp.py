@@ -16,6 +16,7 @@ from lightning_graphs.core.ddp_private import (
 )
 from lightning_graphs.core.fsdp_private import ShardedUnits
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
+from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import is_lightnings
 
 _REFUSED = {
@@ -29,14 +30,10 @@ _WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
 """Modules of torch with communication hooks that count steps in Python."""
 
 
-def why_not_captured(trainer: Trainer, *, by_submodules: bool = False) -> str:
+def why_not_captured(trainer: Trainer, options: Options) -> str:
     """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
 
     Nothing of the strategy has been set up, or all of it.
-
-    Args:
-        trainer: The trainer.
-        by_submodules: Submodules are asked for, not the whole step.
     """
     strategy = trainer.strategy
     kinds = type(strategy).__mro__
@@ -47,7 +44,7 @@ def why_not_captured(trainer: Trainer, *, by_submodules: bool = False) -> str:
         return (
             "FSDP2 gathers the parameters of submodules to new addresses in every step; write "
             "GraphCapture() for whole steps"
-            if by_submodules
+            if options.by_submodules
             else ""
         )
     if not is_ddp(strategy):
@@ -55,8 +52,8 @@ def why_not_captured(trainer: Trainer, *, by_submodules: bool = False) -> str:
         return (
             "" if trainer.world_size == 1 else f"{name} is not DDP; write Trainer(strategy='ddp')"
         )
-    options, hook = ddp_options(strategy)
-    if options.get("find_unused_parameters"):
+    given, hook = ddp_options(strategy)
+    if given.get("find_unused_parameters"):
         return (
             "find_unused_parameters=True reads on the host, in every step, which parameters have a "
             "gradient; write strategy='ddp', and requires_grad_(False) on what the loss leaves out"

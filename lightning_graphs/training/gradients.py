@@ -306,15 +306,15 @@ class GradientTargets:
             if parameter.grad is not None and parameter.grad is not buffer:
                 adds = self._adds[i] and not self._grows[i]
                 targets, fresh = added if adds else written
-                targets.append(buffer)
-                fresh.append(parameter.grad)
+                targets.append(local(buffer))
+                fresh.append(local(parameter.grad))
             if parameter.grad is not None or self._held[i]:
                 parameter.grad = buffer
         with torch.no_grad():
             if written[0]:
-                torch._foreach_copy_(*(list(map(local, tensors)) for tensors in written))
+                torch._foreach_copy_(*written)
             if added[0]:
-                torch._foreach_add_(*(list(map(local, tensors)) for tensors in added))
+                torch._foreach_add_(*added)
 
     def attached(self) -> tuple[AttachedGradients, AttachedGradients]:
         """The gradients as they are now: of the optimizer's parameters, and of the others."""

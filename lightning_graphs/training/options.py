@@ -130,6 +130,11 @@ class Options:
                 )
         _require_bool("diagnose", self.diagnose)
 
+    @property
+    def by_submodules(self) -> bool:
+        """Whether graphs of submodules are asked for, and not tried after whole steps."""
+        return self.scope == "modules" or bool(self.modules or self.exclude)
+
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:

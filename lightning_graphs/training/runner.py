@@ -20,6 +20,7 @@ from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError, PartedError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
+from lightning_graphs.training.ddp import is_model_parallel
 from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
@@ -109,7 +110,7 @@ class StepRunner:
         self._stepping = False
         self._ranks = ranks
         self._failing = self.has_failed = False
-        self._may_give_up = options.scope == "auto" and ranks.units is None  # for submodules
+        self._may_give_up = options.scope == "auto" and not is_model_parallel(trainer)
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
         self._optimizer: Optimizer = trainer.optimizers[0]

@@ -176,6 +176,8 @@ class Verification:
             if self._capturable is not None:  # kernels round a rate on the device otherwise
                 rates = self._capturable.live_rates()
                 stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
+            if self._ranks.units is not None:  # a forward pass alone leaves some gathered
+                stack.callback(self._ranks.units.shard)
             yield
 
     def _arguments(self, plan: StepPlan, args: tuple[Any, ...]) -> tuple[Any, ...]:
