@@ -154,6 +154,7 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
     assert all("over DTensors only a fused step" in line for line in said)
     assert bool(said) == ("no graph" in case)
     compare(*fits, replayed=not said)
+    assert fits[1].statistics.captures <= 3, "what a validation gathers is no other parameter"
     return fits[1].statistics.replayed
 
 
