@@ -439,6 +439,24 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
 _WORTH_FOREACH = 3
 
 
+def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs.
+
+    No public API makes a storage of an address; without the private one the tensors are returned.
+    """
+    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        return list(tensors)
+    own = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+    storages = {at: make(at, s.device, s.nbytes()) for at, s in own.items()}
+    found = []
+    for tensor in tensors:
+        storage = storages.get(tensor.untyped_storage().data_ptr())
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        found.append(tensor if storage is None else tensor.new_empty(0).set_(storage, *place))
+    return found
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects share this storage.
 

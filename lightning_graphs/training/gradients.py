@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.gradients import empty_gradient
-from lightning_graphs.core.torch_private import clone_all, storage_uses_of
+from lightning_graphs.core.torch_private import clone_all, storage_uses_of, without_ownership
 from lightning_graphs.training.interception import replaced
 
 KEPT_LATE = (
@@ -70,6 +70,7 @@ class AttachedGradients:
         others: Parameters that have none.
         copied: Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
             shares nothing with them.
+        in_pool: The buffers lie in the memory of the graphs, and the step zeroes them first.
     """
 
     def __init__(
@@ -79,14 +80,45 @@ class AttachedGradients:
         others: Sequence[Parameter] = (),
         *,
         copied: bool = False,
+        in_pool: bool = False,
     ) -> None:
         self.parameters = list(parameters)
-        self.buffers = list(buffers)
         self.others = list(others)
         self.copied = copied
+        self.in_pool = in_pool
+        self._has_lent = False
+        self._use(buffers)
+
+    def _use(self, buffers: Sequence[Tensor]) -> None:
+        self.buffers = list(buffers)
         strided = (local(b) for b in self.buffers if b.layout is torch.strided)
         self._are_whole = all(local(b) is b for b in self.buffers)
         self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
+
+    def lend(self) -> None:
+        """Let the next capture use the memory of the buffers, which every replay writes anew."""
+        if not (self.in_pool and self._are_whole) or self._has_lent:
+            return
+        before = self.buffers
+        if not all(b.is_cuda and b.layout is torch.strided for b in before):
+            return
+        self._use(without_ownership(before))
+        for parameter, old, new in zip(self.parameters, before, self.buffers, strict=True):
+            if parameter.grad is old:
+                parameter.grad = new
+        self._has_lent = True
+
+    def leave(self) -> None:
+        """Give ``.grad`` memory of its own, where it is in memory that is released by now."""
+        if not self._has_lent:
+            return
+        found = [p for p, b in zip(self.parameters, self.buffers, strict=True) if p.grad is b]
+        try:
+            for parameter in found:
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        except torch.OutOfMemoryError:  # the next step zeroes them in any case
+            for parameter in found:
+                parameter.grad = None
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation.
@@ -194,6 +226,8 @@ class KeptGradients:
 
     def show(self, gradients: AttachedGradients | None) -> None:
         """Note what ``.grad`` is from now on, before anybody sees it; None: nothing of a graph."""
+        if gradients is None and self._shown is not None:
+            self._shown.leave()
         if gradients is not self._shown:
             self._shown = None if gradients is None or gradients.copied else gradients
             self.count()
@@ -270,6 +304,7 @@ class GradientTargets:
         reduced: bool,
     ) -> None:
         self._copied = copied
+        self._in_pool = not (keeps or reduced)
         optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**optimized, **dict.fromkeys(trainable)})
         self._inside = [p in optimized for p in self.parameters]
@@ -325,4 +360,10 @@ class GradientTargets:
         used = [(p, p.grad) for p in mine if p.grad is not None]
         others = [p for p in mine if p.grad is None]
         copied = self._copied and inside
-        return AttachedGradients([p for p, _ in used], [g for _, g in used], others, copied=copied)
+        return AttachedGradients(
+            [p for p, _ in used],
+            [g for _, g in used],
+            others,
+            copied=copied,
+            in_pool=self._in_pool and inside,
+        )

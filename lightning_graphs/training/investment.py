@@ -48,6 +48,7 @@ class Investment:
 
     Attributes:
         earliest: After how many steps the first graph may come.
+        is_over: No graph can pay off in this fit any more, and there is none.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Investment:
         self._sightings = _SIGHTINGS if given is None else given
         self.earliest = options.warmup_steps + (0 if measures else self._sightings)
         self._steps_left = steps_left
+        self.is_over = False
         self._costs: list[float] = []
         self._started = perf_counter()
         self._verified = 0.0
@@ -95,6 +97,8 @@ class Investment:
             return "the GPU is busy all the time, and graphs save the time between kernels only"
         wanted = _MARGIN * self._cost(self._pace) / saving
         if left < wanted:
+            at_best = _MARGIN * self._cost(self._pace) / (_SAVED * median(self._pace.eager))
+            self.is_over = not self._costs and left < at_best
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
         return "" if left * share >= wanted else "no batch signature came back often enough"
 

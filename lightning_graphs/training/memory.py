@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.torch_private import storage_uses
 from lightning_graphs.errors import CaptureError
 
@@ -18,6 +21,8 @@ _AUTO = 0.35
 """How much more than eager steps all that is ours may take, as a part of their peak."""
 _LEAST, _LEAST_SHARE = 2**31, 0.05
 """Bytes that small models may take beside that peak in any case, and no more of all there is."""
+SETTLED = 3
+"""How many steps it takes until the allocator has cut its memory up for good."""
 _MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -47,18 +52,28 @@ def no_room(what: str, observed: str) -> NoRoomError:
     )
 
 
+class MemoryKept(Exception):
+    """Code that ran in the memory of a graph keeps some of it: no graph of its pool may replay."""
+
+
 class MemoryBudget:
     """How much memory of a GPU all that is ours may take; on a CPU nobody counts.
 
     Args:
         device: The device.
         share: How much more than the peak of eager steps, as a part of it.
+
+    Attributes:
+        shares: Eager steps that are compared with a graph may take its memory.
+        is_tight: Eager code beside graphs finds hardly any memory, as far as :meth:`settle` knows.
     """
 
     def __init__(self, device: torch.device, share: float | Literal["auto"] = "auto") -> None:
         self._device = device if device.type == "cuda" else None
         self._share = _AUTO if share == "auto" else share
         self._peak = self._activations = 0
+        self.shares = True
+        self.is_tight = False
 
     @property
     def _limit(self) -> int:
@@ -79,12 +94,23 @@ class MemoryBudget:
         if not self._peak:
             self._peak = torch.cuda.max_memory_allocated(self._device)
             self._activations = self._peak - taken
+        if torch.cuda.memory_reserved(self._device) + self._activations > self._limit:
+            torch.cuda.empty_cache()  # what is left is in use, or in pools: eager steps cannot
+            taken = torch.cuda.memory_reserved(self._device)
         if taken + self._activations > self._limit:
             raise no_room(
                 what,
                 f"{taken // _MIB} MiB are taken, a step takes {self._activations // _MIB} MiB "
                 f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
             )
+
+    def settle(self) -> None:
+        """Where memory is tight, let eager code cut it anew: what lies cached may not fit."""
+        if self._device is None:
+            return
+        self.is_tight = self._free() <= 2 * self._activations
+        if self.is_tight:
+            torch.cuda.empty_cache()
 
     def holds_copy(self, nbytes: int) -> bool:
         """Whether a copy of so many bytes may lie on the device; others lie on the host."""
@@ -99,8 +125,44 @@ class MemoryBudget:
         return self._room() > needed
 
     def _room(self) -> int:
-        free = torch.cuda.mem_get_info(self._device)[0]
-        return min(free, self._limit - torch.cuda.memory_reserved(self._device))
+        return min(self._free(), self._limit - torch.cuda.memory_reserved(self._device))
+
+    def _free(self) -> int:
+        """What the allocator may still take of the device."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
+        allowed = int(total * fraction(self._device))
+        return min(free, allowed - torch.cuda.memory_reserved(self._device))
+
+    @contextlib.contextmanager
+    def memory_of(self, graph: CUDAGraph) -> Iterator[None]:
+        """Let the body take its memory from the pool of a graph, which lies idle between replays.
+
+        All that the body makes must be gone by the next replay; :meth:`kept` tells.
+        """
+        if self._device is None or not self.shares:
+            yield
+            return
+        # It asks a pool for its id only, and torch makes no object of a graph's pool. It is for
+        # this thread alone, in which the backward pass runs then.
+        pool = torch.cuda.use_mem_pool(SimpleNamespace(id=graph.pool()))  # type: ignore[arg-type]
+        with torch.autograd.set_multithreading_enabled(False), pool:
+            yield
+
+    @contextlib.contextmanager
+    def nothing_kept(self) -> Iterator[None]:
+        """See that nothing made by the body lives on in the memory of graphs.
+
+        Raises:
+            MemoryKept: something does, a value in a cache for one; graphs share no more.
+        """
+        before = torch.cuda.memory_allocated(self._device) if self._device is not None else 0
+        yield
+        if self._device is None or not self.shares:
+            return
+        if torch.cuda.memory_allocated(self._device) > before:
+            self.shares = False
+            raise MemoryKept("code of a step keeps tensors that it has computed")
 
 
 def gather(tensors: Iterable[Tensor]) -> None:

@@ -20,7 +20,7 @@ from lightning_graphs.training.held_values import held_in, held_in_value
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.loose_tensors import LooseTensors
-from lightning_graphs.training.memory import MemoryBudget, first_line, is_out_of_memory
+from lightning_graphs.training.memory import SETTLED, MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.state import StepState
@@ -28,6 +28,7 @@ from lightning_graphs.training.statistics import Statistics
 
 _OURS = frozenset({"forward", "log"})
 """Attributes of modules that stand for methods while graphs or their code run."""
+_NONE_YET = -1, 0
 
 
 class StepBegin:
@@ -146,10 +147,10 @@ class EagerRetry:
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
         self._begin: StepBegin | None = None
         self._running = False  # the step's own code
-        # What is held, after how many captures, and the largest batch that was trained beside it.
+        # What is held, after how many captures; the largest batch trained beside it, how often.
         self._beside: tuple[str, int] | None = None
         self._size = 0
-        self._fits: dict[tuple[str, int], int] = {}
+        self._fits: dict[tuple[str, int], tuple[int, int]] = {}
         self._reason = ""
         self._update_fits = -1  # beside the graphs of so many captures
 
@@ -201,7 +202,9 @@ class EagerRetry:
     def _forget(self) -> None:
         """Begin another step: the one before has ended well."""
         if self._begin is not None and self._beside is not None:
-            self._fits[self._beside] = self._size
+            largest, times = self._fits.get(self._beside, _NONE_YET)
+            again = self._size == largest
+            self._fits[self._beside] = self._size, times + 1 if again else 1
         self._begin, self._beside, self._running = None, None, False
 
     def _undo(self) -> None:
@@ -242,7 +245,8 @@ class EagerRetry:
         if self._begin is None and held:
             self._size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
             self._beside = held, self._statistics.captures
-            if self._size > self._fits.get(self._beside, -1):
+            largest, times = self._fits.get(self._beside, _NONE_YET)
+            if self._size > largest or (self._size == largest and times < SETTLED):
                 self._keep(args)
         self._running = True
         return self.own.training_step(*args, **kwargs)

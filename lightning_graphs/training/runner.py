@@ -31,7 +31,7 @@ from lightning_graphs.training.lightning_private import (
     takes_no_closure,
 )
 from lightning_graphs.training.logs import LoggedNumbers
-from lightning_graphs.training.memory import NoRoomError
+from lightning_graphs.training.memory import MemoryKept, NoRoomError
 from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
@@ -186,6 +186,7 @@ class StepRunner:
         """Release every graph and give the optimizer back as it came; may be called again."""
         self._active = None
         self._cache.clear()
+        self._kept.show(None)
         self._capture.persistent.clear()
         vars(self._optimizer).pop("zero_grad", None)
         if self.capturable is not None:
@@ -282,7 +283,7 @@ class StepRunner:
     # ------------------------------------------------------------------ the three phases
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
-        is_outside = bool(kwargs) or skips_backward(self._trainer)
+        is_outside = bool(kwargs) or skips_backward(self._trainer) or self._investment.is_over
         ranks = self._ranks
         if is_outside or self._warmup_left > 0 or not (ranks.ready or ranks.are_ready()):
             if not is_outside:
@@ -348,6 +349,9 @@ class StepRunner:
 
         def capture() -> StepPlan:
             self._retry.before_capture(args)
+            for plan in self._cache.plans():
+                plan.gradients.lend()
+            self._kept.count()
             if self._in_graph is not None and not len(self._cache):
                 self._in_graph.gather_state()
             return self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
@@ -385,6 +389,9 @@ class StepRunner:
                     self._verification.check(plan, args)
             except PartedError:
                 raise
+            except MemoryKept as error:
+                self._rebind(str(error))
+                return None
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class StepState:
         forward_only: Leave out what only backward pass and optimizer step change: parameters,
             gradients, the optimizer's state and the loss scale.
         budget: Whether there is room for a copy on the device.
+        zeroed: Parameters whose gradients the step zeroes before anybody looks at them.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class StepState:
         *,
         budget: MemoryBudget,
         forward_only: bool = False,
+        zeroed: Iterable[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
         self._budget = budget
@@ -52,11 +54,12 @@ class StepState:
         self._gradients = [p.grad for p in self._parameters.values()]
         self._state = {} if forward_only else {p: dict(s) for p, s in optimizer.state.items()}
         self._forward_only = forward_only
+        unread = set(zeroed)
         found = [
             *self._buffers.values(),
             *self._loose.values(),
             *self._parameters.values(),
-            *(g for g in self._gradients if g is not None),
+            *(p.grad for p in self._parameters.values() if p.grad is not None and p not in unread),
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
         # No graph adds to a sparse gradient: it is never written in place.

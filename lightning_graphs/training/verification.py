@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,12 +43,12 @@ class Verification:
 
     A check runs the step eagerly, keeps a fingerprint of everything that it computed and changed,
     goes back, replays, and compares: two steps' time and one copy of the state, and the memory of
-    the graphs serves the eager step as well. Where bits differ,
-    it runs the step eagerly once or twice more and replays once more, now with copies of the
-    tensors that differ, and asks :class:`~lightning_graphs.training.differences.Tolerance`.
-    Afterwards everything is as before the check. Hooks do not run, logs do not reach Lightning and
-    metrics are not updated. What the step does to the world outside of module, optimizer and
-    generators (a file that it writes, a global that it counts up) it does once more for each run.
+    the graphs serves the eager step as well. Where bits differ, it runs the step eagerly once or
+    twice more and replays once more, now with copies of the tensors that differ, and asks
+    :class:`~lightning_graphs.training.differences.Tolerance`. Afterwards everything is as before
+    the check. Hooks do not run, logs do not reach Lightning and metrics are not updated. What the
+    step does to the world outside of module, optimizer and generators (a file that it writes, a
+    global that it counts up) it does once more for each run.
 
     Args:
         trainer: The trainer.
@@ -93,26 +94,33 @@ class Verification:
         Raises:
             VerificationError: names the first tensor that differs.
             GraphError: the eager step does by now what a captured one cannot do.
+            MemoryKept: the eager step leaves tensors in the memory of the graphs.
         """
         batch, missing = self._tensors(plan, args), ""
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
         state = StepState(
-            self._trainer, self._module, self._optimizer, plan.written, budget=self._budget
+            self._trainer,
+            self._module,
+            self._optimizer,
+            plan.written,
+            budget=self._budget,
+            zeroed=plan.gradients.parameters if plan.gradients.in_pool else (),
         )
-        try:
-            self._ranks.together(state.keep)
-            with state.restored():
-                self._compare(plan, args, state)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            missing = first_line(error)
-        finally:
-            plan.inputs.copy_in(batch)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()  # of the eager step and the copy of the state
+        with self._budget.nothing_kept():
+            try:
+                self._ranks.together(state.keep)
+                with state.restored():
+                    self._compare(plan, args, state)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                missing = first_line(error)
+            finally:
+                plan.inputs.copy_in(batch)
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()  # of the eager step and the copy of the state
         if missing:
             self._leave_proof(plan, args, missing)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
@@ -144,7 +152,8 @@ class Verification:
                     parameter.grad = None
         recorder = LogRecorder(self._module)
         arguments = self._arguments(plan, args)
-        with self._surroundings(plan, recorder):
+        own = self._budget.memory_of(plan.forward) if self._ranks.are_one else nullcontext()
+        with self._surroundings(plan, recorder), own:
             output = self._body.run(arguments, plan.phase, recorder)
         output.finish_capture()
         return state.results(output.hand_out())

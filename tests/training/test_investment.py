@@ -103,6 +103,16 @@ def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> 
     assert fit.seconds == pytest.approx(steps * 0.04)
     # 5 steps and 150 ms for a first capture, one and a half times, at 28 ms a replay.
     assert "fewer steps are left than repay a capture (about 19)" in fit.cache.why_not
+    assert fit.investment.is_over
+
+
+def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch, behind=13.3).run(["x"] * 100)
+    for left, is_over in ((50, False), (10, True)):
+        fit.done = 100 - left
+        assert not fit.cache.is_due("x")
+        assert "fewer steps are left" in fit.cache.why_not
+        assert fit.investment.is_over == is_over
 
 
 def test_a_busy_gpu_gets_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:

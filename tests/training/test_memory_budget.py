@@ -15,14 +15,17 @@ MIB = 2**20
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """MiB that are allocated, were at most, are reserved and are free."""
-    says = {"allocated": 40, "peak": 100, "reserved": 100, "free": 1000, "total": 0}
+    says = {"allocated": 40, "peak": 100, "reserved": 40, "free": 1000, "total": 0, "percent": 100}
     for name, key in (
         ("memory_allocated", "allocated"),
         ("max_memory_allocated", "peak"),
         ("memory_reserved", "reserved"),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda _, key=key: says[key] * MIB)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (says["free"] * MIB, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (says["free"] * MIB, 10**4 * MIB))
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda _: says["percent"] / 100
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(
         torch.cuda,
@@ -32,12 +35,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return says
 
 
-def test_captures_stay_within_their_part_of_the_peak(allocator: dict[str, int]) -> None:
+def test_captures_stay_within_their_part_of_the_peak(
+    allocator: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty_cache() -> None:
+        allocator["reserved"] = allocator["allocated"] + allocator.get("pools", 0)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     budget = MemoryBudget(torch.device("cuda"), 0.25)
     budget.require_room("A captured step")  # what eager steps took beside the state: 60
-    allocator |= {"allocated": 65, "peak": 200}  # a later peak is ours
+    allocator |= {"allocated": 45, "pools": 20, "reserved": 200, "peak": 200}  # that is ours
     budget.require_room("A captured step")
-    allocator["allocated"] = 66
+    allocator |= {"allocated": 46, "reserved": 200}
     observed = "66 MiB are taken, a step takes 60 MiB beside, and memory=0.25 allows 125 MiB"
     with pytest.raises(NoRoomError, match=observed):
         budget.require_room("A captured step")
@@ -46,6 +55,7 @@ def test_captures_stay_within_their_part_of_the_peak(allocator: dict[str, int]) 
 def test_free_memory_is_not_taken_because_it_is_there(allocator: dict[str, int]) -> None:
     budget = MemoryBudget(torch.device("cuda"))
     budget.require_room("A captured step")
+    allocator["reserved"] = 100
     assert budget.has_room(34 * MIB)
     assert not budget.has_room(35 * MIB)
     allocator["free"] = 20
@@ -53,10 +63,21 @@ def test_free_memory_is_not_taken_because_it_is_there(allocator: dict[str, int])
     assert not budget.has_room(20 * MIB)
 
 
+def test_a_cap_of_the_process_is_what_is_free(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step")  # eager steps took 60 beside the state
+    allocator["reserved"] = 100
+    for percent, is_tight in ((3, False), (2, True)):  # of 10,000, of which 100 are reserved
+        allocator["percent"] = percent
+        budget.settle()
+        assert budget.is_tight == is_tight
+
+
 def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int]) -> None:
     allocator["total"] = 8000
     budget = MemoryBudget(torch.device("cuda"))
     budget.require_room("A captured step")
+    allocator["reserved"] = 100
     assert budget.has_room(399 * MIB)
     assert not budget.has_room(400 * MIB)
 

@@ -20,7 +20,7 @@ from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
 from lightning_graphs.training.investment import Investment
-from lightning_graphs.training.memory import NoRoomError
+from lightning_graphs.training.memory import SETTLED, NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
@@ -162,7 +162,7 @@ class ModuleGraphs:
             step = self._step_of(args)
         stage.missed = ""
         held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""
-        self.held = held if step is None else "first replay" if step is new else ""
+        self.held = held if step is None else "replays" if step.uses < SETTLED else ""
         sites: Mapping[nn.Module, Sequence[Site | None]] = {}
         if step is None:
             self._statistics.eager += 1
@@ -170,6 +170,8 @@ class ModuleGraphs:
         else:
             self._replayed = step.captured
             self._statistics.replayed += 1
+            if step.uses < SETTLED or self._budget.is_tight:
+                self._budget.settle()
             step.uses += 1
             stage.elsewhere = self._elsewhere
             step.captured.begin()
