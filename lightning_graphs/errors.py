@@ -57,9 +57,5 @@ class UnsupportedError(GraphError):
     """This machine, driver, torch version or backend cannot do what was asked for."""
 
 
-class PartedError(GraphError):
-    """Some ranks have failed where others wait for them."""
-
-
 class VerificationError(GraphError):
     """A replay computed something else than the eager step; the message names the first tensor."""

@@ -17,8 +17,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_graphs.core.ddp_private import forget_backward
-from lightning_graphs.errors import CaptureError, GraphError, PartedError
-from lightning_graphs.training.ddp import is_warm, units_of, waits_for_gradients, wrapper_of
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.ddp import (
+    is_model_parallel,
+    is_warm,
+    units_of,
+    waits_for_gradients,
+    wrapper_of,
+)
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
@@ -30,11 +36,13 @@ NOT_REDUCED = (
     "graph knows nothing; reduce them in every step"
 )
 
-_PARTED = "Ranks that exchange data in a verification can only go on together."
-
 _WELL, _FAILED, _NO_ROOM = range(3)
 
 _Result = TypeVar("_Result")
+
+
+class PartedError(Exception):
+    """Some ranks have failed where others wait for them, and nobody can go on."""
 
 
 class Ranks:
@@ -48,6 +56,7 @@ class Ranks:
 
     Attributes:
         are_one: There is one rank only.
+        whole_steps_only: Submodules cannot be captured.
         ready: Steps may be captured; see :meth:`are_ready`.
         lost: Why no graph is right any longer; empty as long as they are.
         ddp: What reduces gradients over ranks; None if nothing does.
@@ -62,6 +71,7 @@ class Ranks:
         self._numbers = itertools.count(CAPTURE + 1)
         self.ddp = None if trainer is None else wrapper_of(trainer)
         self.units = None if trainer is None else units_of(trainer)
+        self.whole_steps_only = trainer is not None and is_model_parallel(trainer)
         self.ready = trainer is None
         self._reason = self.lost = ""
         self._sigterm = Sigterm()
@@ -174,7 +184,9 @@ class Ranks:
             rank, said = self._first_said(error)
             told = str(said)
             if exchanges and least == _WELL:
-                raise PartedError(_PARTED, f"on rank {rank}: {told}", "mend it there") from error
+                raise PartedError(
+                    f"others wait for rank {rank}, which has failed: {told}"
+                ) from error
             try:
                 if error is not None:
                     raise error

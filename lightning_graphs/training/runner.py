@@ -17,10 +17,9 @@ from torch.optim import Optimizer
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.errors import CaptureError, GraphError, PartedError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
-from lightning_graphs.training.ddp import is_model_parallel
 from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.lightning_private import (
@@ -110,7 +109,7 @@ class StepRunner:
         self._stepping = False
         self._ranks = ranks
         self._failing = self.has_failed = False
-        self._may_give_up = options.scope == "auto" and not is_model_parallel(trainer)
+        self._may_give_up = options.scope == "auto" and not ranks.whole_steps_only
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
         self._optimizer: Optimizer = trainer.optimizers[0]
@@ -387,8 +386,6 @@ class StepRunner:
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)
-            except PartedError:
-                raise
             except MemoryKept as error:
                 self._rebind(str(error))
                 return None

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.training.memory import MemoryBudget, no_room
+from lightning_graphs.training.memory import MemoryBudget, is_out_of_memory, no_room
+from lightning_graphs.training.ranks import PartedError
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.ddp_fits import DDP, Plain, of_rank
 from tests.training.fits import Fit, Hidden, Net, compare, prepare
@@ -284,6 +285,29 @@ def failing_when_verified(rank: int, backend: str, root: Path) -> None:
         module=BreaksWhenVerified,
         **given,
     ).run()
+
+
+def parting(rank: int, root: Path) -> Any:
+    """Find no memory on one rank, where ranks exchange data; what both are told."""
+    told = []
+
+    class Parts(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step != 16:
+                return
+            (graphs,) = (c for c in trainer.callbacks if isinstance(c, GraphCapture))
+            with pytest.raises(PartedError) as raised:
+                graphs._runner._ranks.together(_find_no_memory, exchanges=True)
+            assert not is_out_of_memory(raised.value)
+            told.append(str(raised.value))
+
+    prepare("emulated", in_folder(root, rank), True, callbacks=lambda: [Parts()], **DDP).run()
+    return told
+
+
+def _find_no_memory() -> None:
+    if torch.distributed.get_rank() == ODD:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def dying(rank: int, backend: str, root: Path) -> None:
