@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from lightning_graphs.core.fsdp_private import local
-from lightning_graphs.training.state import StepState
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import of_rank
 from tests.training.fits import FullTrace, GradientTrace, Net, Trace, adamw, compare, prepare
@@ -81,12 +80,6 @@ class KeptTrace(Trace):
         self.kept = [p.grad for p in pl_module.parameters()]
 
 
-def _keep_little(state: StepState, keep: Any = StepState.keep) -> None:
-    if not state._forward_only:
-        raise torch.OutOfMemoryError("there is none")
-    keep(state)
-
-
 class Parallel(Net):
     """Two layers over the ranks of a tensor-parallel group, which have the same batches."""
 
@@ -118,11 +111,6 @@ CASES: dict[str, Case] = {
         "max_epochs": 4,
         "module": _with(reshard_after_forward=False),
     },
-    "validation after a small check": lambda: {
-        "val_check_interval": 1,
-        "module": _with(reshard_after_forward=False),
-        "small check": True,
-    },
     "gradients that are kept": lambda: {"trace": KeptTrace},
     "clipping": lambda: {"gradient_clip_val": 0.01},
     "clipping values": lambda: {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
@@ -146,8 +134,6 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
     for is_captured in (False, True):
         options = {**FSDP, "strategy": strategy(), **(CASES | ON_A_GPU)[case]()}
         own = options.pop("rank", rank)
-        if options.pop("small check", False):
-            StepState.keep = _keep_little  # type: ignore[method-assign]
         data = partial(of_rank, own, last=options.pop("last", None))
         fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
     said = fits[1].statistics.fallbacks
