@@ -36,22 +36,18 @@ def why_not_captured(trainer: Trainer, options: Options) -> str:
     Nothing of the strategy has been set up, or all of it.
     """
     strategy = trainer.strategy
-    kinds = type(strategy).__mro__
     for file, reason in _REFUSED.items():
-        if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
+        if _is(strategy, file):
             return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
-    if is_model_parallel(trainer):
+    if is_model_parallel(trainer) and options.by_submodules:
         return (
             "FSDP2 gathers the parameters of submodules to new addresses in every step; write "
             "GraphCapture() for whole steps"
-            if options.by_submodules
-            else ""
         )
+    if is_model_parallel(trainer) or (trainer.world_size == 1 and not is_ddp(strategy)):
+        return ""
     if not is_ddp(strategy):
-        name = type(strategy).__name__
-        return (
-            "" if trainer.world_size == 1 else f"{name} is not DDP; write Trainer(strategy='ddp')"
-        )
+        return f"{type(strategy).__name__} is not DDP; write Trainer(strategy='ddp')"
     given, hook = ddp_options(strategy)
     if given.get("find_unused_parameters"):
         return (
@@ -68,8 +64,7 @@ def why_not_captured(trainer: Trainer, options: Options) -> str:
 
 def is_model_parallel(trainer: Trainer) -> bool:
     """Whether the strategy is Lightning's for FSDP2 and tensor parallelism."""
-    kinds = type(trainer.strategy).__mro__
-    return any(is_lightnings(kind, "strategies.model_parallel") for kind in kinds)
+    return _is(trainer.strategy, "model_parallel")
 
 
 def units_of(trainer: Trainer) -> ShardedUnits | None:
@@ -78,8 +73,13 @@ def units_of(trainer: Trainer) -> ShardedUnits | None:
 
 
 def is_ddp(strategy: object) -> bool:
-    """Whether a strategy is Lightning's for DDP, or one that an author has derived from it."""
-    return any(is_lightnings(kind, "strategies.ddp") for kind in type(strategy).__mro__)
+    """Whether a strategy is Lightning's for DDP."""
+    return _is(strategy, "ddp")
+
+
+def _is(strategy: object, file: str) -> bool:
+    """Whether it is from a file of Lightning's, or one that an author has derived from that."""
+    return any(is_lightnings(kind, f"strategies.{file}") for kind in type(strategy).__mro__)
 
 
 def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
