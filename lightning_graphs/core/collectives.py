@@ -40,7 +40,8 @@ def returned_alone(func: OpOverload, args: Sequence[Any]) -> Any:
     """
     if func.namespace != "c10d":
         found = func(*(a.to("meta") if isinstance(a, Tensor) else a for a in args))
-        return args[0] if func._opname == "wait_tensor" else torch.zeros_like(found, device="cpu")
+        is_wait = func._opname == "wait_tensor"
+        return args[0] if is_wait else torch.zeros_like(found, device=args[0].device)
     reduced = args[0] if func is torch.ops.c10d.allreduce_.default else [torch.empty(0)]
     work = _alone().allreduce(reduced).boxed()  # its future holds these tensors
     return work if len(func._schema.returns) == 1 else (args[0], work)

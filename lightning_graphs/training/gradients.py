@@ -148,7 +148,7 @@ class AttachedGradients:
         new = iter(clone(missing))
         if targets:
             with torch.no_grad():
-                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
+                torch._foreach_copy_(*(list(map(local, t)) for t in (targets, sources)))
         self._attach([next(new) if g is None else g for g in now])
 
     def uses(self, *, attached: bool) -> list[int]:
@@ -189,11 +189,13 @@ class AttachedGradients:
                 targets.append(buffer)
             if not self.copied:
                 parameter.grad = buffer
+        if not self._are_whole:
+            missing, sources, targets = (list(map(local, t)) for t in (missing, sources, targets))
         with torch.no_grad():
             if missing:
-                torch._foreach_zero_(list(map(local, missing)))
+                torch._foreach_zero_(missing)
             if sources:
-                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
+                torch._foreach_copy_(targets, sources)
 
     def are_attached(self) -> bool:
         """Whether ``.grad`` is the buffers."""
