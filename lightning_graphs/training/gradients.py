@@ -148,7 +148,7 @@ class AttachedGradients:
         new = iter(clone(missing))
         if targets:
             with torch.no_grad():
-                torch._foreach_copy_(*(list(map(local, t)) for t in (targets, sources)))
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
         self._attach([next(new) if g is None else g for g in now])
 
     def uses(self, *, attached: bool) -> list[int]:
