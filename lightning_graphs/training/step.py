@@ -156,6 +156,7 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before,
                 but for a gradient reducer that waits for the rest of a backward pass.
         """
+        self._refuse_looks_at_shards()
         while True:
             self._asked.clear()
             try:
@@ -175,6 +176,15 @@ class StepCapture:
                 else:
                     raise
 
+    def _refuse_looks_at_shards(self) -> None:
+        if self._units is not None and self._observers.before_backward:
+            raise CaptureError(
+                "Between forward and backward FSDP2 has gathered parameters in a module, where "
+                "replays have shards.",
+                f"{', '.join(self._observers.before_backward)} may look at them",
+                "look at parameters in on_after_backward or later",
+            )
+
     def _captured(
         self,
         batch: Any,
@@ -183,13 +193,6 @@ class StepCapture:
         signature: Signature,
         phase: Phase,
     ) -> StepPlan:
-        if self._units is not None and self._observers.before_backward:
-            raise CaptureError(
-                "Between forward and backward FSDP2 has gathered parameters in a module, where "
-                "replays have shards.",
-                f"{', '.join(self._observers.before_backward)} may look at them",
-                "look at parameters in on_after_backward or later",
-            )
         recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
