@@ -470,3 +470,15 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
         return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
 
     return uses
+
+
+def eager_attention(operator: Any) -> Callable[..., Any] | None:
+    """What ``flex_attention``, or its backward pass, runs in eager mode: operators like others.
+
+    No public API runs it so that a dispatch mode sees them. None for other higher-order operators,
+    and where torch has no such kernel.
+    """
+    if not str(operator).startswith("flex_attention"):
+        return None
+    kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
+    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
