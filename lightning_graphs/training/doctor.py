@@ -122,7 +122,6 @@ class Doctor:
             self._look,
             generators,
             until=Doctor._run.__code__,
-            device_type=device.type,
             rehearsal=self._rehearsal,
         )
         self._metrics = metrics_of(module)
@@ -164,8 +163,7 @@ class Doctor:
         watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
         attributes, generators = Attributes(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
-        tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
-        self._observer.begin([*tensors, *self._module.parameters(), *self._module.buffers()])
+        self._observer.begin()
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
