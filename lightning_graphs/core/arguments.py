@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_graphs.core.contents import Contents
-from lightning_graphs.core.values import DEPTH, MOST_INSIDE, attributes_of, entries, is_plain
+from lightning_graphs.core.values import attributes_of, called_with, entries, in_slot, walk
 from lightning_graphs.errors import CaptureError
 
 
@@ -45,46 +44,28 @@ def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contents:
 
 
 def held_in_all(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Name and value of the containers and objects in some values, levels deep, these first.
+    """Name and value of the containers and objects in some values, levels deep, these first."""
+    seen: dict[int, Any] = {}
+    for name, value in named:
+        yield from walk(name, value, seen, inside=_inside)
+
+
+def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+    """What is in an argument, and in what it hands on for others to call.
 
     Of objects of transformers, which are no author's own, the tables of attributes: the layers of a
     model fill those of a cache.
-
-    Args:
-        named: Name and value of each.
     """
-    seen: dict[int, Any] = {}
-    for name, value in named:
-        yield from _held_in(name, value, seen, DEPTH)
-
-
-def _held_in(name: str, value: Any, seen: dict[int, Any], depth: int) -> Iterator[tuple[str, Any]]:
-    if is_plain(value) or isinstance(value, (Tensor, nn.Module, type)) or id(value) in seen:
-        return
-    seen[id(value)] = value
     if _is_of_transformers(value):
-        value = attributes_of(value)
-        inside = [(f".{key}", key, held) for key, held in value.items()]
-    else:
-        inside = entries(value) or [(label, label, held) for label, held in _called_with(value)]
-    yield name, value
-    if depth > 0 and len(inside) <= MOST_INSIDE:
-        for label, _, held in inside:
-            yield from _held_in(name + label, held, seen, depth - 1)
-
-
-def _called_with(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a function changes that is handed on for others to call."""
-    if isinstance(value, (MethodType, BuiltinMethodType)):
-        if not isinstance(value.__self__, ModuleType):
-            yield ".__self__", value.__self__
-    elif isinstance(value, partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+        return [("", "", attributes_of(value))]
+    found = list(entries(value) or [])
+    if isinstance(value, (MethodType, BuiltinMethodType, partial)):
+        found += [(label, label, given) for label, given in called_with(value)]
     elif isinstance(value, FunctionType):
         names = value.__code__.co_freevars
-        for name, cell in zip(names, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a cell that is not filled yet
-                yield f".{name}", cell.cell_contents
+        cells = zip(names, value.__closure__ or (), strict=True)
+        found += [(f".{name}", name, in_slot(cell, "cell_contents")) for name, cell in cells]
+    return found
 
 
 def _is_of_transformers(value: Any) -> bool:

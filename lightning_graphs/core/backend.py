@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import abc
 import functools
-import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 
-from lightning_graphs.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.errors import CaptureError, UnsupportedError
 
 BackendName = Literal["auto", "cuda", "emulated"]
 PoolHandle = tuple[int, int]
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
-
-
-def no_template() -> UnsupportedError:
-    """Why a graph cannot be inspected that kept neither its template nor its annotations."""
-    return UnsupportedError(
-        "Inspecting a graph needs its template.",
-        "keep_graph=False destroys the template at capture_end",
-        "create the graph with CUDAGraph(keep_graph=True), or capture it with "
-        "graph(..., enable_annotations=True)",
-    )
-
-
-def warn_of_missing_debug_mode() -> None:
-    """Say, as torch does, that there is nothing to dump."""
-    warnings.warn(
-        "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()", stacklevel=4
-    )
 
 
 class CapturedGraph(abc.ABC):
@@ -75,7 +55,8 @@ class CapturedGraph(abc.ABC):
     def pool(self) -> PoolHandle: ...
 
     @abc.abstractmethod
-    def enable_debug_mode(self) -> None: ...
+    def keep_template(self) -> None:
+        """Keep the template of the coming capture, as with ``keep_graph=True``."""
 
     @abc.abstractmethod
     def debug_dump(self, debug_path: str) -> None: ...
@@ -93,13 +74,13 @@ class CapturedGraph(abc.ABC):
     def inspection(self) -> GraphInfo:
         """Nodes and edges of the graph."""
 
-    @abc.abstractmethod
     def node_counts(self) -> Mapping[str, int]:
         """Nodes by kind; empty where they cannot be counted."""
+        return self.inspection().counts
 
 
 class Backend(abc.ABC):
-    """What a process needs of a backend outside of a single graph."""
+    """What a process needs of a backend outside of a single graph; a CPU needs no streams."""
 
     name: Literal["cuda", "emulated"]
     device_type: Literal["cuda", "cpu"]
@@ -114,24 +95,23 @@ class Backend(abc.ABC):
     def is_capturing(self) -> bool:
         """Whether the current stream (CUDA) or thread (emulated) is being captured."""
 
-    @abc.abstractmethod
     def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Make ``stream``, or the device's default capture stream, current; restore afterwards."""
+        return nullcontext()
 
-    @abc.abstractmethod
     def side_stream(self) -> AbstractContextManager[object]:
         """A fresh stream that waits for the current one, which waits for it afterwards."""
+        return nullcontext()
 
-    @abc.abstractmethod
-    def prepare_capture(self) -> None:
+    def prepare_capture(self) -> None:  # noqa: B027
         """Synchronize and free cached memory, so that the graph's pool has room."""
 
-    @abc.abstractmethod
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for the device."""
 
-    @abc.abstractmethod
-    def refused_by_device(self, error: BaseException) -> bool:
-        """Whether ``error`` is the device's own refusal of an operation inside a capture."""
+    def refusal(self, error: BaseException | None) -> CaptureError | None:
+        """The device's own refusal of an operation inside a capture, with the user's line."""
+        return None
 
 
 @functools.cache

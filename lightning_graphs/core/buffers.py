@@ -6,9 +6,9 @@ capture; what runs with every replay is one fused copy or one comparison of list
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -23,22 +23,12 @@ from lightning_graphs.errors import ReplayError
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Leaves that one foreach call copies; ``start`` and ``stop`` cut them out of the sources."""
-
-    start: int
-    stop: int
-    targets: list[Tensor]
-    non_blocking: bool
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors of one device and dtype; a single one at half the price of a foreach call."""
     if len(targets) == 1:
-        targets[0].copy_(sources[0], non_blocking)
+        targets[0].copy_(sources[0])
     else:
-        torch._foreach_copy_(targets, sources, non_blocking)
+        torch._foreach_copy_(targets, sources)
 
 
 class StaticInputs:
@@ -51,9 +41,6 @@ class StaticInputs:
 
     Args:
         tensors: Tensor leaves of a signature; copied, never kept.
-        device: Where the buffers live; each leaf's own device by default. Copies from CPU leaves to
-            another device do not wait: as with ``Tensor.to(non_blocking=True)``, pinned memory
-            must not be overwritten before the copy has run.
         given: Buffers that exist already, by the index of their leaf; of its shape and strides.
 
     Attributes:
@@ -63,20 +50,19 @@ class StaticInputs:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        device: torch.device | None = None,
         given: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         firsts = alias_groups(tensors)
         # A buffer made under inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             own = {
-                i: given[i].detach() if i in given else _empty_like(tensors[i], device)
+                i: given[i].detach() if i in given else _empty_like(tensors[i])
                 for i in sorted(set(firsts))
             }
             linear = {i: _linear(b, _overlap_span(b)) for i, b in own.items() if b.numel()}
-        self._every = _CopyPlan(tensors, own, linear)
+        self._every = _CopyPlan(own, linear)
         missing = {i: buffer for i, buffer in linear.items() if i not in given}
-        self._own = _CopyPlan(tensors, own, missing) if given else self._every
+        self._own = _CopyPlan(own, missing) if given else self._every
         self._differentiable = any(map(_REQUIRES_GRAD, tensors))
         # Given buffers hold their values, and autograd may count writes to them.
         self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
@@ -91,10 +77,6 @@ class StaticInputs:
         :class:`~lightning_graphs.core.call_plan.CallPlan` verifies: nothing is checked here. A
         leaf that already is its buffer costs no copy; one that lies in another buffer is read
         before that buffer is overwritten.
-
-        Args:
-            tensors: The leaves.
-            given: Whether to copy into given buffers too, which may hold their values already.
         """
         plan = self._every if given else self._own
         if not plan.targets:
@@ -109,16 +91,21 @@ class StaticInputs:
 class _CopyPlan:
     """How some leaves of a call get into their buffers."""
 
-    def __init__(
-        self, tensors: Sequence[Tensor], buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]
-    ) -> None:
-        order = sorted(linear, key=lambda i: _group_key(tensors[i], linear[i]))
-        targets = [linear[i] for i in order]
-        overlapping = [k for k, i in enumerate(order) if linear[i] is not buffers[i]]
-        self.targets = targets
-        self._leaves = order
+    def __init__(self, buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]) -> None:
+        # A foreach call with one tensor of another kind among them copies all of them one by one.
+        kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for i, target in linear.items():
+            dense = _extent(target) == target.numel()
+            kinds[target.device, target.dtype, dense].append(i)
+        self._leaves: list[int] = []
+        self._groups: list[tuple[slice, list[Tensor]]] = []
+        for group in kinds.values():
+            part = slice(len(self._leaves), len(self._leaves) + len(group))
+            self._groups.append((part, [linear[i] for i in group]))
+            self._leaves += group
+        self.targets = targets = [linear[i] for i in self._leaves]
+        overlapping = (k for k, i in enumerate(self._leaves) if linear[i] is not buffers[i])
         self._spans = [(k, targets[k].numel()) for k in overlapping]
-        self._groups = _grouped([tensors[i] for i in order], targets)
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
@@ -129,8 +116,8 @@ class _CopyPlan:
         if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
             self._copy_foreign(sources)
             return
-        for group in self._groups:
-            copy_all(group.targets, sources[group.start : group.stop], group.non_blocking)
+        for part, targets in self._groups:
+            copy_all(targets, sources[part])
 
     def _copy_foreign(self, sources: list[Tensor]) -> None:
         """The copy when some sources lie in our own buffers, at their places or at others."""
@@ -148,10 +135,6 @@ class AddressGuard:
     """Notices that tensors a graph was captured over have moved or changed since.
 
     A tensor is watched by identity, address, geometry, dtype and ``requires_grad``, never by value.
-
-    Args:
-        named: What messages call each tensor, such as ``parameter `encoder.weight```, and the
-            tensor. They are kept alive.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -164,10 +147,6 @@ class AddressGuard:
         So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
         one that appears where None was or where nothing was, and a replaced or added submodule are
         seen too.
-
-        Args:
-            module: The module; submodules shared between parents are watched in every parent.
-            prefix: Put before every name, such as ``"model."``.
         """
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
@@ -188,9 +167,6 @@ class AddressGuard:
                 as ``t_()`` does.
             trainable: Whether to see that what required grad still does, for callers without an
                 autograd node, which is told so.
-
-        Raises:
-            ReplayError: The first tensor that is not what it was, and how it differs.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -257,10 +233,6 @@ class StateSnapshot:
 
     A whole storage is saved, so views and overlapping tensors come back right, together with what
     else lies in it.
-
-    Args:
-        tensors: What to save. Kept, and never changed before :meth:`restore`.
-        on_host: Keep the copies in memory of the host.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
@@ -283,11 +255,7 @@ class StateSnapshot:
         }
 
     def saved(self, tensor: Tensor) -> Tensor:
-        """The saved value of a tensor whose storage is in the snapshot: a view, not to be written.
-
-        Raises:
-            KeyError: its storage was not saved.
-        """
+        """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
         address = tensor.untyped_storage().data_ptr()
         if not address:
             return torch.empty_like(tensor)
@@ -299,9 +267,6 @@ class StateSnapshot:
         """Writes the saved values back in place, one foreach call for each device.
 
         Autograd does not notice: version counters stay as they are.
-
-        Raises:
-            ReplayError: A tensor has another storage by now, which would not be reached.
         """
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
             if tensor.untyped_storage().data_ptr() != address:
@@ -323,10 +288,10 @@ def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.to("cpu", copy=True) for tensor in tensors]
 
 
-def _empty_like(tensor: Tensor, device: torch.device | None) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
     """A buffer with the same strides, overlaps and gaps included, in a storage of its own."""
     return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 
 
@@ -352,24 +317,6 @@ def _overlap_span(tensor: Tensor) -> int:
 
 def _linear(tensor: Tensor, span: int) -> Tensor:
     return tensor.as_strided((span,), (1,)) if span else tensor
-
-
-def _group_key(source: Tensor, target: Tensor) -> tuple[str, str, str, bool]:
-    # A foreach call with one strided tensor among dense ones copies all of them one by one.
-    dense = _extent(target) == target.numel()
-    return str(source.device), str(target.device), str(target.dtype), dense
-
-
-def _grouped(sources: Sequence[Tensor], targets: list[Tensor]) -> list[_Group]:
-    """Cuts leaves that are in the order of their keys into groups of one key each."""
-    groups: list[_Group] = []
-    keys = map(_group_key, sources, targets)
-    for _, run in groupby(enumerate(keys), key=lambda pair: pair[1]):
-        indices = [i for i, _ in run]
-        start, stop = indices[0], indices[-1] + 1
-        to_device = sources[start].device.type == "cpu" != targets[start].device.type
-        groups.append(_Group(start, stop, targets[start:stop], to_device))
-    return groups
 
 
 def _storage_bytes(tensor: Tensor) -> Tensor:

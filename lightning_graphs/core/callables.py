@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -11,63 +11,28 @@ from torch import nn
 from lightning_graphs.core.backend import BackendName, PoolHandle, get_backend
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 
 ParamGrads = Literal["autograd", "direct"]
-_C = TypeVar("_C", bound=Callable[..., Any])
-_Cs = TypeVar("_Cs", bound=tuple[Callable[..., Any], ...])
+_C = TypeVar("_C", bound=Callable[..., Any] | tuple[Callable[..., Any], ...])
 
 
-@overload
-def make_graphed_callables(
-    callables: _Cs,
-    sample_args: tuple[tuple[Any, ...], ...],
-    num_warmup_iters: int = ...,
-    allow_unused_input: bool = ...,
-    pool: PoolHandle | None = ...,
-    *,
-    sample_kwargs: Sequence[Mapping[str, Any]] | None = ...,
-    param_grads: ParamGrads = ...,
-    static_outputs: bool = ...,
-    stream: torch.cuda.Stream | None = ...,
-    capture_error_mode: str = ...,
-    backend: BackendName = ...,
-) -> _Cs: ...
-
-
-@overload
 def make_graphed_callables(
     callables: _C,
     sample_args: tuple[Any, ...],
-    num_warmup_iters: int = ...,
-    allow_unused_input: bool = ...,
-    pool: PoolHandle | None = ...,
-    *,
-    sample_kwargs: Mapping[str, Any] | None = ...,
-    param_grads: ParamGrads = ...,
-    static_outputs: bool = ...,
-    stream: torch.cuda.Stream | None = ...,
-    capture_error_mode: str = ...,
-    backend: BackendName = ...,
-) -> _C: ...
-
-
-def make_graphed_callables(
-    callables: Any,
-    sample_args: Any,
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     pool: PoolHandle | None = None,
     *,
-    sample_kwargs: Any = None,
+    sample_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     param_grads: ParamGrads = "autograd",
     static_outputs: bool = False,
     stream: torch.cuda.Stream | None = None,
     capture_error_mode: str = "thread_local",
     backend: BackendName = "auto",
-) -> Any:
+) -> _C:
     """Graph the forward and backward of callables; a drop-in for torch's function of that name.
 
     Each call of a graphed callable replays its forward graph and records one autograd node, whose
@@ -140,9 +105,9 @@ def make_graphed_callables(
             "num_warmup_iters=1 at least",
         )
     several = isinstance(callables, tuple)
-    functions = callables if several else (callables,)
+    functions: Any = callables if several else (callables,)
     args = sample_args if several else (sample_args,)
-    kwargs = (sample_kwargs if several else (sample_kwargs,)) if sample_kwargs else None
+    kwargs: Any = (sample_kwargs if several else (sample_kwargs,)) if sample_kwargs else None
     kwargs = kwargs or ({},) * len(functions)
     _refuse_misfits(functions, args, kwargs)
     shared = GraphPool(pool, stream=stream, capture_error_mode=capture_error_mode, backend=backend)
@@ -161,8 +126,8 @@ def make_graphed_callables(
         for function, arguments, keywords in zip(functions, args, kwargs, strict=True)
     ]
     graphed = _capture_all(captures, shared, num_warmup_iters)
-    installed = tuple(map(_install, functions, graphed))
-    return installed if several else installed[0]
+    installed: Any = tuple(map(_install, functions, graphed))
+    return installed if several else installed[0]  # type: ignore[no-any-return]
 
 
 def _refuse_misfits(

@@ -39,14 +39,12 @@ class CallSite:
 
     Attributes:
         file: Path of the source file, or ``"?"`` where no frame of the user's was on the stack.
-        line: Line number, from 1.
-        function: Name of the function the line is in.
         columns: Where in the line the failing expression begins and ends, if that is known.
     """
 
     file: str = "?"
-    line: int = 0
-    function: str = "?"
+    line: int = 0  # line number, from 1
+    function: str = "?"  # name of the function the line is in
     columns: tuple[int, int] | None = None
 
     def __str__(self) -> str:
@@ -151,3 +149,18 @@ def inside_compiled_module() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_OWN_LEVELS = 4
+"""The ``stacklevel`` with which ``rank_zero_warn`` names the line that calls it."""
+
+
+def stacklevel_of_user() -> int:
+    """The ``stacklevel`` with which ``rank_zero_warn`` names the user's line, such as the fit's."""
+    is_library = CallSiteFinder().is_library
+    level = _OWN_LEVELS
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+        level += 1
+    return level

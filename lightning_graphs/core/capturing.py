@@ -23,18 +23,15 @@ from lightning_graphs.core.generators import (
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
-    GradientLayout,
     LentGradients,
     OutputGradients,
     new_buffers,
     refuse_parameter_hooks,
     zero_gradient,
 )
-from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
 from lightning_graphs.core.held import Bindings, Held, trainable_parameters, with_leaves_behind
-from lightning_graphs.core.lending import SharedArgument, Source
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.recorder import Recorder
@@ -59,23 +56,7 @@ from lightning_graphs.errors import CaptureError
 
 
 class CallableCapture:
-    """The passes of one callable while they are being captured.
-
-    Args:
-        function: A module or any other callable.
-        args: Positional sample arguments.
-        kwargs: Keyword sample arguments.
-        pool: Captures and owns the graphs.
-        order: Shared by the callables of one pool.
-        direct: Parameter gradients are written by the backward graph.
-        allow_unused: Inputs may have no influence on the outputs.
-        static_outputs: The graph's own output tensors are handed out.
-        gradient_buffers: Where direct gradients go.
-        original: What a module's forward is, where something stands in its place.
-
-    Raises:
-        CaptureError: the callable or an argument cannot be graphed.
-    """
+    """The passes of one callable while they are being captured."""
 
     def __init__(
         self,
@@ -91,81 +72,71 @@ class CallableCapture:
         gradient_buffers: GradientBuffers = new_buffers,
         original: Callable[..., Any] | None = None,
     ) -> None:
-        self._module = function if isinstance(function, nn.Module) else None
-        self._original = original or original_of(function)
-        self._pool = pool
-        self._order = order
+        modes = Modes.current(pool.backend.device_type)
+        signature, tensors = Signature.of(args, kwargs, modes=modes)
+        module = function if isinstance(function, nn.Module) else None
+        self._made = CapturedCall(
+            original or original_of(function),
+            module,
+            CallPlan(signature, check_modes=False),
+            pool,
+            order,
+            StaticInputs(tensors),
+            trainable_parameters(module),
+        )
+        self._args, self._kwargs = substitute((args, dict(kwargs)), self._tensors)
         self._direct = direct
         self._allow_unused = allow_unused
         self._static_outputs = static_outputs
         self._gradient_buffers = gradient_buffers
-        modes = Modes.current(pool.backend.device_type)
-        signature, tensors = Signature.of(args, kwargs, modes=modes)
-        self._plan = CallPlan(signature, check_modes=False)
-        self._inputs = StaticInputs(tensors)
-        self._args, self._kwargs = substitute((args, dict(kwargs)), self._inputs.tensors)
         self.draws = False  # random numbers, on a GPU
         self.gradient_strides: Mapping[int, tuple[int, ...]] = {}  # of outputs, where known
         self._given = contents_of(args, kwargs)
         self._function = function
         self._held = Held(function)
         self._bindings = Bindings(self._held)
-        self._borrowed: dict[int, Source] = {}
-        self._shared: dict[int, SharedArgument] = {}
         self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
-        self._parameters = trainable_parameters(self._module)
-        self._layouts: list[GradientLayout | None] | None = None
-        self._outputs: OutputPlan | None = None
-        self._forward: CUDAGraph | None = None
-        self._place = -1
         self._registers_hooks = False
-        self._backward: BackwardPass | None = None
         refuse_unfit_state(self._held)
 
     @property
     def argument_names(self) -> Sequence[str]:
         """What messages call the tensors among the arguments, in their order."""
-        return self._plan.signature.tensor_names
+        return self._made.plan.signature.tensor_names
 
     @property
     def outputs(self) -> OutputPlan:
         """What the captured call returns; there is one once the forward pass is captured."""
-        assert self._outputs is not None
-        return self._outputs
+        assert self._made.outputs is not None
+        return self._made.outputs
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return self._made.inputs.tensors
 
     def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
         """The static input of an argument, for later calls that are given the same tensor."""
-        return self._inputs.tensors[leaf], self._shared.setdefault(leaf, SharedArgument())
+        return self._tensors[leaf], self._made.shared.setdefault(leaf, SharedArgument())
 
     def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
-        backward = self._backward
+        backward = self._made.backward
         if backward is None or leaf not in backward.input_positions:
             return None
         buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
         return (buffer, backward.handed) if buffer is not None else None
 
     def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
-        """Read arguments where earlier graphs have them; before the forward is captured.
-
-        Args:
-            arguments: By their index among the tensor leaves of the call, the earlier graph's
-                tensor, and what tells whether an argument is in it.
-        """
-        self._borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
+        """Read arguments where earlier graphs have them; before the forward is captured."""
+        self._made.borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
         given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
-        self._inputs = StaticInputs(self._inputs.tensors, given=given)
-        self._args, self._kwargs = substitute((self._args, self._kwargs), self._inputs.tensors)
+        self._made.inputs = StaticInputs(self._tensors, given=given)
+        self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
 
     def read_gradients_in_place(
         self, gradients: Mapping[int, tuple[Tensor, LentGradients]]
     ) -> None:
-        """Read gradients where later graphs write them; before the backward is captured.
-
-        Args:
-            gradients: By the index of an output among all tensors of the return value, the later
-                graph's buffer and whose it is.
-        """
+        """Read gradients where later graphs write them; before the backward is captured."""
         self._lenders = dict(gradients)
 
     def warm_up(self, iterations: int) -> None:
@@ -173,17 +144,14 @@ class CallableCapture:
 
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
         then, and not memory of a capture, where nothing is computed. A call that was observed has.
-
-        Args:
-            iterations: How often.
         """
-        backend = self._pool.backend
+        backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
-        with same_random_numbers(self._inputs.tensors), backend.side_stream():
+        with same_random_numbers(self._tensors), backend.side_stream():
             try:
                 place = random_place(backend.device_type)
-                self._find_gradients(self._first_call())
+                self._check_gradients(self._pull_back(self._first_call()))
                 self.draws = random_place(backend.device_type) != place
                 for _ in range(iterations - 1):
                     self._pull_back(OutputPlan(self._call(), static=True))
@@ -191,12 +159,12 @@ class CallableCapture:
                 state.restore()
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
-        renewed = self._plan.signature.renewed(self._args, self._kwargs)
-        self._plan = CallPlan(renewed, check_modes=False)
+        renewed = self._made.plan.signature.renewed(self._args, self._kwargs)
+        self._made.plan = CallPlan(renewed, check_modes=False)
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
         """Call it, and refuse it if it writes its arguments."""
-        tensors = self._inputs.tensors
+        tensors = self._tensors
         versions = list(map(version_of, tensors))
         returned = self._call()
         written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
@@ -206,12 +174,12 @@ class CallableCapture:
     def _look_behind(self, outputs: OutputPlan, start: int) -> None:
         """Find out which leaves the outputs depend on; before them so many nodes were recorded."""
         refuse_history_of_others(outputs.requiring_grad, start)
-        known, given = self._parameters, self._inputs.tensors
-        self._parameters = with_leaves_behind(outputs.requiring_grad, known, given)
+        known, given = self._made.parameters, self._tensors
+        self._made.parameters = with_leaves_behind(outputs.requiring_grad, known, given)
 
     def _first_call(self) -> OutputPlan:
         """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
-        tensors = self._inputs.tensors
+        tensors = self._tensors
         values = clone_all([t.detach() for t in tensors])
         start = nodes_recorded()
         outputs = self._call_leaving_arguments(static=True)
@@ -220,26 +188,21 @@ class CallableCapture:
         self._look_behind(outputs, start)
         return outputs
 
-    def _find_gradients(self, outputs: OutputPlan) -> None:
-        """Find out what gets a gradient, and what these gradients look like."""
-        gradients = self._pull_back(outputs)
-        self._check_gradients(gradients)
-        self._layouts = [None if g is None else GradientLayout.of(g) for g in gradients]
-
     def _pull_back(self, outputs: OutputPlan) -> Sequence[Tensor | None]:
         """The gradients of all targets; none where nothing is differentiable."""
         targets = self._targets()
         if not outputs.requiring_grad or not targets:
             return ()
         zeros = [torch.zeros_like(output) for output in outputs.requiring_grad]
-        return gradients_behind(outputs.requiring_grad, targets, zeros, hooked=self._parameters)
+        hooked = self._made.parameters
+        return gradients_behind(outputs.requiring_grad, targets, zeros, hooked=hooked)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         refuse_sparse_gradients(gradients)
         unused = {id(t) for t, g in zip(self._targets(), gradients, strict=False) if g is None}
         if not unused or self._allow_unused:
             return
-        inputs = zip(self._plan.signature.tensor_names, self._inputs.tensors, strict=True)
+        inputs = zip(self._made.plan.signature.tensor_names, self._tensors, strict=True)
         names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
         raise CaptureError(
             "Every output gradient must reach every input and parameter that requires grad.",
@@ -248,44 +211,40 @@ class CallableCapture:
         )
 
     def _call(self) -> Any:
-        modes = self._plan.signature.modes
+        modes = self._made.plan.signature.modes
         with torch.autocast(
             modes.device_type,
             dtype=modes.autocast_dtype,
             enabled=modes.autocast_enabled,
             cache_enabled=False,
         ):
-            return self._original(*self._args, **self._kwargs)
+            return self._made.original(*self._args, **self._kwargs)
 
     def _targets(self) -> list[Tensor]:
-        inputs = [t for t in self._inputs.tensors if t.requires_grad]
-        return [*dict.fromkeys(inputs), *self._parameters]
+        inputs = [t for t in self._tensors if t.requires_grad]
+        return [*dict.fromkeys(inputs), *self._made.parameters]
 
     def capture_forward(self) -> None:
-        """Capture the call; nothing executes.
-
-        Raises:
-            CaptureError: names the operator and the user's line.
-        """
+        """Capture the call; nothing executes."""
         before, start = Bindings(self._held), nodes_recorded()
         try:
-            with self._pool.capture() as captured, contents_left(self._args, self._kwargs):
+            with self._made.pool.capture() as captured, contents_left(self._args, self._kwargs):
                 hooks = hooks_registered()
-                self._outputs = self._call_leaving_arguments(static=self._static_outputs)
+                self._made.outputs = self._call_leaving_arguments(static=self._static_outputs)
                 self._registers_hooks = hooks_registered() != hooks
-            self._look_behind(self._outputs, start)
+            self._look_behind(self._made.outputs, start)
         except CaptureError as error:
             self._given.restore()  # what the warm-up has left
             raise self._explained(error) from error
         refuse_rebound_tensors(before.restore())
-        self._forward = captured
-        self._place = self._order.place()
+        self._made.forward = captured
+        self._made.place = self._made.order.place()
 
     def _explained(self, error: CaptureError) -> CaptureError:
         """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
         if error.__cause__ is None:  # nothing of CUDA's, which would be it
             return error
-        with same_random_numbers(self._inputs.tensors):
+        with same_random_numbers(self._tensors):
             state = StateSnapshot(self._held.state())
             try:
                 with Recorder(), contents_left(self._args, self._kwargs):
@@ -298,11 +257,11 @@ class CallableCapture:
 
     def capture_backward(self) -> None:
         """Capture the gradients of the outputs with respect to inputs and parameters."""
-        assert self._outputs is not None
-        outputs, targets = self._outputs.requiring_grad, self._targets()
+        assert self._made.outputs is not None
+        outputs, targets = self._made.outputs.requiring_grad, self._targets()
         if outputs and targets:
-            self._backward = self._captured_backward(outputs, targets)
-        self._outputs.finish_capture()
+            self._made.backward = self._captured_backward(outputs, targets)
+        self._made.outputs.finish_capture()
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
         static, lenders = self._output_gradients(outputs)
@@ -310,11 +269,10 @@ class CallableCapture:
         direct = None
         if self._direct:
             refuse_parameter_hooks(self._named())
-            direct = DirectGradients(self._parameters, self._gradient_buffers(self._parameters))
+            buffers = self._gradient_buffers(self._made.parameters)
+            direct = DirectGradients(self._made.parameters, buffers)
         to_autograd = len(positions) if direct is not None else len(targets)
-        assumed = self._layouts is None  # no backward pass has run in the warm-up
-        layouts = self._layouts or list(map(GradientLayout.of, targets))
-        handed = LentGradients(layouts[:to_autograd], assumed=assumed)
+        handed = LentGradients(targets[:to_autograd])
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         asked: list[Tensor | GradientEdge] = [*targets]
         apart: list[Tensor] = []
@@ -322,12 +280,11 @@ class CallableCapture:
             apart = targets
         elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
             asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])
-        with self._pool.capture() as captured, rewinding_refused(self.draws):
+        with self._made.pool.capture() as captured, rewinding_refused(self.draws):
             gradients = gradients_behind(
-                outputs, asked, static, hooked=self._parameters, apart=apart
+                outputs, asked, static, hooked=self._made.parameters, apart=apart
             )
-            if assumed:
-                self._check_gradients(gradients)
+            self._check_gradients(gradients)
             handed.capture(gradients[:to_autograd])
             if direct is not None:
                 direct.capture(gradients[to_autograd:])
@@ -337,10 +294,10 @@ class CallableCapture:
             reach,
             tuple(targets[:to_autograd]),
             positions,
-            () if direct is not None else tuple(self._parameters),
+            () if direct is not None else tuple(self._made.parameters),
             handed,
             direct,
-            self._order.place(),
+            self._made.order.place(),
         )
 
     def _output_gradients(
@@ -355,7 +312,8 @@ class CallableCapture:
             buffer = zero_gradient(output, self.gradient_strides.get(index))
             if index in self._lenders:
                 lent, lender = self._lenders[index]
-                fits = GradientLayout.of(lent) == GradientLayout.of(buffer)
+                fits = (lent.shape, lent.stride()) == (buffer.shape, buffer.stride())
+                fits = fits and lent.dtype == buffer.dtype
                 if fits and all(lent is not known for known in static):
                     buffer, lenders[i] = lent, lender
             static.append(buffer)
@@ -363,30 +321,14 @@ class CallableCapture:
 
     def _differentiable_positions(self) -> tuple[int, ...]:
         """Where the inputs of :meth:`_targets` stand among the tensor leaves of the call."""
-        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._inputs.tensors]
+        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._tensors]
         return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
 
     def finish(self) -> GraphedCallable:
         """The callable that replays the captured passes."""
-        assert self._outputs is not None
-        assert self._forward is not None
-        return GraphedCallable(
-            self._original,
-            self._module,
-            plan=self._plan,
-            modules=self._held.submodules(),
-            guards=self._held.guards(self._parameters),
-            parameters=self._parameters,
-            inputs=self._inputs,
-            outputs=self._outputs,
-            forward=self._forward,
-            backward=self._backward,
-            pool=self._pool,
-            order=self._order,
-            place=self._place,
-            borrowed=self._borrowed,
-            shared=self._shared,
-        )
+        made = self._made
+        made.modules, made.guards = self._held.submodules(), self._held.guards(made.parameters)
+        return GraphedCallable(made)
 
     def abandon(self) -> None:
         """Give the modules back what a failed attempt has rebound."""
@@ -395,4 +337,6 @@ class CallableCapture:
     def _named(self) -> list[tuple[str, Parameter]]:
         named = (*self._held.named_parameters(), *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
-        return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
+        return [
+            (names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._made.parameters)
+        ]

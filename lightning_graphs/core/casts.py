@@ -36,10 +36,6 @@ def ahead_of_casts(
     The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
     read that gradient or write into it, so no Python code may take part in the backward pass.
 
-    Args:
-        outputs: What depends on the parameters.
-        parameters: The parameters.
-
     Returns:
         For each parameter the gradient edge into its cast, or the parameter itself.
     """
@@ -81,10 +77,6 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
     once behind the outputs, and those of a pass that asks for some parameters only or that will be
     differentiated. Others are in ``.grad`` at the end of the pass, and not before: no Python code
     may take part in it.
-
-    Args:
-        outputs: What depends on the parameters.
-        parameters: The parameters.
     """
     gathered = _GatheredGradients()
     handles = []

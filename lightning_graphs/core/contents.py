@@ -33,10 +33,11 @@ class Contents:
         held: Name and value of each; of modules, the attributes count. Other values are left out.
     """
 
-    def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
         self._containers: list[tuple[str, Any, Any]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
+        self.classes: dict[type, dict[str, Any]] = {}
         for name, value in held:
             self.add(name, value)
 
@@ -47,9 +48,25 @@ class Contents:
             self._containers.append((name, table, _copy(table)))
             if is_object(value):
                 for key in slots_of(type(value)):
-                    self._slots.append((f"{name}.{key}", value, key, in_slot(value, key)))
+                    self.add_place(f"{name}.{key}", value, key)
         elif is_small_array(value):
             self._arrays.append((name, value, value.copy()))
+
+    def add_place(self, name: str, owner: Any, key: str) -> None:
+        """Look at what a key is bound to; see :func:`bound`."""
+        self._slots.append((name, owner, key, bound(owner, key)))
+
+    def add_class(self, kind: type) -> None:
+        """Look at everything that a class itself has; known ones stay as they are."""
+        self.classes.setdefault(kind, dict(vars(kind)))
+
+    def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Name, owner, key and value of what is bound outside of containers."""
+        yield from self._slots
+        for kind, before in self.classes.items():
+            for key in {**before, **vars(kind)}:
+                if not key.startswith("__"):
+                    yield f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT)
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
@@ -63,7 +80,7 @@ class Contents:
             elif not _same(container, before):
                 names.add(name)
         names.update(name for name, array, before in self._arrays if _is_written(array, before))
-        slots = ((name, in_slot(value, key), before) for name, value, key, before in self._slots)
+        slots = ((name, bound(owner, key), before) for name, owner, key, before in self._places())
         names.update(name for name, now, before in slots if not is_still(now, before))
         return sorted(names)
 
@@ -93,12 +110,9 @@ class Contents:
         for _, array, before in self._arrays:
             if _is_written(array, before):
                 array[...] = before
-        for _, value, key, before in self._slots:
-            if not is_still(in_slot(value, key), before):
-                if before is Absence.ABSENT:
-                    object.__delattr__(value, key)
-                else:  # past the __setattr__ of a frozen class
-                    object.__setattr__(value, key, before)
+        for _, owner, key, before in list(self._places()):
+            if not is_still(bound(owner, key), before):
+                _bind(owner, key, before)
 
 
 def _copy(container: Any) -> Any:
@@ -142,3 +156,23 @@ def _same(now: Any, before: Any) -> bool:
 
 def _is_written(now: Any, before: Any) -> bool:
     return ArrayValue.of(now) != ArrayValue.of(before)
+
+
+def bound(owner: Any, key: Any) -> Any:
+    """What is in a dict or a class under a key, or in a slot of an object, as a closure's cell."""
+    if isinstance(owner, (dict, type)):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
+    return in_slot(owner, key)
+
+
+def _bind(owner: Any, key: Any, value: Any) -> None:
+    """Put it back, past the ``__setattr__`` of a frozen class."""
+    kind: Any = type if isinstance(owner, type) else object
+    if isinstance(owner, dict):
+        owner.pop(key, None)
+        if value is not Absence.ABSENT:
+            owner[key] = value
+    elif value is Absence.ABSENT:
+        kind.__delattr__(owner, key)
+    else:
+        kind.__setattr__(owner, key, value)

@@ -12,26 +12,18 @@ import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-from lightning_graphs.core.backend import (
-    Backend,
-    CapturedGraph,
-    PoolHandle,
-    no_template,
-    warn_of_missing_debug_mode,
-)
+from lightning_graphs.core.annotations import AnnotatingRecorder, InputLiveness
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.driver import count_kinds
-from lightning_graphs.core.liveness import InputLiveness
+from lightning_graphs.core.inspect import GraphInfo, from_cuda
+from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.annotations import AnnotatingRecorder
-    from lightning_graphs.core.inspect import GraphInfo
-    from lightning_graphs.core.recorder import Recorder
 
 _REFUSALS = (
     "when stream is capturing",
@@ -118,10 +110,12 @@ class CudaBackend(Backend):
                 self._capture_streams[device] = torch.cuda.Stream(device)
             stream = self._capture_streams[device]
         current = torch.cuda.current_stream()
-        with torch.cuda.stream(stream):
-            yield
-        # A capture begins by setting the generators' state on its stream: no replay may overtake.
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            # A capture begins by setting the generators' state there: no replay may overtake.
+            current.wait_stream(stream)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
@@ -143,8 +137,10 @@ class CudaBackend(Backend):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def refused_by_device(self, error: BaseException) -> bool:
-        return isinstance(error, RuntimeError) and any(part in str(error) for part in _REFUSALS)
+    def refusal(self, error: BaseException | None) -> CaptureError | None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
+            return None
+        return _explained(error) if any(part in str(error) for part in _REFUSALS) else None
 
 
 class CudaGraph(CapturedGraph):
@@ -154,7 +150,6 @@ class CudaGraph(CapturedGraph):
         self._backend = backend
         self._keep_graph = keep_graph
         self._generators: list[torch.Generator] = []
-        self._debug = False
         self._pool: PoolHandle | None = None
         self._device = 0
         self._stream: torch.cuda.Stream | None = None
@@ -183,8 +178,6 @@ class CudaGraph(CapturedGraph):
             self._liveness = InputLiveness(self._pool)
             recorders.append(self._liveness)
         if annotate:
-            from lightning_graphs.core.annotations import AnnotatingRecorder
-
             self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
             recorders.append(self._annotations)
         try:
@@ -210,8 +203,6 @@ class CudaGraph(CapturedGraph):
         assert self._pool is not None
         self._backend.taken(self._pool)
         self._lives_in = self._pool
-        if self._debug and not self._keep_graph:
-            self._native.instantiate()
         if self._liveness is not None:
             # A method of ours would make a cycle, which holds the memory until the next gc.
             self.replay = functools.partial(  # type: ignore[method-assign]
@@ -264,15 +255,12 @@ class CudaGraph(CapturedGraph):
         return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
     def _renew(self) -> None:
-        # torch drops the template whatever the debug mode says, and then has nothing to dump.
-        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph or self._debug)
+        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
         if self._lives_in is not None:
             self._backend.left(self._lives_in)
             self._lives_in = None
-        if self._debug:
-            self._native.enable_debug_mode()
         for generator in self._generators:
             self._native.register_generator_state(generator)
 
@@ -290,21 +278,16 @@ class CudaGraph(CapturedGraph):
     def pool(self) -> PoolHandle:
         return self._native.pool()
 
-    def enable_debug_mode(self) -> None:
-        self._debug = True
+    def keep_template(self) -> None:
+        self._keep_graph = True
         self._renew()
 
     def debug_dump(self, debug_path: str) -> None:
-        if not (self._debug or self._keep_graph):
-            warn_of_missing_debug_mode()
-            return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="DEBUG: calling")  # a trace of torch's own
             self._native.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
-        if self._debug and not self._keep_graph:
-            raise no_template()  # the native graph has one, for the dump only
         return self._native.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
@@ -323,13 +306,7 @@ class CudaGraph(CapturedGraph):
         self._native.register_generator_state(generator)
 
     def inspection(self) -> GraphInfo:
-        if self._inspection is not None:
-            return self._inspection
-        if not self._keep_graph:
-            raise no_template()
-        from lightning_graphs.core.inspect import from_cuda
-
-        return from_cuda(self.raw_cuda_graph(), None)
+        return self._inspection or from_cuda(self.raw_cuda_graph())
 
     def node_counts(self) -> Mapping[str, int]:
         try:
@@ -348,21 +325,24 @@ def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> No
     replay()
 
 
-def explain_refusal(error: BaseException, observed: str) -> CaptureError:
-    """CUDA's refusal as one of ours."""
+def _explained(error: BaseException) -> CaptureError:
+    finder = CallSiteFinder()
+    site = finder.of_exception(error)
+    if site == CallSite():  # raised by the end of the capture, not by the body
+        site = finder.here()
     reason = str(error).splitlines()[0]
     if "legacy stream depend on a capturing" in reason:
         return CaptureError(
             "A backward pass can be captured only where the parameters' gradient nodes belong to "
             "the capture stream.",
-            f"{observed} ({reason})",
+            f"{site.describe()} ({reason})",
             "an autograd graph from before the capture is still alive and holds those nodes: "
             "delete or detach its tensors (del loss, output) before the capture; torch 2.13 and "
             "newer need no such care",
         )
     return CaptureError(
         "CUDA refused an operation inside the capture.",
-        f"{observed} ({reason})",
+        f"{site.describe()} ({reason})",
         "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
         "boolean indexing, torch.tensor(...), a copy from pageable host memory",
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,28 +51,19 @@ _MEMORY_TYPES = {1: "H", 2: "D", 3: "A", 4: "U"}
 _CAPTURE_ACTIVE = 1
 
 
-class NodeRecord(TypedDict):
-    """One node as the driver describes it.
-
-    ``bytes`` are what a memcpy, memset or allocation moves, sets or takes, 0 for the others;
-    ``grid`` (blocks) and ``block`` (threads) are None for everything but kernels. ``name`` is as
-    the driver has it: mangled for C++ kernels.
-    """
+class NodeRecord(NamedTuple):
+    """One node as the driver describes it; its name is mangled for C++ kernels."""
 
     handle: int
     kind: str
     name: str
-    bytes: int
-    grid: Grid | None
-    block: Grid | None
+    bytes: int = 0
+    grid: Grid | None = None
+    block: Grid | None = None
 
 
 def driver() -> ModuleType:
-    """The module ``cuda.bindings.driver``.
-
-    Raises:
-        UnsupportedError: cuda-python is not installed, or cannot be loaded.
-    """
+    """The module ``cuda.bindings.driver``."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -86,19 +77,7 @@ def driver() -> ModuleType:
 
 
 def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
-    """Unpack what a function of the bindings returned.
-
-    Args:
-        result: The status, then the values.
-        call: The function's name, for the message.
-
-    Returns:
-        None, the only value, or the tuple of the values.
-
-    Raises:
-        UnsupportedError: The status says that driver or device cannot do this.
-        GraphError: Any other failure. Both name the CUDA error.
-    """
+    """Unpack what a function of the bindings returned."""
     status, *values = result
     if int(status) != 0:
         name = str(getattr(status, "name", f"CUDA error {int(status)}"))
@@ -127,21 +106,13 @@ def _call(name: str, *args: object) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the installed driver supports, as (major, minor).
-
-    Raises:
-        UnsupportedError: There is no driver or no cuda-python.
-    """
+    """The newest CUDA version that the installed driver supports, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def require_driver(minimum: tuple[int, int], feature: str) -> None:
-    """Refuse ``feature`` on a driver older than CUDA ``minimum``.
-
-    Raises:
-        UnsupportedError: The driver is older; the message names both versions.
-    """
+    """Refuse ``feature`` on a driver older than CUDA ``minimum``."""
     present = driver_version()
     if present < minimum:
         raise UnsupportedError(
@@ -151,33 +122,11 @@ def require_driver(minimum: tuple[int, int], feature: str) -> None:
         )
 
 
-def upload(graph_exec: int, stream: int) -> None:
-    """Move an executable graph to the device ahead of its first launch, in stream order.
-
-    Args:
-        graph_exec: A ``CUgraphExec`` handle.
-        stream: A ``CUstream`` handle.
-
-    Raises:
-        GraphError: The driver refuses.
-    """
-    _call("cuGraphUpload", graph_exec, stream)
-
-
 def capture_frontier(stream_handle: int) -> tuple[int, int]:
     """How far the capture on a stream has come.
 
     Nodes are listed in the order of their creation, so that two calls around an operator tell
     which nodes it added.
-
-    Args:
-        stream_handle: A ``CUstream`` handle under capture.
-
-    Returns:
-        The ``CUgraph`` handle being captured into, and the number of nodes in it so far.
-
-    Raises:
-        GraphError: The stream is not capturing, or its capture has been invalidated.
     """
     # Without room for edge data a query fails on programmatic edges (CUDA_ERROR_LOSSY_QUERY). The
     # function with room for it is `_v3` in the bindings of CUDA 12 and the plain one in 13.
@@ -199,13 +148,6 @@ def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
 
     The nodes of a child graph follow after all nodes of its parent. The child node precedes its
     body's first nodes, and what waits for the child waits for the body's last nodes too.
-
-    Args:
-        raw_graph: A ``CUgraph`` handle that stays alive during the call.
-
-    Raises:
-        UnsupportedError: The driver is older than CUDA 12.3 and cannot name kernels.
-        GraphError: The handle is no graph, or the driver refuses.
     """
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
     count = _count(raw_graph)
@@ -217,21 +159,14 @@ def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
         nodes.append(node)
         if body is not None:
             bodies.append((position, body))
-    edges = _edges(raw_graph, {node["handle"]: at for at, node in enumerate(nodes)})
+    edges = _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
     for position, body in bodies:
         _inline(position, body, nodes, edges)
     return nodes, edges
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
-    """Number of nodes by kind, of a graph and its child graphs; names are not looked at.
-
-    Args:
-        raw_graph: A ``CUgraph`` handle that stays alive during the call.
-
-    Raises:
-        GraphError: The handle is no graph, or the driver refuses.
-    """
+    """Number of nodes by kind, of a graph and its child graphs; names are not looked at."""
     kinds: Counter[str] = Counter()
     count = _count(raw_graph)
     for handle in _call("cuGraphGetNodes", raw_graph, count)[0] if count else []:
@@ -286,27 +221,26 @@ def _inline(child: int, body: int, nodes: list[NodeRecord], edges: list[tuple[in
 def _describe(handle: Any) -> tuple[NodeRecord, int | None]:
     """One node, and the handle of its body when it is a child graph."""
     label = _label(handle)
-    kind = _KINDS.get(label, "empty")
-    node = NodeRecord(
-        handle=int(handle), kind=kind, name=label.lower(), bytes=0, grid=None, block=None
-    )
+    node = NodeRecord(int(handle), _KINDS.get(label, "empty"), label.lower())
     if label == "KERNEL":
         params = _call("cuGraphKernelNodeGetParams", handle)
-        node["name"] = _kernel_name(params)
-        node["grid"] = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
-        node["block"] = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
-    elif label == "MEMCPY":
+        grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
+        block = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
+        return node._replace(name=_kernel_name(params), grid=grid, block=block), None
+    if label == "MEMCPY":
         params = _call("cuGraphMemcpyNodeGetParams", handle)
-        source = _MEMORY_TYPES.get(int(params.srcMemoryType), "?")
-        target = _MEMORY_TYPES.get(int(params.dstMemoryType), "?")
-        node["name"] = f"memcpy {source} to {target}"
-        node["bytes"] = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
-    elif label == "MEMSET":
+        ends = (int(params.srcMemoryType), int(params.dstMemoryType))
+        source, target = (_MEMORY_TYPES.get(end, "?") for end in ends)
+        size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
+        return node._replace(name=f"memcpy {source} to {target}", bytes=size), None
+    if label == "MEMSET":
         params = _call("cuGraphMemsetNodeGetParams", handle)
-        node["bytes"] = params.elementSize * params.width * max(1, params.height)
-    elif label == "MEM_ALLOC":
-        node["bytes"] = int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
-    elif label == "GRAPH":
+        size = params.elementSize * params.width * max(1, params.height)
+        return node._replace(bytes=size), None
+    if label == "MEM_ALLOC":
+        size = int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
+        return node._replace(bytes=size), None
+    if label == "GRAPH":
         return node, int(_call("cuGraphChildGraphNodeGetGraph", handle))
     return node, None
 

@@ -10,25 +10,16 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
-from lightning_graphs.core.backend import (
-    Backend,
-    CapturedGraph,
-    PoolHandle,
-    no_template,
-    warn_of_missing_debug_mode,
-)
+from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.inspect import GraphInfo, from_recording
 from lightning_graphs.core.recording import GraphMemory, Recording, RecordingCapture
 from lightning_graphs.core.torch_private import announced_as_cuda_capture, dispatch_modes
-from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.errors import CaptureError, UnsupportedError
 
 
 class EmulatedBackend(Backend):
@@ -49,21 +40,6 @@ class EmulatedBackend(Backend):
 
     def is_capturing(self) -> bool:
         return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
-
-    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def prepare_capture(self) -> None:
-        """Nothing to free: memory of a recording is ordinary memory."""
-
-    def synchronize(self) -> None:
-        """Nothing runs asynchronously."""
-
-    def refused_by_device(self, error: BaseException) -> bool:
-        return False
 
     def poison(self, memory: GraphMemory) -> None:
         """Hide what a capture computed until the first replay computes it for real."""
@@ -97,35 +73,23 @@ _captures = itertools.count()
 
 
 class EmulatedGraph(CapturedGraph):
-    """A recording and, once instantiated, the list of operators that a replay runs."""
+    """A recording and, once instantiated, the list of operators that a replay runs.
+
+    Attributes:
+        recording: The template: edits of its operations take effect at the next
+            :meth:`instantiate`. None before the capture, and where it is not kept.
+    """
 
     def __init__(self, backend: EmulatedBackend, keep_graph: bool) -> None:
+        self.recording: Recording | None = None
         self._backend = backend
         self._keep_graph = keep_graph
-        self._debug = False
-        self._annotated = False
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
         self._capture: RecordingCapture | None = None
-        self._revealed: contextlib.ExitStack | None = None
+        self._revealed = contextlib.ExitStack()
         self._rng: list[tuple[torch.Generator, torch.Tensor]] = []
-        self._template: Recording | None = None
         self._executable: Recording | None = None
-
-    @property
-    def recording(self) -> Recording:
-        """The template: edits of its operations take effect at the next :meth:`instantiate`.
-
-        Raises:
-            ReplayError: nothing was captured, or the template went with ``keep_graph=False``.
-        """
-        if self._template is None:
-            raise ReplayError(
-                "The template of a graph exists after capture_end and only with keep_graph=True.",
-                f"keep_graph={self._keep_graph}",
-                "create the graph with CUDAGraph(keep_graph=True)",
-            )
-        return self._template
 
     def capture_begin(
         self,
@@ -136,7 +100,6 @@ class EmulatedGraph(CapturedGraph):
         check_input_liveness: bool,
     ) -> None:
         # Annotations and input liveness cost nothing here: a recording always knows both.
-        self._annotated = annotate
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
         self._rng = [(generator, generator.get_state()) for generator in generators]
@@ -154,14 +117,9 @@ class EmulatedGraph(CapturedGraph):
                 self._restore_generators()
             raise
 
-    def _leave_capture(self) -> Recording:
-        capture, revealed = self._capture, self._revealed
-        if capture is None or revealed is None:
-            raise CaptureError(
-                "capture_end needs a capture_begin before it.", remedy="call capture_begin() first"
-            )
-        self._capture = self._revealed = None
-        with revealed:
+    def _leave_capture(self, capture: RecordingCapture) -> Recording:
+        self._capture = None
+        with self._revealed:
             capture.__exit__(None, None, None)
             capture.restore_world()
             self._restore_generators()
@@ -172,7 +130,8 @@ class EmulatedGraph(CapturedGraph):
             generator.set_state(state)
 
     def capture_end(self) -> None:
-        recording = self._leave_capture()
+        assert self._capture is not None
+        recording = self.recording = self._leave_capture(self._capture)
         if not recording.operations:
             warnings.warn(
                 "The CUDA Graph is empty. This usually means that the graph was attempted to be "
@@ -180,18 +139,17 @@ class EmulatedGraph(CapturedGraph):
                 stacklevel=3,
             )
         self._backend.poison(recording.memory)
-        self._template = recording
         if not self._keep_graph:
             self.instantiate()
-            if not self._debug:
-                self._template = None
+            self.recording = None
 
     def abandon(self) -> None:
         if self._capture is not None:  # on CUDA nothing of it was computed
-            self._leave_capture().memory.poison()
+            self._leave_capture(self._capture).memory.poison()
         self.reset()
 
     def instantiate(self) -> None:
+        assert self.recording is not None
         self._executable = self.recording.snapshot()
 
     def replay(self) -> None:
@@ -208,21 +166,16 @@ class EmulatedGraph(CapturedGraph):
         self._backend.replayed(self._executable.memory)
 
     def reset(self) -> None:
-        self._template = self._executable = None
-        self._pool = None
+        self.recording = self._executable = self._pool = None
 
     def pool(self) -> PoolHandle:
-        if self._pool is None or self._capture is not None:
-            raise CaptureError("pool() needs a finished capture.", remedy="capture first")
+        assert self._pool is not None
         return self._pool
 
-    def enable_debug_mode(self) -> None:
-        self._debug = True
+    def keep_template(self) -> None:
+        self._keep_graph = True
 
     def debug_dump(self, debug_path: str) -> None:
-        if not (self._debug or self._keep_graph):
-            warn_of_missing_debug_mode()
-            return
         with open(debug_path, "w", encoding="utf-8") as file:
             info = self.inspection()
             nodes = [f'n{node.index} [label="{node.name}"];' for node in info.nodes]
@@ -230,37 +183,18 @@ class EmulatedGraph(CapturedGraph):
             file.write("\n".join(["digraph {", *nodes, *edges, "}"]) + "\n")
 
     def raw_cuda_graph(self) -> int:
-        self.recording  # noqa: B018  (refuses first where CUDA would)
         raise UnsupportedError(
-            "The emulated backend has no cudaGraph_t.",
-            "raw_cuda_graph() on backend='emulated'",
+            "The emulated backend has neither cudaGraph_t nor cudaGraphExec_t.",
+            "a raw handle was asked for on backend='emulated'",
             "use lightning_graphs.core.inspect, which reads both backends",
         )
 
-    def raw_cuda_graph_exec(self) -> int:
-        if self._executable is None:
-            raise ReplayError(
-                "raw_cuda_graph_exec() needs an instantiated graph.", remedy="call instantiate()"
-            )
-        raise UnsupportedError(
-            "The emulated backend has no cudaGraphExec_t.",
-            "raw_cuda_graph_exec() on backend='emulated'",
-            "use lightning_graphs.core.inspect, which reads both backends",
-        )
+    raw_cuda_graph_exec = raw_cuda_graph
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)
 
     def inspection(self) -> GraphInfo:
-        from lightning_graphs.core.inspect import from_recording
-
-        recording = self._template or (self._executable if self._annotated else None)
-        if recording is None:
-            raise no_template()
+        recording = self.recording or self._executable
+        assert recording is not None
         return from_recording(recording.launched())
-
-    def node_counts(self) -> Mapping[str, int]:
-        from lightning_graphs.core.inspect import from_recording
-
-        recording = self._template or self._executable
-        return from_recording(recording.launched()).counts if recording is not None else {}

@@ -15,11 +15,7 @@ from lightning_graphs.errors import CaptureError
 
 
 class GeneratorWatch:
-    """Tells operators that draw from a generator which something else than an operator has set.
-
-    Args:
-        generators: The generators.
-    """
+    """Tells operators that draw from a generator which something else than an operator has set."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         self._generators = tuple(generators)
@@ -70,9 +66,6 @@ def rewinding_refused(draws: bool) -> Iterator[None]:
 
     Args:
         draws: The forward pass draws random numbers; where it does not, nothing is refused.
-
-    Raises:
-        CaptureError: the body does so.
     """
     original = torch.cuda.set_rng_state
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,11 +54,7 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped.
-
-    Raises:
-        CaptureError: names the parameter, or the process group whose reducer hooks into autograd.
-    """
+    """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped."""
     rule = (
         'param_grads="direct" writes parameter gradients inside of the graph: hooks on parameters '
         "never fire."
@@ -76,21 +71,6 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
             raise CaptureError(rule, observed, remedy)
 
 
-class GradientLayout(NamedTuple):
-    """What the memory of a gradient looks like: device, dtype, sizes and strides in elements."""
-
-    device: torch.device
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @classmethod
-    def of(cls, gradient: Tensor) -> GradientLayout:
-        """The layout of a copy: that of the gradient, without overlaps and gaps."""
-        dense = torch.empty_like(gradient, device="meta")
-        return cls(gradient.device, gradient.dtype, tuple(dense.shape), dense.stride())
-
-
 class LentGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 
@@ -100,23 +80,16 @@ class LentGradients:
     replay that finds any of it still held saves it first; from then on gradients are copies.
 
     Args:
-        layouts: Of each gradient, in order; None for one that will not exist.
-        assumed: The layouts are a guess, of dense gradients for everything that may get one. Which
-            of them exist, and with which strides, is what the capture shows.
+        targets: The tensors that may get a gradient. Which of them do, and with which strides, is
+            what the capture shows.
     """
 
-    def __init__(self, layouts: Sequence[GradientLayout | None], *, assumed: bool = False) -> None:
-        self._memory, self._buffers = _side_by_side(layouts)
-        self._assumed = assumed
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self._memory, self._reserved = _side_by_side(targets)
+        self._buffers: Sequence[Tensor | None] = ()
+        self._lent: list[Tensor] = []
         self._loans = [LentMemory(memory) for memory in self._memory]
         self._lends = True
-        self._settle()
-
-    def _settle(self) -> None:
-        """Lend the buffers that there are, which nobody holds yet."""
-        self._lent = [buffer for buffer in self._buffers if buffer is not None]
-        for loan in self._loans:
-            loan.settle()
 
     @property
     def buffers(self) -> Sequence[Tensor | None]:
@@ -129,22 +102,11 @@ class LentGradients:
         return any(loan.is_kept for loan in self._loans)
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture.
-
-        Raises:
-            CaptureError: other gradients exist than those whose layouts were given.
-        """
-        if self._assumed:
-            self._buffers = list(map(_fitted, self._buffers, gradients))
-            self._settle()
-        if any(
-            (g is None) is not (b is None) for g, b in zip(gradients, self._buffers, strict=True)
-        ):
-            raise CaptureError(
-                "A capture computes what its warm-up computed.",
-                "an input or parameter got a gradient in only one of the two",
-                "leave the choice of what is computed to constants of the call",
-            )
+        """Write the gradients into the buffers; to be called as the last part of a capture."""
+        self._buffers = list(map(_fitted, self._reserved, gradients))
+        self._lent = [buffer for buffer in self._buffers if buffer is not None]
+        for loan in self._loans:
+            loan.settle()
         write_all(self._lent, [g for g in gradients if g is not None])
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
@@ -168,10 +130,6 @@ class OutputGradients:
     """The static inputs of a backward graph, where the gradients of outputs go.
 
     The gradient that the graph of a later callable lends is read where it is.
-
-    Args:
-        buffers: One for each gradient.
-        lenders: By index, whose memory a buffer is.
     """
 
     def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
@@ -200,32 +158,22 @@ class OutputGradients:
         return displaced
 
 
-def _side_by_side(
-    layouts: Sequence[GradientLayout | None],
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Memory for each device and dtype, and a buffer in it for each layout.
+def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Memory for each device and dtype, and in it the elements for each tensor.
 
     They share a storage so that one number tells whether anybody holds any of them.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, layout in enumerate(layouts):
-        if layout is not None:
-            kinds.setdefault((layout.device, layout.dtype), []).append(i)
-    memory: list[Tensor] = []
-    buffers: list[Tensor | None] = [None] * len(layouts)
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, target in enumerate(targets):
+        kinds[target.device, target.dtype].append(i)
+    memory, parts = [], [*targets]
     for (device, dtype), indices in kinds.items():
         step = _ALIGNMENT // dtype.itemsize
-        starts = [0]
-        for i in indices:
-            layout = layouts[i]
-            assert layout is not None
-            starts.append(starts[-1] + -(-math.prod(layout.shape) // step) * step)
-        memory.append(torch.empty(starts.pop(), dtype=dtype, device=device))
-        for i, start in zip(indices, starts, strict=True):
-            layout = layouts[i]
-            assert layout is not None
-            buffers[i] = memory[-1].as_strided(layout.shape, layout.stride, start)
-    return memory, buffers
+        sizes = [-(-targets[i].numel() // step) * step for i in indices]
+        memory.append(torch.empty(sum(sizes), dtype=dtype, device=device))
+        for i, part in zip(indices, memory[-1].split(sizes), strict=True):
+            parts[i] = part[: targets[i].numel()]
+    return memory, parts
 
 
 _PIECES = 64
@@ -279,12 +227,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _fitted(buffer: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """The memory of a buffer in the layout of this gradient."""
-    if buffer is None or gradient is None:
+def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The memory of a buffer in the layout of this gradient, without overlaps and gaps."""
+    if gradient is None:
         return None
-    layout = GradientLayout.of(gradient)
-    return buffer.as_strided(layout.shape, layout.stride, buffer.storage_offset())
+    dense = torch.empty_like(gradient, device="meta")
+    return buffer.as_strided(dense.shape, dense.stride(), buffer.storage_offset())
 
 
 _alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much
@@ -299,10 +247,6 @@ class DirectGradients:
     and the next forward writes again. A parameter without gradient is given its buffer. A
     parameter that has one gets the new gradient added; where that gradient is still the buffer,
     its value is moved out of the way before the graph runs.
-
-    Args:
-        parameters: Parameters that may get a gradient.
-        buffers: Memory for the gradient of each.
     """
 
     def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
@@ -318,11 +262,7 @@ class DirectGradients:
         return self._parameters
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture.
-
-        Args:
-            gradients: One for each parameter; a parameter with None is left alone from now on.
-        """
+        """Write the gradients into the buffers; to be called as the last part of a capture."""
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         self._parameters = [self._parameters[i] for i in used]
         self._buffers = [self._buffers[i] for i in used]
@@ -330,11 +270,7 @@ class DirectGradients:
         write_all(self._buffers, [g for g in gradients if g is not None])
 
     def refuse_hooks(self) -> None:
-        """Refuse to go on where a hook would be skipped.
-
-        Raises:
-            ReplayError: a hook was registered on a parameter after the capture.
-        """
+        """Refuse to go on where a hook would be skipped."""
         number = hooks_registered()
         if number == self._hooks_looked_at:
             return
@@ -350,12 +286,7 @@ class DirectGradients:
     def replay(
         self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
     ) -> None:
-        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it.
-
-        Args:
-            backward: Replays the graph.
-            reached: The parameters that get a gradient this time; all of them by default.
-        """
+        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
         parameters = self._parameters
         before = list(map(_gradient, parameters))
         if reached is None and all(map(is_, before, self._nothing)):

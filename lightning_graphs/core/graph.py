@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +16,8 @@ from lightning_graphs.core.backend import (
     PoolHandle,
     get_backend,
 )
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.errors import CaptureError, ReplayError
-
-if TYPE_CHECKING:
-    from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 
 def graph_pool_handle(*, backend: BackendName = "auto") -> PoolHandle:
@@ -57,7 +52,7 @@ class CUDAGraph:
         self._backend = get_backend(backend)
         self._keep_graph = keep_graph
         self._captured = self._backend.new_graph(keep_graph)
-        self._capturing = False
+        self._capturing = self._has_debug_mode = self._is_annotated = False
         self._replay = _replay_of_nothing
 
     @property
@@ -105,7 +100,7 @@ class CUDAGraph:
             annotate=enable_annotations,
             check_input_liveness=check_input_liveness,
         )
-        self._capturing = True
+        self._capturing, self._is_annotated = True, enable_annotations
 
     def capture_end(self) -> None:
         """End the capture; :meth:`replay` may be called afterwards.
@@ -123,8 +118,8 @@ class CUDAGraph:
             self._captured.capture_end()
         except BaseException as error:
             self.abandon_capture()
-            if _refused_by_device(self._backend, error):
-                raise _explained(error) from error
+            if (refusal := self._backend.refusal(error)) is not None:
+                raise refusal from error
             raise
         self._capturing = False
         self._replay = self._captured.replay
@@ -186,11 +181,16 @@ class CUDAGraph:
 
     def enable_debug_mode(self) -> None:
         """Keep what :meth:`debug_dump` needs; to be called before the capture."""
-        self._captured.enable_debug_mode()
+        self._has_debug_mode = True
+        self._captured.keep_template()
 
     def debug_dump(self, debug_path: str) -> None:
         """Write the graph as DOT to ``debug_path``, if debug mode was enabled."""
         self._refuse_without_capture("debug_dump()")
+        if not (self._has_debug_mode or self._keep_graph):  # torch's words
+            message = "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()"
+            warnings.warn(message, stacklevel=2)
+            return
         self._captured.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
@@ -218,7 +218,14 @@ class CUDAGraph:
 
     def inspection(self) -> GraphInfo:
         """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
-        self._refuse_without_capture("inspection")
+        self._refuse_without_capture("inspection()")
+        if not (self._keep_graph or self._has_debug_mode or self._is_annotated):
+            raise UnsupportedError(
+                "Inspecting a graph needs its template.",
+                "keep_graph=False destroys the template at capture_end",
+                "create the graph with CUDAGraph(keep_graph=True), or capture it with "
+                "graph(..., enable_annotations=True)",
+            )
         return self._captured.inspection()
 
     def node_counts(self) -> Mapping[str, int]:
@@ -246,7 +253,15 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-class graph:
+@contextlib.contextmanager
+def graph(
+    cuda_graph: CUDAGraph,
+    pool: PoolHandle | None = None,
+    stream: torch.cuda.Stream | None = None,
+    capture_error_mode: str = "global",
+    enable_annotations: bool = False,
+    check_input_liveness: bool = False,
+) -> Iterator[None]:
     """Context manager that captures its body into a :class:`CUDAGraph`.
 
     Whatever happens in the body, afterwards the current stream, the allocator and the random
@@ -268,60 +283,28 @@ class graph:
     Raises:
         CaptureError: what the body did cannot be captured; it names the user's file and line.
     """
-
-    def __init__(
-        self,
-        cuda_graph: CUDAGraph,
-        pool: PoolHandle | None = None,
-        stream: torch.cuda.Stream | None = None,
-        capture_error_mode: str = "global",
-        enable_annotations: bool = False,
-        check_input_liveness: bool = False,
-    ) -> None:
-        self._cuda_graph = cuda_graph
-        self._pool = pool
-        self._stream = stream
-        self._capture_error_mode = capture_error_mode
-        self._enable_annotations = enable_annotations
-        self._check_input_liveness = check_input_liveness
-        self._exit = ExitStack()
-
-    def __enter__(self) -> None:
-        backend = self._cuda_graph.backend
-        _refuse_nested(backend)
-        backend.prepare_capture()
-        stack = ExitStack()
-        try:
-            stack.enter_context(_without_garbage_collection())
-            stack.enter_context(backend.capture_stream(self._stream))
-            self._cuda_graph.capture_begin(
-                self._pool,
-                self._capture_error_mode,
-                self._check_input_liveness,
-                enable_annotations=self._enable_annotations,
-            )
-            self._exit = stack
-        except BaseException:
-            with stack:
-                if backend.is_capturing():  # interrupted as it had just begun
-                    self._cuda_graph.abandon_capture()
-            raise
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._exit:
+    backend = cuda_graph.backend
+    _refuse_nested(backend)
+    backend.prepare_capture()
+    try:
+        with _without_garbage_collection(), backend.capture_stream(stream):
             try:
-                if error is None:
-                    self._cuda_graph.capture_end()
-            finally:
-                if self._cuda_graph._capturing:  # the body failed, or an interrupt came in here
-                    self._cuda_graph.abandon_capture()
-        if error is not None and _refused_by_device(self._cuda_graph.backend, error):
-            raise _explained(error) from error
+                cuda_graph.capture_begin(
+                    pool,
+                    capture_error_mode,
+                    check_input_liveness,
+                    enable_annotations=enable_annotations,
+                )
+                yield
+                cuda_graph.capture_end()
+            except BaseException:  # of the body, or an interrupt
+                if cuda_graph._capturing or backend.is_capturing():
+                    cuda_graph.abandon_capture()
+                raise
+    except BaseException as error:
+        if (refusal := backend.refusal(error)) is not None:
+            raise refusal from error
+        raise
 
 
 def _replay_of_nothing() -> None:
@@ -344,18 +327,3 @@ def _refuse_nested(backend: Backend) -> None:
             "a capture was begun inside of another one",
             "end the other capture first",
         )
-
-
-def _refused_by_device(backend: Backend, error: BaseException) -> bool:
-    return not isinstance(error, CaptureError) and backend.refused_by_device(error)
-
-
-def _explained(error: BaseException) -> CaptureError:
-    """CUDA's refusal as a :class:`CaptureError` with the user's line."""
-    from lightning_graphs.core.cuda import explain_refusal
-
-    finder = CallSiteFinder()
-    site = finder.of_exception(error)
-    if site == CallSite():  # raised by the end of the capture, not by the body
-        site = finder.here()
-    return explain_refusal(error, site.describe())

@@ -7,7 +7,7 @@ import copy
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,7 @@ from lightning_graphs.core.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.lending import SharedArgument, Source
-from lightning_graphs.core.order import PendingBackward, ReplayOrder
+from lightning_graphs.core.lending import PendingBackward, ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes
@@ -65,6 +64,45 @@ class BackwardPass:
         return frozenset().union(*(leaves for leaves, g in pairs if g is not None))
 
 
+@dataclass(slots=True)
+class CapturedCall:
+    """What the capture of a callable leaves; filled while it goes on.
+
+    Attributes:
+        original: What ran when it was captured.
+        module: Whose forward that is, if it is a module's.
+        plan: What calls must be like.
+        pool: Owns the graphs.
+        order: The order of captures over that pool.
+        inputs: Static inputs for the tensors of a call.
+        parameters: Those that may get a gradient.
+        modules: All modules that it holds.
+        guards: Over their parameters and buffers.
+        outputs: What it returned.
+        forward: Its graph.
+        backward: The backward pass, if there is one.
+        place: The place of the forward graph in the order.
+        borrowed: By the index of a tensor of the call, the memory where it is read in place.
+        shared: Likewise, what tells later calls whether they are given the same tensor.
+    """
+
+    original: Callable[..., Any]
+    module: nn.Module | None
+    plan: CallPlan
+    pool: GraphPool
+    order: ReplayOrder
+    inputs: StaticInputs
+    parameters: list[Parameter]
+    modules: Sequence[nn.Module] = ()
+    guards: Sequence[AddressGuard] = ()
+    outputs: OutputPlan | None = None
+    forward: CUDAGraph | None = None
+    backward: BackwardPass | None = None
+    place: int = -1
+    borrowed: dict[int, Source] = field(default_factory=dict)
+    shared: dict[int, SharedArgument] = field(default_factory=dict)
+
+
 class GraphedCallable:
     """Runs a callable as a forward graph and, inside one autograd node, a backward graph.
 
@@ -82,53 +120,37 @@ class GraphedCallable:
         explain: Puts the error of a refused backward pass in the words of whoever made the graphs.
     """
 
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module | None,
-        *,
-        plan: CallPlan,
-        modules: Sequence[nn.Module],
-        guards: Sequence[AddressGuard],
-        parameters: Sequence[Parameter],
-        inputs: StaticInputs,
-        outputs: OutputPlan,
-        forward: CUDAGraph,
-        backward: BackwardPass | None,
-        pool: GraphPool,
-        order: ReplayOrder,
-        place: int,
-        borrowed: Mapping[int, Source],
-        shared: Mapping[int, SharedArgument],
-    ) -> None:
-        self.original = original
-        self.__wrapped__ = original  # inspect.signature shows the original's arguments
-        self.module = module
-        self.forward_graph = forward
-        self.backward_pass = backward
-        self._plan = plan
-        self._guards = tuple(guards)
-        self._inputs = inputs
-        self._outputs = outputs
-        self._pool = pool
-        self._replay_forward = forward.replay
+    def __init__(self, captured: CapturedCall) -> None:
+        assert captured.forward is not None
+        assert captured.outputs is not None
+        self.original = captured.original
+        self.__wrapped__ = captured.original  # inspect.signature shows the original's arguments
+        self.module = captured.module
+        self.forward_graph = captured.forward
+        self.backward_pass = backward = captured.backward
+        self._plan = captured.plan
+        self._guards = captured.guards
+        self._inputs = captured.inputs
+        self._outputs = captured.outputs
+        self._pool = captured.pool
+        self._replay_forward = captured.forward.replay
         self._writes_gradients = backward is not None and backward.direct is not None
-        self._modes = plan.signature.modes
-        self._modules = list(modules)
+        self._modes = captured.plan.signature.modes
+        self._modules = captured.modules
         self._training = [m.training for m in self._modules]
         # Autograd records a node only if an input of it requires grad; parameters whose gradients
         # are direct do not pass through it.
-        device = plan.signature.modes.device_type
+        device = self._modes.device_type
         with torch.inference_mode(False):
             self._anchor = torch.empty(0, device=device, requires_grad=True)
             self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        self._order = order
-        self._place = place
+        self._order = captured.order
+        self._place = captured.place
         self._pending: PendingBackward | None = None
-        self._borrowed = tuple(borrowed.items())
-        self._shared = tuple(shared.items())
+        self._borrowed = tuple(captured.borrowed.items())
+        self._shared = tuple(captured.shared.items())
         # Optimizers change all parameters together: one tells, at no cost that grows with them.
-        self._witness = parameters[0] if parameters else self._anchor
+        self._witness = captured.parameters[0] if captured.parameters else self._anchor
         self._version = version_of(self._witness)
         self._released = False
         self.forward_stores: Stores = ()
@@ -180,13 +202,7 @@ class GraphedCallable:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the forward graph on these arguments.
-
-        Raises:
-            SignatureError: the call differs from the captured one; the message names the leaf.
-            ArgumentElsewhereError: an argument that is read in place is another tensor.
-            ReplayError: a parameter or buffer moved, or the graphs were released.
-        """
+        """Replay the forward graph on these arguments."""
         changed = self._released or [m.training for m in self._modules] != self._training
         if changed or in_transform():
             return self.original(*args, **kwargs)
@@ -214,11 +230,7 @@ class GraphedCallable:
         return self._outputs.hand_out(results)
 
     def refuse_changes(self) -> None:
-        """Name the parameter that changed since the capture.
-
-        Raises:
-            ReplayError: what changed, and the remedy.
-        """
+        """Name the parameter that changed since the capture."""
         for guard in self._guards:
             guard.check()
 

@@ -24,9 +24,6 @@ class Held:
     globals, ``self`` with its attributes, and the arguments of a ``functools.partial``. What it
     reaches through other functions is not seen.
 
-    Args:
-        function: A module or any other callable.
-
     Attributes:
         modules: Root modules by the name that the callable has for them; its own is empty.
         owners: All modules with their paths, each once, as they were at construction.
@@ -55,19 +52,14 @@ class Held:
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """The parameters of all modules with their full names."""
-        return self._named("_parameters")
+        roots = self.modules.items()
+        named = (item for name, root in roots for item in root.named_parameters(name))
+        return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
         """The buffers of all modules with their full names."""
-        return self._named("_buffers")
-
-    def _named(self, table: str) -> list[tuple[str, Tensor]]:
-        found: dict[int, tuple[str, Tensor]] = {}
-        for path, owner in self.owners:
-            for key, tensor in getattr(owner, table).items():
-                if tensor is not None:
-                    found.setdefault(id(tensor), (f"{path}.{key}" if path else key, tensor))
-        return list(found.values())
+        named = (item for name, root in self.modules.items() for item in root.named_buffers(name))
+        return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def state(self) -> list[Tensor]:
         """Every tensor that a call may read or write beside its arguments."""
@@ -77,11 +69,7 @@ class Held:
         return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
-        """Guards over everything held.
-
-        Args:
-            beside: Parameters in use, which are watched even where they are held elsewhere.
-        """
+        """Guards over everything held."""
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
         known = set(map(id, self.state()))
         loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]

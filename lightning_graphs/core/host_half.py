@@ -55,14 +55,7 @@ class Operation:
 
 
 class HostHalf:
-    """What the host computes for a graph.
-
-    Args:
-        operations: Its operators, in their order.
-        values: A place for each register, with what no operator computes.
-        inputs: The registers of inputs, and which input each of them is.
-        held: What the graph reads: the memory on the device for what goes there.
-    """
+    """What the host computes for a graph."""
 
     def __init__(
         self,
@@ -87,9 +80,6 @@ class HostHalf:
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
         """Compute what the coming replay needs.
-
-        Args:
-            copies: Tells what the host has of each input.
 
         Returns:
             Whether Python would be told what it was told then. If not, the generators are where

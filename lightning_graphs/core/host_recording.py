@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.core.exact import is_exact
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
-from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, mapped, memory_of
+from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, memory_of
 from lightning_graphs.core.observer import FACTORIES
-from lightning_graphs.core.recorder import FunctionCalls, inputs_of, tensors_in, written_tensors
+from lightning_graphs.core.recorder import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.errors import CaptureError
 
@@ -32,6 +30,18 @@ _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"
 _UNKNOWN = object()
 _SHAPES = ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim")
 
+_SMALL = 2**20  # elements that the host computes beside the device, at most
+_TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
+"""Operators that may choose otherwise among equal values on another device."""
+_SELECTIONS = frozenset(
+    {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
+    | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
+    | {"constant_pad_nd", "clamp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+    | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
+    | {"copy", "fill", "zero", "index_put", "scatter", "new_zeros", "new_ones", "new_full"}
+)
+"""Operators that compute the same for floating-point numbers on every device."""
+
 
 class ArenaFull(CaptureError):
     """The memory for what goes to the device was too small.
@@ -43,18 +53,12 @@ class ArenaFull(CaptureError):
     needed = 0
 
 
-class HostRecording(TorchDispatchMode):
+class HostRecording(OperatorMode):
     """Records, while it is entered, what runs on the host.
 
     On a CPU, where the emulated backend captures, those tensors are the host's that a factory makes
     without ``device=``, or with ``device="cpu"`` as a string, and what is computed from them. One
     generator serves both halves there: code that draws in both cannot be rehearsed.
-
-    Args:
-        device: Where the graph runs.
-        inputs: The graph's inputs on the device.
-        copies: What the host has of each of them; None where it has nothing.
-        capacity: Bytes on the device for what goes there.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class HostRecording(TorchDispatchMode):
         copies: Sequence[Tensor | None],
         capacity: int,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device = device
         self._emulated = device.type == "cpu"
         self._arena = torch.empty(capacity, dtype=torch.uint8, device=device)
@@ -81,24 +85,9 @@ class HostRecording(TorchDispatchMode):
                 shadow = copy.detach()
                 self._tape.input(shadow, i)
                 self._shadows[id(tensor)] = weakref.ref(tensor), shadow
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> HostRecording:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        self._open.enter_context(FunctionCalls(self))
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._open.close()  # and with it a cycle, which would keep memory of the device
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def finish(self) -> HostHalf | None:
-        """What replays need, at the end of all captures; None where that is nothing.
-
-        Raises:
-            ArenaFull: it needs more memory on the device.
-            CaptureError: it cannot be done again by itself, or is kept beyond the captured code.
-        """
+        """What replays need, at the end of all captures; None where that is nothing."""
         tape = self._tape
         if self._needed > self._arena.nbytes:
             full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
@@ -128,34 +117,27 @@ class HostRecording(TorchDispatchMode):
 
     # ------------------------------------------------------------------ operators
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        inputs = inputs_of(args, kwargs)
-        hosts = [t for t in inputs if self._is_host(t)]
-        if not hosts and (inputs or not self._makes(kwargs)):
-            if (found := self._read(func, args, kwargs, inputs)) is not _UNKNOWN:
+        call = OperatorCall.of(func, args, kwargs)
+        hosts = [t for t in call.inputs if self._is_host(t)]
+        if not hosts and (call.inputs or not self._makes(kwargs)):
+            if (found := self._read(call)) is not _UNKNOWN:
                 return found
             with self._noting_draws(func):
-                result = func(*args, **kwargs)
-            return self._follow(func, args, kwargs, result)
-        if len(hosts) == len(inputs):
+                result = call.run()
+            return self._follow(call, result)
+        if len(hosts) == len(call.inputs):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(args[0], {**kwargs, "device": None})
-            return self._tape.run(func, args, kwargs, hosts)
-        for tensor in written_tensors(func, args, kwargs):
-            if self._is_host(tensor):
-                return func(*args, **kwargs)  # a host read: refused as ever
-        move = self._moving(func, [t for t in inputs if not self._is_host(t)])
-        moved = tuple(mapped(a, move) for a in args)
-        named = {k: mapped(v, move) for k, v in kwargs.items()}
-        return self._follow(func, args, kwargs, func(*moved, **named))
+            return self._tape.run(call)
+        if any(map(self._is_host, call.written)):
+            return call.run()  # a host read: refused as ever
+        move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
+        call = OperatorCall.of(func, *call.mapped(move))
+        return self._follow(call, call.run())
 
     @contextlib.contextmanager
     def _noting_draws(self, func: OpOverload) -> Iterator[None]:
@@ -190,25 +172,17 @@ class HostRecording(TorchDispatchMode):
         known, shadow = self._shadows.get(id(tensor), (None, None))
         return shadow if known is not None and known() is tensor else None
 
-    def _shadows_of(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """What the host has of each of these; None if it lacks one."""
-        found = [shadow for t in tensors if (shadow := self._shadow(t)) is not None]
-        return found if len(found) == len(tensors) else None
-
-    def _follow(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> Any:
+    def _follow(self, call: OperatorCall, result: Any) -> Any:
         """Compute on the host, too, what an operator of the device does, if that is exact."""
-        written, outputs = list(written_tensors(func, args, kwargs)), list(tensors_in(result))
-        shadows = self._shadows_of(inputs_of(args, kwargs))
+        outputs = list(tensors_in(result))
         if (
-            shadows is not None
-            and is_exact(func, outputs)
-            and all(self._tape.made(t) for t in map(self._shadow, written))
+            all(self._shadow(t) is not None for t in call.inputs)
+            and _is_exact(call.func, outputs)
+            and all(self._tape.made(self._shadow(t)) for t in call.written)
         ):
-            self._stand_in(outputs, self._tape.run(func, *self._in_shadow(args, kwargs), shadows))
+            self._stand_in(outputs, self._tape.run(self._in_shadow(call)))
             return result
-        for tensor in written:
+        for tensor in call.written:
             if (shadow := self._shadow(tensor)) is not None:
                 lost = memory_of(shadow)
                 for key, (_, other) in list(self._shadows.items()):
@@ -220,32 +194,23 @@ class HostRecording(TorchDispatchMode):
         for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
             self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
-    def _in_shadow(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = tuple(mapped(a, self._shadow) for a in args)
-        named = {k: mapped(v, self._shadow) for k, v in kwargs.items()}
+    def _in_shadow(self, call: OperatorCall) -> OperatorCall:
+        """The same operator on what the host has of its tensors."""
+        own, named = call.mapped(self._shadow)
         if isinstance(named.get("device"), torch.device):
             named["device"] = torch.device("cpu")
-        return own, named
+        return OperatorCall.of(call.func, own, named)
 
-    def _read(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> Any:
+    def _read(self, call: OperatorCall) -> Any:
         """The result of an operator by which the host learns a value of the device."""
-        target = kwargs.get("device")
+        func, target = call.func, call.kwargs.get("device")
         to_host = func is aten._to_copy.default and target is not None and target.type == "cpu"
         shapes = func._schema.name in _SHAPES
         if not (func in READS or shapes or (to_host and not self._emulated)):
             return _UNKNOWN
-        shadows = self._shadows_of(inputs)
-        if shadows is None:
+        if any(self._shadow(t) is None for t in call.inputs):
             return _UNKNOWN
-        found = self._tape.run(func, *self._in_shadow(args, kwargs), shadows)
+        found = self._tape.run(self._in_shadow(call))
         if not shapes:
             return found
         for tensor in tensors_in(found):
@@ -276,7 +241,7 @@ class HostRecording(TorchDispatchMode):
         """A tensor of the host on the device, as a copy that the captured code may write."""
         drop = ("device", "non_blocking", "pin_memory")
         kwargs = {k: v for k, v in kwargs.items() if k not in drop and v is not None}
-        value: Tensor = self._tape.run(aten._to_copy.default, (tensor,), kwargs, [tensor])
+        value: Tensor = self._on_host(aten._to_copy.default, tensor, **kwargs)
         with out_of_sight():
             static = self._static(value)
             if self._emulated:  # there the captured code runs
@@ -286,8 +251,11 @@ class HostRecording(TorchDispatchMode):
         else:
             self._constants.append((static, value))
         result = static.clone()
-        self._stand_in([result], self._tape.run(aten.clone.default, (value,), {}, [value]))
+        self._stand_in([result], self._on_host(aten.clone.default, value))
         return result
+
+    def _on_host(self, func: OpOverload, tensor: Tensor, **kwargs: Any) -> Any:
+        return self._tape.run(OperatorCall.of(func, (tensor,), kwargs))
 
     def _static(self, value: Tensor) -> Tensor:
         """Memory on the device for a tensor of this shape."""
@@ -387,3 +355,17 @@ class HostRecording(TorchDispatchMode):
 def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
     return any(isinstance(a, (torch.device, Tensor)) for a in given)
+
+
+def _is_exact(func: OpOverload, outputs: Sequence[Tensor]) -> bool:
+    """Whether an operator computes the same on every device, in little time."""
+    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        return True  # a view
+    if sum(t.numel() for t in outputs) > _SMALL:
+        return False
+    return name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)

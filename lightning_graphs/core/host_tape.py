@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.host_half import READS, Operation, Register, copy_in
-from lightning_graphs.core.recorder import tensors_in, written_tensors
+from lightning_graphs.core.recorder import OperatorCall, tensors_in
 from lightning_graphs.core.torch_private import generator_identity, out_of_sight, storage_uses
 from lightning_graphs.errors import CaptureError
 
@@ -95,45 +95,28 @@ class HostTape:
         if register is not None:
             self.operations.append(Operation(func, (register,), {}, [], read=func(tensor)))
 
-    def run(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> Any:
-        """Run an operator whose tensors are all of the host, and keep it where they change.
-
-        Args:
-            func: The operator.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            inputs: The tensors among them.
-        """
-        known = [self.know(func, tensor) for tensor in inputs]
-        generator = self._generator(func, kwargs)
+    def run(self, call: OperatorCall) -> Any:
+        """Run an operator whose tensors are all of the host, and keep it where they change."""
+        func = call.func
+        known = [self.know(func, tensor) for tensor in call.inputs]
+        generator = self._generator(call)
         changes = generator is not None or any(k.register is not None for k in known)
-        written = list(written_tensors(func, args, kwargs))
-        for tensor in written:
+        for tensor in call.written:
             self._before_write(func, tensor, changes)
-        if changes:
-            recorded = tuple(mapped(a, self._reference) for a in args)
-            named = {k: mapped(v, self._reference) for k, v in kwargs.items()}
+        recorded = call.mapped(self._reference)
         with out_of_sight():
-            result = self._drawing(generator, func, args, kwargs)
+            result = self._drawing(generator, call)
         outputs = list(tensors_in(result))
         if not changes:
             for tensor in outputs:
                 if not self.knows(tensor):  # else it was written in place
                     self.constant(tensor)
             return result
-        if not outputs:
-            if func not in READS:
-                self.refuse(f"{func}")
-            self.operations.append(Operation(func, recorded, named, [], read=result))
-            return result
+        if not outputs and func not in READS:
+            self.refuse(f"{func}")
         results = [self._meet(tensor).index for tensor in outputs]
-        self.operations.append(Operation(func, recorded, named, results, generator))
+        read = None if outputs else result
+        self.operations.append(Operation(func, *recorded, results, generator, read))
         return result
 
     def know(self, func: OpOverload, tensor: Tensor) -> _Known:
@@ -186,31 +169,25 @@ class HostTape:
         register = self._known[id(tensor)].register
         return tensor if register is None else register
 
-    def _generator(self, func: OpOverload, kwargs: Mapping[str, Any]) -> torch.Generator | None:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+    def _generator(self, call: OperatorCall) -> torch.Generator | None:
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:
             return None
-        given = kwargs.get("generator")
+        given = call.kwargs.get("generator")
         if given is None:
             return torch.default_generator
         same = (g for g in self.states if generator_identity(g) == generator_identity(given))
         return next(same, given)
 
-    def _drawing(
-        self,
-        generator: torch.Generator | None,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _drawing(self, generator: torch.Generator | None, call: OperatorCall) -> Any:
         """Run an operator; the generator that it draws from is left where a capture found it."""
         if generator is None:
-            return func(*args, **kwargs)
+            return call.run()
         found = generator.get_state()
         if generator not in self.states:
             self.states[generator] = found
         generator.set_state(self.states[generator])
         try:
-            return func(*args, **kwargs)
+            return call.run()
         finally:
             self.states[generator] = generator.get_state()
             generator.set_state(found)
@@ -232,24 +209,32 @@ class HostTape:
 
     def refuse_what_is_kept(self) -> None:
         """A replay would leave another value there."""
-        if any(o.func not in READS for o in self.operations):
-            gc.collect()  # frames of the code that was captured
         changing = [k for k in self._known.values() if k.register is not None]
         others = {memory_of(k.tensor) for k in changing if not k.born}
         born = [k.tensor for k in changing if memory_of(k.tensor) not in others]
         del changing
         self._known.clear()
-        uses = Counter(map(memory_of, born))
-        for tensor in born:
-            storage = tensor.untyped_storage()
-            # Each of our tensors uses it, and so does the name above. Of the tensor know `born`,
-            # the values of replays, the name in this loop and the call.
-            if storage_uses(storage) > uses[storage._cdata] + 1 or sys.getrefcount(tensor) > 4:
-                self.refuse(f"a tensor of the host, {tuple(tensor.shape)}, is kept or returned")
+        if _kept_of(born):
+            gc.collect()  # frames of the code that was captured; it takes 0.3 s
+        for shape in _kept_of(born):
+            self.refuse(f"a tensor of the host, {shape}, is kept or returned")
 
     def refuse(self, what: str) -> None:
         """Raise for something that cannot be repeated, naming the user's line."""
         raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
+
+
+def _kept_of(born: list[Tensor]) -> list[tuple[int, ...]]:
+    """The shapes of tensors that somebody else has, too."""
+    uses = Counter(map(memory_of, born))
+    kept = []
+    for tensor in born:
+        storage = tensor.untyped_storage()
+        # Each of our tensors uses it, and so does the name above. Of the tensor know `born`, the
+        # values of replays, the name in this loop and the call.
+        if storage_uses(storage) > uses[storage._cdata] + 1 or sys.getrefcount(tensor) > 4:
+            kept.append(tuple(tensor.shape))
+    return kept
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -262,12 +247,3 @@ def registers_in(value: Any) -> list[Register]:
     """The registers of an argument."""
     values = value if isinstance(value, (list, tuple)) else (value,)
     return [item for item in values if isinstance(item, Register)]
-
-
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """An argument with its tensors changed; schemas nest lists one deep at most."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return [change(item) if isinstance(item, Tensor) else item for item in value]
-    return value

@@ -1,30 +1,24 @@
-"""What a captured graph consists of: reading it from the driver or from a recording, comparing."""
+"""What a captured graph consists of, as data that outlives it; and two captures compared."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_graphs.core import driver
-from lightning_graphs.core.comparison import Divergence, GraphDiff, compare
-from lightning_graphs.core.info import KINDS, Edge, GraphInfo, GraphNode
-from lightning_graphs.core.names import demangle, short_name
+from lightning_graphs.core.torch_private import demangle
 
-__all__ = [
-    "KINDS",
-    "Divergence",
-    "GraphDiff",
-    "GraphInfo",
-    "GraphNode",
-    "Inspectable",
-    "Operation",
-    "demangle",
-    "diff",
-    "from_cuda",
-    "from_recording",
-    "inspect",
-    "short_name",
-]
+if TYPE_CHECKING:
+    from lightning_graphs.core.recorder import Operation
+
+Edge = tuple[int, int]
+
+KINDS = ("kernel", "memcpy", "memset", "host", "child", "event", "empty", "alloc", "free")
+"""What a node can be. Conditional nodes count as ``child``; semaphores and batched stream memory
+operations, which order work and compute nothing, as ``event``."""
 
 _COPIES = frozenset({"copy_", "copy", "_to_copy", "clone"})
 _FILLS = frozenset(
@@ -32,32 +26,88 @@ _FILLS = frozenset(
     | {f"{name}_like" for name in ("zeros", "ones", "full")}
     | {f"new_{name}" for name in ("zeros", "ones", "full")}
 )
+_FIELDS = ("kind", "name", "bytes", "grid", "block", "scope")
+_SHOWN = 5
 
 
-class Operation(Protocol):
-    """What is read of a recorded operator.
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """One node of a captured graph.
 
     Attributes:
-        name: Qualified name, such as ``aten.mm.default``.
-        reads: Ids of the storages it read, unique per allocation.
-        writes: Ids of the storages it wrote or allocated.
-        nbytes: Bytes written.
-        scope: The Python scopes around the call.
-        site: The user's line, printable as ``file.py:12``.
+        index: Its position in the graph's nodes, in order of capture.
+        kind: One of :data:`KINDS`.
+        name: The kernel's demangled name, or the operator's.
+        bytes: Bytes that are copied, set, allocated, or (recorded operators) written; else 0.
+        grid: Blocks of a kernel launch; None where that is unknown or meaningless.
+        block: Threads per block; likewise.
+        scope: The Python scopes that launched it, or the user's line; may be empty.
     """
 
+    index: int
+    kind: str
+    name: str
+    bytes: int = 0
+    grid: tuple[int, int, int] | None = None
+    block: tuple[int, int, int] | None = None
+    scope: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInfo:
+    """A captured graph as data that outlives the graph.
+
+    Attributes:
+        backend: ``"cuda"`` or ``"emulated"``.
+        nodes: The nodes; ``nodes[i].index == i``.
+        edges: Pairs (before, after) of node indices, ascending.
+    """
+
+    backend: str
+    nodes: tuple[GraphNode, ...]
+    edges: tuple[Edge, ...]
+
     @property
-    def name(self) -> str: ...
+    def counts(self) -> dict[str, int]:
+        """Nodes by kind; kinds that do not occur are absent."""
+        found = Counter(node.kind for node in self.nodes)
+        return {kind: found[kind] for kind in KINDS if kind in found}
+
     @property
-    def reads(self) -> tuple[int, ...]: ...
+    def kernels(self) -> dict[str, int]:
+        """Launches by kernel name, the most frequent first."""
+        return dict(Counter(n.name for n in self.nodes if n.kind == "kernel").most_common())
+
     @property
-    def writes(self) -> tuple[int, ...]: ...
+    def bytes_copied(self) -> int:
+        """Bytes that one replay moves in memcpy nodes."""
+        return sum(node.bytes for node in self.nodes if node.kind == "memcpy")
+
     @property
-    def nbytes(self) -> int: ...
-    @property
-    def scope(self) -> str: ...
-    @property
-    def site(self) -> object: ...
+    def bytes_set(self) -> int:
+        """Bytes that one replay sets in memset nodes."""
+        return sum(node.bytes for node in self.nodes if node.kind == "memset")
+
+    def summary(self) -> str:
+        """A few lines for a log: size, nodes by kind, the most frequent kernels."""
+        sizes = {"memcpy": self.bytes_copied, "memset": self.bytes_set}
+        kinds = [
+            f"{count} {kind}" + (f" ({sizes[kind]:,d} bytes)" if kind in sizes else "")
+            for kind, count in self.counts.items()
+        ]
+        lines = [
+            f"{self.backend} graph: {len(self.nodes)} nodes, {len(self.edges)} edges",
+            f"  {', '.join(kinds) or 'empty'}",
+        ]
+        frequent = list(self.kernels.items())[:_SHOWN]
+        lines.extend(f"  {count:>6} x {_short(name)}" for name, count in frequent)
+        return "\n".join(lines)
+
+
+def _short(name: str) -> str:
+    """A kernel's name without return type, namespaces, template and call arguments."""
+    bare = re.sub(r"[<(].*", "", name.replace("(anonymous namespace)::", ""))
+    return bare.rpartition(" ")[2].rpartition("::")[2] or name
 
 
 class Inspectable(Protocol):
@@ -76,13 +126,7 @@ def inspect(graph: Inspectable) -> GraphInfo:
     return graph.inspection()
 
 
-def diff(a: GraphInfo, b: GraphInfo) -> GraphDiff:
-    """Compare two captures, node by node in order of capture.
-
-    Returns:
-        The differences, the first divergence named; falsy when there are none.
-    """
-    return compare(a, b)
+# ------------------------------------------------------------------ reading
 
 
 def from_cuda(raw_graph: int, scopes: Mapping[int, str] | None = None) -> GraphInfo:
@@ -98,18 +142,9 @@ def from_cuda(raw_graph: int, scopes: Mapping[int, str] | None = None) -> GraphI
     """
     records, edges = driver.walk(raw_graph)
     named = scopes or {}
-    names = {name: demangle(name) for name in {record["name"] for record in records}}
     nodes = tuple(
-        GraphNode(
-            index=index,
-            kind=record["kind"],
-            name=names[record["name"]],
-            bytes=record["bytes"],
-            grid=record["grid"],
-            block=record["block"],
-            scope=named.get(record["handle"], ""),
-        )
-        for index, record in enumerate(records)
+        GraphNode(i, r.kind, demangle(r.name), r.bytes, r.grid, r.block, named.get(r.handle, ""))
+        for i, r in enumerate(records)
     )
     return GraphInfo("cuda", nodes, tuple(sorted(edges)))
 
@@ -119,31 +154,19 @@ def from_recording(operations: Sequence[Operation]) -> GraphInfo:
 
     An edge says that an operator reads what another wrote, or overwrites what it read or wrote.
     Edges that follow from two others are left out where the two are at hand.
-
-    Args:
-        operations: The operators in the order of their calls.
     """
     nodes = tuple(
-        GraphNode(
-            index=index,
-            kind=_operator_kind(operation.name),
-            name=operation.name,
-            bytes=operation.nbytes,
-            scope=operation.scope or str(operation.site),
-        )
-        for index, operation in enumerate(operations)
+        GraphNode(i, _kind_of(o.name), o.name, o.nbytes, scope=o.scope or str(o.site))
+        for i, o in enumerate(operations)
     )
     return GraphInfo("emulated", nodes, tuple(sorted(_dependencies(operations))))
 
 
-def _operator_kind(name: str) -> str:
-    namespace, _, rest = name.partition(".")
-    operator = rest.partition(".")[0]
-    if namespace == "aten" and operator in _COPIES:
+def _kind_of(operator: str) -> str:
+    namespace, name, *_ = *operator.split("."), ""
+    if namespace == "aten" and name in _COPIES:
         return "memcpy"
-    if namespace == "aten" and operator in _FILLS:
-        return "memset"
-    return "kernel"
+    return "memset" if namespace == "aten" and name in _FILLS else "kernel"
 
 
 def _dependencies(operations: Sequence[Operation]) -> list[Edge]:
@@ -165,3 +188,101 @@ def _dependencies(operations: Sequence[Operation]) -> list[Edge]:
             last_writer[storage] = index
             readers[storage] = []
     return [(earlier, index) for index, direct in enumerate(before) for earlier in direct]
+
+
+# ------------------------------------------------------------------ comparing
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where two captures part.
+
+    Attributes:
+        index: The node's index, or None where the graphs as a whole differ (their backend).
+        field: The field of the node, ``"node"`` where one graph has ended, or ``"backend"``.
+        left: The first capture's value; None where it has no such node.
+        right: The second capture's value; likewise.
+    """
+
+    index: int | None
+    field: str
+    left: object
+    right: object
+
+    def __str__(self) -> str:
+        place = self.field if self.index is None else f"node {self.index}, {self.field}"
+        return f"{place}: {self.left!r} -> {self.right!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphDiff:
+    """What differs between two captures; falsy when nothing does.
+
+    Attributes:
+        first: The first divergence; None when all nodes agree.
+        missing_edges: Edges of the first capture that the second lacks.
+        extra_edges: Edges of the second capture that the first lacks.
+        counts: Kinds of node that occur unequally often, with both numbers.
+        kernels: Kernel names that occur unequally often, with both numbers.
+    """
+
+    first: Divergence | None
+    missing_edges: tuple[Edge, ...]
+    extra_edges: tuple[Edge, ...]
+    counts: Mapping[str, tuple[int, int]]
+    kernels: Mapping[str, tuple[int, int]]
+
+    def __bool__(self) -> bool:
+        # Unequal counts are a consequence of unequal nodes and need no check of their own.
+        return self.first is not None or bool(self.missing_edges or self.extra_edges)
+
+    def __str__(self) -> str:
+        if not self:
+            return "the captures are equal"
+        lines = [] if self.first is None else [f"first divergence: {self.first}"]
+        for title, numbers in (("count", self.counts), ("launches", self.kernels)):
+            lines.extend(
+                f"{title} of {name}: {left} -> {right}"
+                for name, (left, right) in list(numbers.items())[:_SHOWN]
+            )
+        for title, edges in (("missing", self.missing_edges), ("extra", self.extra_edges)):
+            if edges:
+                shown = ", ".join(f"{before} -> {after}" for before, after in edges[:_SHOWN])
+                more = f" and {len(edges) - _SHOWN} more" if len(edges) > _SHOWN else ""
+                lines.append(f"{title} edges: {shown}{more}")
+        return "\n".join(lines)
+
+
+def diff(a: GraphInfo, b: GraphInfo) -> GraphDiff:
+    """Compare two captures, node by node in order of capture.
+
+    Returns:
+        The differences, the first divergence named; falsy when there are none.
+    """
+    left, right = set(a.edges), set(b.edges)
+    return GraphDiff(
+        first=_first_divergence(a, b),
+        missing_edges=tuple(sorted(left - right)),
+        extra_edges=tuple(sorted(right - left)),
+        counts=_unequal(a.counts, b.counts),
+        kernels=_unequal(a.kernels, b.kernels),
+    )
+
+
+def _first_divergence(a: GraphInfo, b: GraphInfo) -> Divergence | None:
+    if a.backend != b.backend:
+        return Divergence(None, "backend", a.backend, b.backend)
+    for left, right in zip(a.nodes, b.nodes, strict=False):
+        for field in _FIELDS:
+            if getattr(left, field) != getattr(right, field):
+                return Divergence(left.index, field, getattr(left, field), getattr(right, field))
+    if len(a.nodes) == len(b.nodes):
+        return None
+    end = min(len(a.nodes), len(b.nodes))
+    names = [info.nodes[end].name if end < len(info.nodes) else None for info in (a, b)]
+    return Divergence(end, "node", *names)
+
+
+def _unequal(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    pairs = {name: (left.get(name, 0), right.get(name, 0)) for name in (*left, *right)}
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b}

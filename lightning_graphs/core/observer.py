@@ -11,20 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
-from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
     HOST_COPY,
-    SET_GENERATOR,
     Obstacle,
 )
-from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
+from lightning_graphs.core.recorder import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+    tensors_in,
+)
 from lightning_graphs.core.tree import leaves_of
 
 FACTORIES = frozenset(
@@ -85,14 +88,6 @@ class Observer(Recorder):
 
     On a CPU, where all memory is the host's, a tensor counts as the host's that a factory made
     without ``device=``, or that is neither born here nor among the :meth:`begin` tensors.
-
-    Args:
-        note: Called with operator, obstacle and the user's line.
-        look: Called with the arguments of every Python function of torch.
-        generators: Random generators that may be drawn from.
-        until: See :class:`CallSiteFinder`.
-        device_type: Where the code runs.
-        rehearsal: Whether what hinders only rehearsals counts.
     """
 
     raises = False
@@ -118,18 +113,9 @@ class Observer(Recorder):
         self._resident: set[int] = set()
         self._host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
-        self._generator_watch = GeneratorWatch(generators)
-
-    def __enter__(self) -> Observer:
-        self._generator_watch.begin()
-        return super().__enter__()
 
     def begin(self, resident: Sequence[Tensor]) -> None:
-        """Begin another step.
-
-        Args:
-            resident: Tensors that live on the device: the batch, parameters and buffers.
-        """
+        """Begin another step."""
         self.calls = []
         self._host.clear()
         self._resident = {self.know(t).id for t in resident if t.layout is torch.strided}
@@ -214,30 +200,11 @@ class Observer(Recorder):
             number: float = tensor.item()
             self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
 
-    def _check(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> None:
-        super()._check(func, args, kwargs, inputs)
-        if is_collective(func):
-            self.refuse(str(func), COLLECTIVE)
+    def _check(self, call: OperatorCall) -> None:
+        super()._check(call)
+        if is_collective(call.func):
+            self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
-            for known in self._known(inputs):
+            for known in self._known(call.inputs):
                 if known.id in self._forbidden:
-                    self.refuse(str(func), self._forbidden[known.id])
-
-    def _run(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-    ) -> Any:
-        with self._generator_watch.around(func) as was_set:
-            if was_set:
-                self.refuse(str(func), SET_GENERATOR)
-            return super()._run(func, args, kwargs, inputs, written)
+                    self.refuse(str(call.func), self._forbidden[known.id])

@@ -183,15 +183,7 @@ def operator_obstacle(
     generators: Collection[torch.Generator],
     is_constant: Callable[[Tensor], bool],
 ) -> Obstacle | None:
-    """The reason why CUDA would refuse this operator in a capture, or None.
-
-    Args:
-        func: The operator as the dispatcher sees it.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        generators: The random generators that were registered with the graph.
-        is_constant: Tells of a tensor whether it was made of a Python number.
-    """
+    """The reason why CUDA would refuse this operator in a capture, or None."""
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:
@@ -229,29 +221,14 @@ def _moves_to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> Obst
     return HOST_READ if asked else None
 
 
-def _host_read(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
-    return HOST_READ
-
-
-def _host_data(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
-    return HOST_DATA
-
-
-FUNCTION_RULES: Mapping[
-    str, Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
-] = {
-    "numpy": _host_read,
-    "tolist": _host_read,
-    "__array__": _host_read,
-    "__repr__": _host_read,
-    "__dlpack__": _host_read,
-    "cpu": _host_read,
+_Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
+FUNCTION_RULES: Mapping[str, _Rule] = {
     "to": _moves_to_host,
-    "tensor": _builds_from_host_data,
-    "as_tensor": _builds_from_host_data,
-    "asarray": _builds_from_host_data,
-    "new_tensor": _host_data,
-    "from_numpy": _host_data,
-    "frombuffer": _host_data,
+    **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
+    **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
+    **dict.fromkeys(
+        ("numpy", "tolist", "__array__", "__repr__", "__dlpack__", "cpu"),
+        lambda args, kwargs: HOST_READ,
+    ),
 }
 """Python functions that the dispatcher never shows, or shows too late to tell what they are."""

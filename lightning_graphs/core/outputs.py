@@ -33,9 +33,6 @@ class OutputPlan:
 
     Attributes:
         requiring_grad: The captured outputs that require grad, with the autograd graph behind them.
-
-    Raises:
-        CaptureError: an output is an object in which tensors could hide.
     """
 
     def __init__(self, value: Any, *, static: bool, state: Sequence[Tensor] = ()) -> None:
@@ -114,12 +111,7 @@ class OutputPlan:
         return tuple(self._take(self._differentiable))
 
     def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:
-        """The return value of a call.
-
-        Args:
-            differentiable: The outputs that require grad as the autograd node returned them; None
-                where no backward is recorded.
-        """
+        """The return value of a call."""
         if differentiable is None:
             return self._build(self._take(range(len(self._tensors))))
         if not self._plain:

@@ -43,11 +43,7 @@ class GraphPool:
         self._graphs: list[CUDAGraph] = []
 
     def beside(self, pool: PoolHandle | None = None) -> GraphPool:
-        """Another one like this, whose graphs are released by themselves.
-
-        Args:
-            pool: Token of a pool to share, such as this one's handle; a new one by default.
-        """
+        """Another one like this, whose graphs are released by themselves."""
         return GraphPool(
             pool,
             stream=self.stream,
@@ -58,11 +54,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:
-        """Capture the body into a new graph of this pool.
-
-        Raises:
-            CaptureError: the body cannot be captured; the pool is as before.
-        """
+        """Capture the body into a new graph of this pool."""
         captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
         with graph(captured, self.handle, self.stream, self._capture_error_mode):
             yield captured

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -21,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import returned_alone, written_position
+from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COMPILED,
     FUNCTION_RULES,
     HOST_DATA,
+    SET_GENERATOR,
     UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
@@ -34,6 +36,7 @@ from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
+_M = TypeVar("_M", bound="OperatorMode")
 _R = TypeVar("_R", bound="Recorder")
 
 UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
@@ -56,23 +59,15 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def inputs_of(args: Sequence[object], kwargs: Mapping[str, object]) -> list[Tensor]:
-    """The tensors that an operator is given."""
-    return [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
-
-
 def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return plain and strided and not tensor.is_quantized
 
 
-def _same_bytes(a: UntypedStorage, b: UntypedStorage) -> bool:
-    """Compared as bytes: a NaN is equal to itself here."""
-    first, second = (
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (a, b)
-    )
-    return torch.equal(first, second)
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _dispatches(kind: type) -> bool:
@@ -90,6 +85,40 @@ def written_tensors(
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """An argument with its tensors changed; schemas nest lists one deep at most."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return [change(item) if isinstance(item, Tensor) else item for item in value]
+    return value
+
+
+class OperatorCall(NamedTuple):
+    """An operator that is about to run, with the tensors that it is given and those it writes."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    written: list[Tensor]
+
+    @classmethod
+    def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
+        """Look through the arguments of an operator."""
+        inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
+        return cls(func, args, kwargs, inputs, list(written_tensors(func, args, kwargs)))
+
+    def run(self) -> Any:
+        """What the operator returns."""
+        return self.func(*self.args, **self.kwargs)
+
+    def mapped(self, change: Callable[[Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments with their tensors changed."""
+        named = {key: mapped(value, change) for key, value in self.kwargs.items()}
+        return tuple(mapped(value, change) for value in self.args), named
 
 
 @dataclass(slots=True)
@@ -164,23 +193,49 @@ class KnownStorage:
         self.freed = CallSiteFinder().here()
 
 
-class CallsFunctions(Protocol):
-    """Wants to see the functions of torch that the dispatcher never shows."""
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator of the calling thread, and functions that the dispatcher never shows."""
+
+    sees_functions = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._functions = contextlib.ExitStack()
+
+    def __enter__(self: _M) -> _M:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if self.sees_functions:
+            self._functions.enter_context(_FunctionMode(self.call))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.close()  # and with it a cycle, which would keep tensors until the next gc
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.operator(func, types, args, kwargs or {})
+
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator."""
+        raise NotImplementedError
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call one of them, or refuse it."""
+        """Call a Python function of torch (``numpy``, ``tolist``, tensors from numbers)."""
+        raise NotImplementedError
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Shows what the dispatcher never shows (``numpy``, ``tolist``, tensors from numbers).
-
-    Args:
-        to: Is called in place of each function.
-    """
-
-    def __init__(self, to: CallsFunctions) -> None:
+class _FunctionMode(TorchFunctionMode):
+    def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
-        self._to = to
+        self._call = call
 
     def __torch_function__(
         self,
@@ -189,11 +244,11 @@ class FunctionCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return self._to.call(func, args, kwargs or {})
+        return self._call(func, args, kwargs or {})
 
 
-class Recorder(TorchDispatchMode):
-    """A dispatch mode that records every operator of the calling thread.
+class Recorder(OperatorMode):
+    """Records every operator of the calling thread.
 
     Args:
         generators: Random generators that may be drawn from.
@@ -207,15 +262,16 @@ class Recorder(TorchDispatchMode):
     raises = True
 
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
+        self.sees_functions = strict
         self.operations: list[Operation] = []
         self.storages: list[KnownStorage] = []
         self._by_identity: dict[int, KnownStorage] = {}
         self._generators = tuple(generators)
+        self._generator_watch = GeneratorWatch(generators)
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._function_rules: FunctionCalls | None = None
         self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _R) -> _R:
@@ -223,20 +279,14 @@ class Recorder(TorchDispatchMode):
             # Compiled code runs eagerly under a dispatch mode. torch 2.13 keeps that so afterwards,
             # or raises with fullgraph=True, unless it is told to.
             self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
+        self._generator_watch.begin()
         self._scopes.start()
-        if self._strict:
-            self._function_rules = FunctionCalls(self)
-            self._function_rules.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._function_rules is not None:
-            self._function_rules.__exit__(*exc)  # type: ignore[no-untyped-call]
-            # The rules hold the recorder: the cycle would keep its tensors until the next gc.
-            self._function_rules = None
         self._scopes.stop()
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc)
         self._compiler.close()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -295,42 +345,37 @@ class Recorder(TorchDispatchMode):
         operation.args, operation.kwargs, operation.result = (), {}, None
         self.operations.append(operation)
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
         if func.namespace == "profiler":
             return self._scopes.profiler_range(func, args, kwargs)
         if not (self._strict and self.raises) and any(map(_dispatches, types)):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
-        inputs = inputs_of(args, kwargs)
+        call = OperatorCall.of(func, args, kwargs)
         if self._strict:
-            self._check(func, args, kwargs, inputs)
-        inputs = [t for t in inputs if t.layout is torch.strided]
+            self._check(call)
+        call = call._replace(inputs=[t for t in call.inputs if t.layout is torch.strided])
         if func is aten.lift_fresh.default:
-            self._meet_constant(inputs[0])
-        written = list(written_tensors(func, args, kwargs))
-        reads = tuple(dict.fromkeys(self.know(t).id for t in inputs))
-        for tensor in written:
+            self._meet_constant(call.inputs[0])
+        reads = tuple(dict.fromkeys(self.know(t).id for t in call.inputs))
+        for tensor in call.written:
             known = self.know(tensor)
             if self._strict and known.constant:
                 self.refuse(str(func), HOST_DATA)
             self.before_write(tensor, known)
-        result = self._run(func, args, kwargs, inputs, written)
-        known_before = {id(t.untyped_storage()) for t in inputs}
+        result = self._run(call)
+        known_before = {id(t.untyped_storage()) for t in call.inputs}
         outputs = list(tensors_in(result))
         if self._strict and not all(map(_is_plain, outputs)):
             self.refuse(str(func), UNSUPPORTED_LAYOUT)
         outputs = [t for t in outputs if t.layout is torch.strided]
         fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
-        if outputs and not fresh and not written:
+        if outputs and not fresh and not call.written:
             return result  # a view: its geometry is part of whatever uses it
-        writes = [self.know(t).id for t in written] + [self.know(t, born=True).id for t in fresh]
-        touched = {id(t): t for t in (*written, *fresh)}.values()
+        writes = [self.know(t).id for t in call.written]
+        writes += [self.know(t, born=True).id for t in fresh]
+        touched = {id(t): t for t in (*call.written, *fresh)}.values()
         nbytes = sum(t.numel() * t.element_size() for t in touched)
         self.keep(
             Operation(
@@ -348,40 +393,35 @@ class Recorder(TorchDispatchMode):
         )
         return result
 
-    def _run(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-    ) -> Any:
-        """Run the operator; a custom one is not believed that it writes nothing."""
-        if self._strict and self.raises and func.namespace == "c10d":
-            return returned_alone(func, args)
-        if not self._strict or func.namespace in ("aten", "prims"):
-            return func(*args, **kwargs)
-        declared = {id(t.untyped_storage()) for t in written}
-        storages = {id(s): s for s in (t.untyped_storage() for t in inputs)}
+    def _run(self, call: OperatorCall) -> Any:
+        """Run the operator, unless something else than an operator has set its generator."""
+        with self._generator_watch.around(call.func) as was_set:
+            if was_set:
+                self.refuse(str(call.func), SET_GENERATOR)
+            if self._strict and self.raises and call.func.namespace == "c10d":
+                return returned_alone(call.func, call.args)
+            if not self._strict or call.func.namespace in ("aten", "prims"):
+                return call.run()
+            return self._run_custom(call)
+
+    def _run_custom(self, call: OperatorCall) -> Any:
+        """Run an operator that is not believed that it writes nothing."""
+        declared = {id(t.untyped_storage()) for t in call.written}
+        storages = {id(s): s for s in (t.untyped_storage() for t in call.inputs)}
         before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
-        result = func(*args, **kwargs)
-        lied = [(s, value) for s, value in before if not _same_bytes(s, value)]
+        result = call.run()
+        lied = [(s, v) for s, v in before if not torch.equal(bytes_of(s), bytes_of(v))]
         if self.raises:
             for storage, value in lied:
                 storage.copy_(value)
         if lied:
-            self.refuse(str(func), UNDECLARED_MUTATION)
+            self.refuse(str(call.func), UNDECLARED_MUTATION)
         return result
 
-    def _check(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-    ) -> None:
+    def _check(self, call: OperatorCall) -> None:
+        func, args, kwargs = call.func, call.args, call.kwargs
         obstacle = operator_obstacle(func, args, kwargs, self._generators, self._is_constant)
-        if obstacle is None and not all(map(_is_plain, inputs)):
+        if obstacle is None and not all(map(_is_plain, call.inputs)):
             obstacle = UNSUPPORTED_LAYOUT
         if obstacle is None and inside_compiled_module():
             obstacle = COMPILED

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._ops import OpOverload
 
 from lightning_graphs.core.collectives import wait_for
-from lightning_graphs.core.generators import GeneratorWatch
-from lightning_graphs.core.obstacles import MOVED_STORAGE, SET_GENERATOR
-from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, tensors_in
+from lightning_graphs.core.obstacles import MOVED_STORAGE
+from lightning_graphs.core.recorder import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+    bytes_of,
+    mapped,
+    tensors_in,
+)
 from lightning_graphs.errors import ReplayError
 
 _NO_KERNEL = frozenset(
@@ -77,11 +83,7 @@ class ExternalTensor:
     geometry: Geometry
 
     def resolve(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            ReplayError: its storage was freed or moved.
-        """
+        """The tensor."""
         storage = self.storage.storage()
         if storage is None or storage.data_ptr() != self.storage.address:
             raise ReplayError(
@@ -96,14 +98,6 @@ def describe_dead(storage: KnownStorage) -> str:
     """The tensor that a replay misses, where it was met and where it was freed."""
     freed = f", freed at {storage.freed.describe()}" if storage.freed is not None else ", moved"
     return f"{storage.first}, first used at {storage.site.describe()}{freed}"
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return [_map_tensors(v, function) for v in value]
-    return value
 
 
 def _resolve(value: Any) -> Any:
@@ -169,11 +163,7 @@ class Recording:
         return [operation for operation in self.operations if operation.func not in _NO_KERNEL]
 
     def run(self) -> None:
-        """Execute every operator once and write its results into the recorded storages.
-
-        Raises:
-            ReplayError: an input was freed, or an operator returned another shape.
-        """
+        """Execute every operator once and write its results into the recorded storages."""
         with (
             torch.inference_mode(False),
             torch.autocast("cpu", enabled=False),
@@ -192,10 +182,6 @@ class Recording:
 
 def _own_view(tensor: Tensor) -> Tensor:
     return Geometry.of(tensor).over(tensor.untyped_storage())
-
-
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _write_back(operation: Operation, result: Any) -> None:
@@ -217,7 +203,6 @@ class RecordingCapture(Recorder):
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-        self._generator_watch = GeneratorWatch(generators)
         self._born: list[tuple[UntypedStorage, torch.dtype]] = []
         self._born_ids: set[int] = set()
 
@@ -226,24 +211,14 @@ class RecordingCapture(Recorder):
             storage = tensor.untyped_storage()
             self._saved[known.id] = storage, storage.clone()
 
-    def _run(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: Sequence[Tensor],
-        written: Sequence[Tensor],
-    ) -> Any:
-        """Run the operator; refuse a generator that was set meanwhile, and memory that moves."""
-        with self._generator_watch.around(func) as was_set:
-            if was_set:
-                self.refuse(str(func), SET_GENERATOR)
-            result = super()._run(func, args, kwargs, inputs, written)
-        for known in map(self.know, written):
+    def _run(self, call: OperatorCall) -> Any:
+        """Run the operator; refuse memory that moves."""
+        result = super()._run(call)
+        for known in map(self.know, call.written):
             if known.id in self._saved:
                 storage, value = self._saved[known.id]
                 if storage.nbytes() != value.nbytes():
-                    self.refuse(str(func), MOVED_STORAGE)
+                    self.refuse(str(call.func), MOVED_STORAGE)
         return result
 
     def keep(self, operation: Operation) -> None:
@@ -252,11 +227,9 @@ class RecordingCapture(Recorder):
             if known.born and known.id not in self._born_ids:
                 self._born_ids.add(known.id)
                 self._born.append((tensor.untyped_storage(), tensor.dtype))
-        operation.args = tuple(_map_tensors(a, self._reference) for a in operation.args)
-        operation.kwargs = {
-            k: _map_tensors(v, self._reference) for k, v in operation.kwargs.items()
-        }
-        operation.result = _map_tensors(operation.result, _own_view)
+        operation.args = tuple(mapped(a, self._reference) for a in operation.args)
+        operation.kwargs = {k: mapped(v, self._reference) for k, v in operation.kwargs.items()}
+        operation.result = mapped(operation.result, _own_view)
         self.operations.append(operation)
 
     def _reference(self, tensor: Tensor) -> Tensor | ExternalTensor:
@@ -272,7 +245,7 @@ class RecordingCapture(Recorder):
             if storage.nbytes() < value.nbytes():
                 storage.resize_(value.nbytes())
             # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
-            _bytes_of(storage)[: value.nbytes()].copy_(_bytes_of(value))
+            bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
         self._saved.clear()
 
     def finish(self) -> Recording:

@@ -17,11 +17,7 @@ from lightning_graphs.errors import CaptureError
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a callable runs.
-
-    Raises:
-        CaptureError: it is a graph already.
-    """
+    """What a callable runs."""
     forward = function.forward if isinstance(function, nn.Module) else function
     if isinstance(forward, GraphedCallable):
         raise CaptureError(
@@ -33,12 +29,7 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_unfit_state(held: Held) -> None:
-    """Look at what a callable holds before anything of it runs.
-
-    Raises:
-        CaptureError: a part of it is a graph already, a buffer is trainable, or a parameter has no
-            memory yet.
-    """
+    """Look at what a callable holds before anything of it runs."""
     forwards = (vars(module).get("forward") for module in held.submodules())
     if any(isinstance(forward, GraphedCallable) for forward in forwards):
         raise CaptureError(
@@ -65,15 +56,7 @@ def refuse_unfit_state(held: Held) -> None:
 
 
 def refuse_written_arguments(names: Sequence[str], written: Sequence[bool]) -> None:
-    """Refuse a call that has written its arguments.
-
-    Args:
-        names: Of the tensors among its arguments.
-        written: Which of them it has written.
-
-    Raises:
-        CaptureError: names the first one.
-    """
+    """Refuse a call that has written its arguments."""
     name = next((n for n, is_written in zip(names, written, strict=True) if is_written), None)
     if name is not None:
         raise CaptureError(
@@ -85,15 +68,7 @@ def refuse_written_arguments(names: Sequence[str], written: Sequence[bool]) -> N
 
 
 def refuse_history_of_others(outputs: Sequence[Tensor], start: int) -> None:
-    """Refuse outputs that depend on what autograd recorded before the call.
-
-    Args:
-        outputs: What was returned.
-        start: What :func:`~lightning_graphs.core.torch_private.nodes_recorded` said before.
-
-    Raises:
-        CaptureError: names the operator.
-    """
+    """Refuse outputs that depend on what autograd recorded before the call."""
     earlier = (node for node in nodes_behind(outputs) if recorded_before(node, start))
     node = next(earlier, None)
     if node is not None:
@@ -107,11 +82,7 @@ def refuse_history_of_others(outputs: Sequence[Tensor], start: int) -> None:
 
 
 def refuse_rebound_tensors(names: Sequence[str]) -> None:
-    """Refuse a call that binds names of its modules to other tensors.
-
-    Raises:
-        CaptureError: names the first one.
-    """
+    """Refuse a call that binds names of its modules to other tensors."""
     if names:
         raise CaptureError(
             "A graphed callable changes the tensors of its modules in place only: a replay "
@@ -122,11 +93,7 @@ def refuse_rebound_tensors(names: Sequence[str]) -> None:
 
 
 def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
-    """Refuse gradients that have no fixed addresses.
-
-    Raises:
-        CaptureError: one is sparse.
-    """
+    """Refuse gradients that have no fixed addresses."""
     if any(g is not None and g.layout is not torch.strided for g in gradients):
         raise CaptureError(
             "The gradients of a graphed callable are dense: they need fixed addresses.",

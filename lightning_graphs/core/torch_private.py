@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
+from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.values import Absence
@@ -88,8 +90,7 @@ def recorded_before(node: Any, number: int) -> bool:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
 
-    torch has functions to register them and none to ask. Where it lacks the tables the answer is
-    no.
+    torch has functions to register them and none to ask. Without the tables the answer is no.
     """
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
     tables = [
@@ -121,8 +122,7 @@ def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
 def hooks_registered() -> int:
     """A number that grows with every hook that is registered anywhere.
 
-    Tables of hooks need to be looked at only where it has moved. Where torch has no such number
-    the answer is always another one.
+    Tables of hooks are looked at only where it has moved. Without one the answer always differs.
     """
     number = getattr(RemovableHandle, "next_id", None)
     return number if isinstance(number, int) else next(_never_the_same)
@@ -238,14 +238,8 @@ def current_autograd_node() -> Node | None:
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes that are active on this thread, outermost first.
-
-    ``torch.utils._python_dispatch`` is where torch keeps its documented extension point
-    ``TorchDispatchMode``; the stack itself has no public reader.
-    """
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    return list(_get_current_dispatch_mode_stack())
+    """The dispatch modes of this thread, outermost first; nothing public reads them."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
@@ -254,15 +248,22 @@ def out_of_sight() -> Iterator[None]:
 
     torch has no public way to leave the dispatch modes around a mode's own handler.
     """
-    from torch.utils._python_dispatch import _pop_mode, _push_mode
-
-    modes = [_pop_mode() for _ in dispatch_modes()]
+    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
     try:
         with torch._C.DisableTorchFunction():
             yield
     finally:
         while modes:
-            _push_mode(modes.pop())
+            _python_dispatch._push_mode(modes.pop())
+
+
+def demangle(symbol: str) -> str:
+    """The C++ name behind a symbol, which nothing public of torch gives; its profiler does it so.
+
+    The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
+    """
+    function: Callable[[str], str] | None = getattr(torch._C, "_demangle", None)
+    return symbol if function is None or not symbol.startswith("_Z") else function(symbol)
 
 
 def generator_identity(generator: torch.Generator) -> int:
@@ -358,7 +359,22 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def announced_as_cuda_capture() -> Iterator[None]:
+def _answering(answer: Callable[[str], bool | None]) -> Iterator[None]:
+    """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
+    truth = torch.cuda.is_current_stream_capturing
+
+    def answered() -> bool:
+        found = answer(sys._getframe(1).f_globals.get("__name__", ""))
+        return truth() if found is None else found
+
+    torch.cuda.is_current_stream_capturing = answered
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = truth
+
+
+def announced_as_cuda_capture() -> AbstractContextManager[None]:
     """Let ``torch.cuda.is_current_stream_capturing()`` say yes while a rehearsal captures.
 
     Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
@@ -366,43 +382,24 @@ def announced_as_cuda_capture() -> Iterator[None]:
     Only torch's own optimizers hear the truth: where there is a GPU they would demand
     ``capturable=True``, which they refuse for parameters on the CPU.
     """
-    original = torch.cuda.is_current_stream_capturing
-
-    def answer() -> bool:
-        caller: str = sys._getframe(1).f_globals.get("__name__", "")
-        return original() if caller.startswith("torch.optim") else True
-
-    torch.cuda.is_current_stream_capturing = answer
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = original
+    return _answering(lambda caller: None if caller.startswith("torch.optim") else True)
 
 
-@contextlib.contextmanager
-def capture_unseen(asked: list[str]) -> Iterator[None]:
+def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     """Let libraries hear that no capture is under way, so that they take the way of eager steps.
 
     transformers keeps attention masks in a capture that it drops in an eager step: other kernels
-    run, which round otherwise and may have to be loaded first. torch itself hears the truth.
-
-    Args:
-        asked: Receives the names of the modules that were told so.
+    run, which round otherwise and may have to be loaded first. torch itself hears the truth. The
+    names of the modules that were told so are added to a list.
     """
-    truth = torch.cuda.is_current_stream_capturing
 
-    def answer() -> bool:
-        caller: str = sys._getframe(1).f_globals.get("__name__", "")
+    def answer(caller: str) -> bool | None:
         if caller.partition(".")[0] in ("torch", __name__.partition(".")[0]):
-            return truth()
+            return None
         asked.append(caller)
         return False
 
-    torch.cuda.is_current_stream_capturing = answer
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = truth
+    return _answering(answer)
 
 
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:

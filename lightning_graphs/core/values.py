@@ -8,7 +8,7 @@ import weakref
 import zlib
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
 _LIBRARIES = frozenset(
     {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_graphs"}
     | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
@@ -156,8 +157,8 @@ def in_slot(value: Any, key: str) -> Any:
     """What an object keeps in a slot."""
     try:
         return object.__getattribute__(value, key)
-    except AttributeError:  # its own `__getattr__` is not asked: it may do anything
-        return Absence.ABSENT
+    except (AttributeError, ValueError):  # the latter of a cell that is not filled yet
+        return Absence.ABSENT  # its own `__getattr__` is not asked: it may do anything
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -189,6 +190,46 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
         slots = [(key, in_slot(value, key)) for key in slots_of(type(value))]
         return [(f".{key}", key, held) for key, held in own + slots]
     return None
+
+
+def called_with(value: Any) -> Iterator[tuple[str, Any]]:
+    """Label and value of what a bound method or a partial is called with."""
+    if isinstance(value, partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif not isinstance(value.__self__, ModuleType):
+        yield ".__self__", value.__self__
+
+
+def walk(
+    name: str,
+    value: Any,
+    seen: dict[int, Any],
+    depth: int = DEPTH,
+    *,
+    inside: Callable[[Any], list[tuple[str, Any, Any]] | None] = entries,
+    modules: Callable[[str, nn.Module, dict[int, Any], int], Iterator[tuple[str, Any]]]
+    | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a value holds, levels deep, itself first.
+
+    Plain values, tensors and classes are left out. Containers of many entries are data, into which
+    nobody looks.
+
+    Args:
+        inside: Label, key and value of what is directly in a value.
+        modules: Goes on with modules; they are left out without it.
+    """
+    if id(value) in seen or is_plain(value) or isinstance(value, (torch.Tensor, type)):
+        return
+    if isinstance(value, nn.Module):
+        if modules is not None:
+            yield from modules(name, value, seen, depth)
+        return
+    seen[id(value)] = value
+    yield name, value
+    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST_INSIDE):
+        for label, _, held in inside(value) or []:
+            yield from walk(name + label, held, seen, depth - 1, inside=inside, modules=modules)
 
 
 def values_of_class(kind: type) -> dict[str, Any]:
@@ -230,14 +271,7 @@ class HeldValues:
         self._words: frozenset[str] = frozenset()
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
-        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is.
-
-        Args:
-            name: What messages call it.
-            get: Called with the key.
-            key: The key.
-            owner: What the value is bound in, such as a module.
-        """
+        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is."""
         place = id(owner), key
         if place not in self._roots:
             self._roots[place] = (name, get, key)
@@ -303,7 +337,11 @@ class HeldValues:
             self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
             return
         if isinstance(value, (MethodType, partial)):
-            self._describe_call(name, value, depth, most)
+            # Each look at a method in its object makes another one.
+            function = value.__func__ if isinstance(value, MethodType) else value
+            self._values.append((name, _Identity(function, None)))
+            for label, given in called_with(value) if depth > 0 else ():
+                self._describe(name + label, given, depth - 1, most)
             return
         table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
@@ -324,21 +362,6 @@ class HeldValues:
                 if key in self._words and key not in table:
                     self._checks.append((partial(value_of_class, kind), key, held))
                     self._describe(f"{name}.{key}", held, depth - 1, most)
-
-    def _describe_call(self, name: str, value: Any, depth: int, most: int) -> None:
-        """What a bound method or a partial is called with."""
-        if isinstance(value, MethodType):  # each look at it in its object makes another one
-            self._values.append((name, _Identity(value.__func__, None)))
-            held = {".__self__": value.__self__}
-        else:
-            self._values.append((name, _Identity(value, None)))
-            held = {f".args[{i}]": given for i, given in enumerate(value.args)}
-            held.update((f".keywords[{key!r}]", given) for key, given in value.keywords.items())
-        for label, given in held.items():
-            if isinstance(given, nn.Module) or depth == 0:
-                self._values.append((name + label, _Identity(given, None)))
-            else:
-                self._describe(name + label, given, depth - 1, most)
 
 
 def _plain(value: Any) -> PlainValue | _Identity:

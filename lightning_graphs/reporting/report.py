@@ -1,22 +1,18 @@
-"""The report of a fit as plain data, with JSON there and back."""
+"""The report of a fit as plain data."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from lightning_graphs.errors import GraphError
 from lightning_graphs.reporting import plot, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from lightning_graphs.core.info import GraphInfo
-
-VERSION = 1
-"""Version of the JSON text."""
+    from lightning_graphs.core.inspect import GraphInfo
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,40 +142,12 @@ class Report:
         return {f"graphs/{name}": float(v) for name, v in found.items() if v is not None}
 
     def to_json(self) -> str:
-        """The report as JSON text, which :meth:`from_json` reads back."""
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Report:
-        """The report that :meth:`to_json` wrote.
-
-        Raises:
-            GraphError: ``text`` is something else.
-        """
-        from lightning_graphs.core.info import GraphInfo
-
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if data.pop("version") != VERSION or set(data) != {entry.name for entry in fields(cls)}:
-                raise ValueError(f"it has not the keys of a report of version {VERSION}")
-            for record in data["graphs"]:
-                record["graphs"] = tuple(map(GraphInfo.from_json, record["graphs"]))
-            data["graphs"] = [GraphRecord(**record) for record in data["graphs"]]
-            data["times"] = [StepTime(**time) for time in data["times"]]
-            for name, value in data.items():
-                data[name] = tuple(value) if isinstance(value, list) else value
-            return cls(**data)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            observed = f"{type(error).__name__}: {error}"
-        except GraphError as error:
-            observed = error.observed
-        raise GraphError(
-            "Report.from_json reads what Report.to_json wrote.", observed, "pass the text unchanged"
-        )
+        """The report as JSON text, for other programs: an object with the fields as its keys."""
+        return json.dumps({"version": 1, **asdict(self)}, indent=1)
 
     def show(self) -> None:
-        """Print the table: with rich where it is installed, otherwise as aligned text."""
-        table.show(self)
+        """Print the table, and below it why steps ran eagerly."""
+        print(table.render(self))
 
     def plot(self) -> Figure:
         """The times of the first steps and the speed-ups, drawn with matplotlib.

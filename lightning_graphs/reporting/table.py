@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from html import escape
 from textwrap import indent, shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_graphs.reporting.report import GraphRecord, Report
-
-_COLUMNS = (
-    "signature",
-    "scope",
-    "nodes",
-    "kernels",
-    "capture ms",
-    "pool MiB",
-    "replays",
-    "eager ms/step",
-    "replay ms/step",
-    "speed-up",
-)
-_TIMES = ("capture ms", "eager ms/step", "replay ms/step", "speed-up")
-"""Columns of times, of which a rehearsal has none that count."""
 
 _TIMES_OF_A_REHEARSAL = (
     "Rehearsed on the CPU: the emulated backend replays operator by operator, and its times say "
@@ -32,43 +17,41 @@ _TIMES_OF_A_REHEARSAL = (
 )
 _ROWS = 20
 _WIDEST = 48
-_COLUMNS_OF_WORDS = 2
-"""So many columns, from the left, hold words; the others hold numbers."""
-
-_LINE = 100
-"""Characters of a line where the terminal has fewer, or there is none."""
 
 
-def columns(report: Report) -> tuple[str, ...]:
-    """What stands above the columns of a report's table."""
-    return _shown(_COLUMNS, report)
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
-def cells(record: GraphRecord, report: Report) -> tuple[str, ...]:
-    """A record of a report as text, in the order of :func:`columns`; a dash for the unknown."""
-    speed_up = record.speed_up
-    every = (
-        record.signature,
-        record.scope,
-        _number(record.nodes, ",d"),
-        _number(record.kernels, ",d"),
-        _number(record.capture_ms, ".0f"),
-        _number(record.pool_mib, ",.1f"),
-        _number(record.replays, ",d"),
-        _number(record.eager_ms, ".3f"),
-        _number(record.replay_ms, ".3f"),
-        "-" if speed_up is None else f"{speed_up:.2f}x",
-    )
-    return _shown(every, report)
+_WORDS: dict[str, Callable[[GraphRecord], str]] = {
+    "signature": lambda r: shorten(r.signature, _WIDEST, placeholder=" ..."),
+    "scope": lambda r: r.scope,
+}
+_SIZES: dict[str, Callable[[GraphRecord], str]] = {
+    "nodes": lambda r: _number(r.nodes, ",d"),
+    "kernels": lambda r: _number(r.kernels, ",d"),
+    "pool MiB": lambda r: _number(r.pool_mib, ",.1f"),
+    "replays": lambda r: _number(r.replays, ",d"),
+}
+_TIMES: dict[str, Callable[[GraphRecord], str]] = {
+    "capture ms": lambda r: _number(r.capture_ms, ".0f"),
+    "eager ms/step": lambda r: _number(r.eager_ms, ".3f"),
+    "replay ms/step": lambda r: _number(r.replay_ms, ".3f"),
+    "speed-up": lambda r: _number(r.speed_up, ".2f") + "x" * (r.speed_up is not None),
+}
 
 
-def _shown(every: tuple[str, ...], report: Report) -> tuple[str, ...]:
-    if report.times_mean_something:
-        return every
-    return tuple(t for name, t in zip(_COLUMNS, every, strict=True) if name not in _TIMES)
+def _table(report: Report) -> list[list[str]]:
+    """The rows of the table, its head first; a dash for the unknown."""
+    columns = _WORDS | _SIZES | (_TIMES if report.times_mean_something else {})
+    rows = [[text(r) for text in columns.values()] for r in report.graphs[:_ROWS]]
+    hidden = len(report.graphs) - _ROWS
+    if hidden > 0:
+        rows.append([f"and {hidden:,d} more", *[""] * (len(columns) - 1)])
+    return [list(columns), *rows] if rows else []
 
 
-def notes(report: Report) -> list[str]:
+def _notes(report: Report) -> list[str]:
     """What is said below the table, a sentence each, reasons indented below theirs."""
     steps = "step" if report.replayed == 1 else "steps"
     said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
@@ -110,84 +93,21 @@ def summary_line(report: Report) -> str:
 
 
 def render(report: Report) -> str:
-    """The table and what is to be said below it, as text, as :func:`show` prints it."""
-    console = _console(no_color=True, force_terminal=False)
-    if console is None:
-        lines = _plain_table(columns(report), _rows(report)) if report.graphs else []
-        return "\n".join([*lines, *notes(report)])
-    with console.capture() as captured:
-        _print(console, report)
-    text: str = captured.get()
-    return text.rstrip("\n")
-
-
-def show(report: Report) -> None:
-    """Print the table: with rich where it is installed, otherwise as aligned text."""
-    console = _console()
-    if console is None:
-        print(render(report))
-    else:
-        _print(console, report)
+    """The table and what is to be said below it."""
+    table = _table(report)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < len(_WORDS) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table
+    ]
+    return "\n".join([*lines, *_notes(report)])
 
 
 def html(report: Report) -> str:
-    """The table and what is to be said below it, for a notebook."""
-    rows = [columns(report), *_rows(report)] if report.graphs else []
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    """The same for a notebook."""
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in _table(report)]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<table>{body}</table><pre>{escape(chr(10).join(notes(report)))}</pre>"
-
-
-def _console(**options: Any) -> Any:
-    """A console of rich, None where rich is missing."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    console = Console(highlight=False, soft_wrap=True, **options)
-    console.width = max(console.width, _LINE)
-    return console
-
-
-def _print(console: Any, report: Report) -> None:
-    """Print to a console of rich."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    if report.graphs:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for i, column in enumerate(columns(report)):
-            # Numbers take what they need, and the signature what is left.
-            words = i < _COLUMNS_OF_WORDS
-            header = column if words else column.replace(" ", "\n")
-            justify: Any = "left" if words else "right"
-            table.add_column(header, justify=justify, no_wrap=not words, overflow="fold")
-        for row in _rows(report):
-            table.add_row(*map(Text, row))  # brackets of a shape are no markup
-        console.print(table)
-    console.print("\n".join(notes(report)), markup=False)
-
-
-def _rows(report: Report) -> list[tuple[str, ...]]:
-    rows = [cells(record, report) for record in report.graphs[:_ROWS]]
-    rows = [(shorten(row[0], _WIDEST, placeholder=" ..."), *row[1:]) for row in rows]
-    hidden = len(report.graphs) - _ROWS
-    if hidden > 0:
-        rows.append((f"and {hidden:,d} more", *[""] * (len(columns(report)) - 1)))
-    return rows
-
-
-def _plain_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < _COLUMNS_OF_WORDS else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in [head, *rows]
-    ]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return f"<table>{body}</table><pre>{escape(chr(10).join(_notes(report)))}</pre>"

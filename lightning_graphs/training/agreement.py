@@ -1,16 +1,19 @@
-"""Whether a replay computes what eager code does: run both ways from one state, and compared."""
+"""Whether replays compute what eager code does: run both ways from one state, and compared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.fingerprints import Fingerprint, Fingerprinter
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.differences import (
@@ -21,7 +24,8 @@ from lightning_graphs.training.differences import (
     difference,
     size,
 )
-from lightning_graphs.training.memory import MemoryBudget
+from lightning_graphs.training.memory import MemoryBudget, first_line, is_out_of_memory
+from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
 
 _RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
@@ -37,53 +41,71 @@ class BothWays:
     """A part of a step that can be run eagerly, and as graphs.
 
     Attributes:
-        eager: Runs it eagerly; what it computed and changed, in place.
-        replayed: Replays it; the same results under the same names.
-        restore: Puts the state back from which both start.
+        kept: Holds a copy of that state, and puts it back at its end.
         moved: How far, as a Euclidean norm, a tensor of the state is from where it started.
     """
 
-    eager: Callable[[], list[Result]]
-    replayed: Callable[[], list[Result]]
-    restore: Callable[[], None]
+    eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
+    replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
+    restore: Callable[[], None]  # puts the state back from which both start
+    kept: Callable[[], AbstractContextManager[None]] = nullcontext
     moved: Callable[[Tensor], float] = lambda _: 0.0
 
 
 class Agreement:
-    """Compares an eager run with a replay.
+    """Decides which steps are verified, and compares a part of one with its replay.
 
     The eager run comes first and leaves a fingerprint of every result. Where the bits of a replay
     from the same state differ, it runs eagerly once or twice more and replays once more, now with
-    copies of what differs, and asks the tolerance.
-
-    Args:
-        tolerance: How much a replay may differ.
-        budget: Says where there is no room for copies.
-        where: Opens the message of a mismatch: ``at step 5``.
-        say: Told, once for each check, what could not be compared.
-        ranks: All of them run as often, and agree.
+    copies of what differs, and asks :class:`~lightning_graphs.training.differences.Tolerance`.
+    Afterwards everything is as before. Hooks do not run, logs do not reach Lightning and metrics
+    are not updated. What the step does to the world outside of module, optimizer and generators (a
+    file that it writes) it does once more for each run.
     """
 
     def __init__(
         self,
-        tolerance: Tolerance,
+        root: LightningModule,
+        options: Options,
         budget: MemoryBudget,
-        where: str,
-        say: Callable[[str], None],
         ranks: Ranks = ONE_RANK,
     ) -> None:
+        self.root = root
+        self.is_on = options.verify != "off"
+        self.every = options.verify if isinstance(options.verify, int) else 0
+        self.budget = budget
         self._ranks = ranks
-        self._tolerance = tolerance
-        self._budget = budget
-        self._where = where
-        self._say = say
+        self._said: set[str] = set()
+        precision = str(root.trainer.precision_plugin.precision)
+        self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
 
-    def require(self, ways: BothWays) -> None:
-        """Compare; the state is left as one of the runs made it.
+    @property
+    def is_due(self) -> bool:
+        """Whether graphs that were verified before are verified again in this step."""
+        return self.every > 0 and self.root.global_step % self.every == 0
+
+    def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
+        """Compare both ways, or say that there was no memory for it.
+
+        Args:
+            what: What is said then: ``a captured step was not verified``.
+            tolerance: How much the replay may differ, where it is not as a whole step may.
 
         Raises:
             VerificationError: names the first result that differs.
         """
+        try:
+            with ways.kept():
+                self._require(ways, tolerance or self._tolerance)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._say(what, first_line(error))
+        finally:
+            if self.root.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the eager run and the copy of the state
+
+    def _require(self, ways: BothWays, tolerance: Tolerance) -> None:
         prints = Fingerprinter()
         expected = ways.eager()
         names = [result.name for result in expected]
@@ -91,28 +113,26 @@ class Agreement:
         del expected
         ways.restore()
         found = ways.replayed()
-        self._ranks.together(partial(self.require_names, names, [r.name for r in found]))
+        self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
         now = prints.of([result.value for result in found])
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
         if self._ranks.any(bool(differing)):
             ways.restore()
-            self._require_values(ways, differing, (prints, names, known))
+            self._require_values(ways, differing, (prints, names, known), tolerance)
 
     def _require_values(
         self,
         ways: BothWays,
         differing: set[str],
         first: tuple[Fingerprinter, list[str], list[Fingerprint]],
+        rule: Tolerance,
     ) -> None:
-        """Ask the rule about the tensors whose bits differ."""
         prints, names, known = first
         again = ways.eager()
         now = prints.of([result.value for result in again])
         steady = [r.name for r in again] == names and now == known
-        held = {r.name: r.value.detach().clone() for r in self._fitting(again, differing)}
-        if len(held) < len(differing):
-            self._say("not every tensor was verified: no memory for copies")
+        held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
         updates = {r.name: ways.moved(r.value) for r in again if r.name in held and r.gradient}
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
@@ -123,7 +143,7 @@ class Agreement:
             noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
             del third
         ways.restore()
-        results, rule = ways.replayed(), self._tolerance
+        results = ways.replayed()
 
         def judge() -> None:
             unjudged = set()
@@ -139,49 +159,31 @@ class Agreement:
                     of_all = gradients if result.is_gradient else 0.0
                     allowed = rule.allowed(eager, runs.norm, of_all)
                 if not apart.norm <= allowed:
-                    raise self.mismatch(result.name, apart, runs)
+                    raise self._mismatch(result.name, apart, runs)
                 if result.is_gradient and rule.is_rounding(eager, apart):
                     unjudged.add(result.name)
 
         self._ranks.together(judge)
 
-    def _fitting(self, results: Sequence[Result], wanted: set[str]) -> Iterator[Result]:
-        """The first of the wanted results, with as much memory left free as their copies take."""
-        needed = 0
-        for result in results:
-            if result.name in wanted:
-                needed += result.value.numel() * result.value.element_size()
-                if not self._budget.has_room(needed):
-                    return
-                yield result
-
-    def require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
-        """Refuse a result that only one of the two ways has.
-
-        Raises:
-            VerificationError: names it.
-        """
+    def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
         for name in (*eager, *replayed):
             if name not in eager or name not in replayed:
                 way = "the eager step" if name in eager else "the replay"
                 raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
 
-    def mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
-        """The error that names a result.
-
-        Args:
-            name: Its name.
-            apart: How far the replay is from the eager run.
-            eager: How far two eager runs are apart.
-        """
+    def _mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
         observed = (
             f"{self._where}, {name} differs by up to {apart.largest:.3g}; two eager runs differ "
             f"by up to {eager.largest:.3g}"
         )
         return VerificationError(_RULE, observed, _REMEDY)
 
+    @property
+    def _where(self) -> str:
+        return f"at step {self.root.global_step}"
 
-def tolerance_of(trainer: Trainer) -> Tolerance:
-    """The rule for whole steps of a fit, in its arithmetic."""
-    precision = str(trainer.precision_plugin.precision)
-    return Tolerance(trainer.strategy.root_device.type, _ARITHMETIC.get(precision))
+    def _say(self, line: str, reason: str) -> None:
+        """Warn, once in a fit for each line, that there was no memory for a check."""
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_warn(f"GraphCapture: {line}: {reason}", stacklevel=stacklevel_of_user())

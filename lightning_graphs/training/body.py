@@ -26,16 +26,7 @@ from lightning_graphs.training.precision import (
 
 
 class StepBody:
-    """The step of one fit as Lightning does it, without the hooks.
-
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        calls: The strategy's own methods.
-        optimizer: The trainer's optimizer.
-        capturable: Makes its step capturable; None if the body ends before it.
-        observers: Who looks in between.
-    """
+    """The step of one fit as Lightning does it, without the hooks."""
 
     def __init__(
         self,
@@ -49,7 +40,7 @@ class StepBody:
         self._trainer = trainer
         self._module = module
         self._calls = calls
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._capturable = capturable
         self._observers = observers
         self._plugin = trainer.precision_plugin
@@ -66,9 +57,6 @@ class StepBody:
         """Forward, loss, backward, clipping, update; the gradients are set up by the caller.
 
         Args:
-            arguments: Of ``training_step``.
-            phase: Which part of an accumulation window it is.
-            recorder: Takes the calls of ``self.log`` and of metrics.
             cut: Called with the name of the next part, where somebody looks in between.
             keep: Called after the backward pass.
         """
@@ -101,13 +89,13 @@ class StepBody:
         scaler = scaler_of(self._plugin)
         if scaler is not None:
             loss = scaler.scale(loss)
-        self._plugin.backward(loss, self._module, self._optimizer)
+        self._plugin.backward(loss, self._module, self.optimizer)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
-        if self._observers.before_step and unscales(self._plugin, self._optimizer):
+        if self._observers.before_step and unscales(self._plugin, self.optimizer):
             cut("unscale")
-        unscale(self._plugin, self._optimizer)
+        unscale(self._plugin, self.optimizer)
         if self._observers.before_step:
             cut("step")
         else:
@@ -117,7 +105,7 @@ class StepBody:
     def _clip(self) -> None:
         trainer = self._trainer
         self._module.configure_gradient_clipping(
-            self._optimizer,
+            self.optimizer,
             gradient_clip_val=trainer.gradient_clip_val,
             gradient_clip_algorithm=trainer.gradient_clip_algorithm,
         )
@@ -126,10 +114,10 @@ class StepBody:
         """Take the optimizer step, through the gradient scaler where there is one."""
         scaler = scaler_of(self._plugin)
         if scaler is None:
-            self._optimizer.step()
+            self.optimizer.step()
             return
-        with stepping_on_the_device(self._optimizer):
-            scaler.step(self._optimizer)
+        with stepping_on_the_device(self.optimizer):
+            scaler.step(self.optimizer)
         scaler.update()
 
 

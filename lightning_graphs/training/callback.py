@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
@@ -32,7 +33,6 @@ from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_who
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
 from lightning_graphs.training.uncapturable import flattened_once
-from lightning_graphs.training.warned import stacklevel_of_user
 
 
 class GraphCapture(Callback):

@@ -18,18 +18,15 @@ from torch import Tensor
 from lightning_graphs.core.autograd_graph import has_python_nodes, leaves_behind
 from lightning_graphs.core.casts import cast_together
 from lightning_graphs.core.torch_private import has_gradient_hooks, hooks_registered
-from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.observers import overrides
-from lightning_graphs.training.own_code import is_lightnings
+from lightning_graphs.training.own_code import OwnCode, is_lightnings
+
+_TO_NODES = frozenset({"next_functions", "get_gradient_edge"})
+"""Names in code that may put hooks on the nodes of gradients, of which torch tells nobody."""
 
 
 class StepCasts:
-    """Decides for each capture of a whole step whether gradients are cast together.
-
-    Args:
-        trainer: The trainer.
-        module: Its module.
-    """
+    """Decides for each capture of a whole step whether gradients are cast together."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer = trainer
@@ -39,12 +36,14 @@ class StepCasts:
     @cached_property
     def _is_plain(self) -> bool:
         """Looked at once there is a capture: to read all code takes its time."""
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        kinds = map(type, [*self._module.modules(), *callbacks])
         return (
             is_lightnings(type(self._trainer.strategy), "strategies.single_device")
             and not (torch.distributed.is_available() and torch.distributed.is_initialized())
             and not overrides(self._module, "backward")
             and not overrides(self._trainer.precision_plugin, "backward")
-            and not Foresight(self._module).reaches_nodes
+            and _TO_NODES.isdisjoint(OwnCode(self._module).words_of(kinds))
         )
 
     @contextlib.contextmanager

@@ -18,17 +18,11 @@ def moved_values(before: Values, now: Values) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Which part of an accumulation window a micro-batch is.
+    """Which part of an accumulation window a micro-batch is."""
 
-    Attributes:
-        zeroing: Gradients are zeroed before its backward.
-        stepping: The optimizer steps after its backward.
-        window: ``accumulate_grad_batches``: the loss is divided by it.
-    """
-
-    zeroing: bool
-    stepping: bool
-    window: int
+    zeroing: bool  # gradients are zeroed before its backward
+    stepping: bool  # the optimizer steps after its backward
+    window: int  # ``accumulate_grad_batches``: the loss is divided by it
 
     def __str__(self) -> str:
         parts = ["zeroing"] * self.zeroing + ["stepping"] * self.stepping
@@ -40,19 +34,17 @@ class Conditions:
     """The state of the fit that a capture freezes.
 
     Attributes:
-        phase: Part of the accumulation window.
         hyper_parameters: Name and value of what the optimizer's groups hold, but for the live
             learning rates.
-        training: The train/eval flag of every module.
         attributes: Name and value of the plain attributes that captured steps have read, and of
             the trainer's clipping.
         gradients: Which of the optimizer's parameters have a gradient from earlier steps, where the
             step reads it.
     """
 
-    phase: Phase
+    phase: Phase  # part of the accumulation window
     hyper_parameters: tuple[tuple[str, Any], ...]
-    training: tuple[bool, ...]
+    training: tuple[bool, ...]  # the train/eval flag of every module
     attributes: tuple[tuple[str, Any], ...]
     gradients: tuple[bool, ...]
 

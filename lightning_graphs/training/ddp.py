@@ -70,12 +70,7 @@ def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
 
 
 def capture_stream(trainer: Trainer, stack: contextlib.ExitStack) -> torch.cuda.Stream:
-    """The stream on which a fit is captured; a strategy that uses DDP makes it there, too.
-
-    Args:
-        trainer: The trainer, whose strategy has not been set up.
-        stack: Gives the strategy back.
-    """
+    """The stream on which a fit is captured; a strategy that uses DDP makes it there, too."""
     stream = torch.cuda.Stream(trainer.strategy.root_device)
     if is_ddp(trainer.strategy):
         stack.enter_context(ddp_built_on(trainer.strategy, stream))

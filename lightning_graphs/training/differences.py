@@ -42,19 +42,12 @@ _TF32 = 2.0**-10
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One tensor that a step computes or changes.
+    """One tensor that a step computes or changes."""
 
-    Attributes:
-        name: What a message calls it.
-        value: The tensor itself, not a copy.
-        gradient: The name of the gradient that an update of it was computed from; or empty.
-        is_gradient: Whether it is a gradient itself.
-    """
-
-    name: str
-    value: Tensor
-    gradient: str = ""
-    is_gradient: bool = False
+    name: str  # what a message calls it
+    value: Tensor  # the tensor itself, not a copy
+    gradient: str = ""  # the name of the gradient that an update of it was computed from; or empty
+    is_gradient: bool = False  # whether it is a gradient itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +56,10 @@ class Difference:
 
     Attributes:
         norm: The Euclidean norm of the difference; infinite where one of them alone is not finite.
-        largest: The largest difference of two elements.
     """
 
     norm: float
-    largest: float
+    largest: float  # the largest difference of two elements
 
 
 NONE = Difference(0.0, 0.0)
@@ -122,10 +114,6 @@ class Tolerance:
     What an optimizer makes of a gradient that was not bit-equal may differ by half of the update:
     Adam divides by the gradient's own size, and rounding may turn the update of an element around
     that is nearly zero. After a gradient that is rounding and nothing else, it is not judged.
-
-    Args:
-        device_type: Where the step runs.
-        arithmetic: The short format that autocast computes in; None without autocast.
     """
 
     def __init__(self, device_type: str, arithmetic: torch.dtype | None) -> None:
@@ -133,24 +121,12 @@ class Tolerance:
         self._least = _ROUNDING[arithmetic] if arithmetic is not None else 0.0
 
     def allowed(self, eager: Tensor, noise: float, gradients: float = 0.0) -> float:
-        """The norm by which a replay may differ.
-
-        Args:
-            eager: What the eager step computed.
-            noise: The norm of the difference between two eager runs.
-            gradients: The norm of all gradients together, if it is one of them.
-        """
+        """The norm by which a replay may differ."""
         rounding = self._rounding(eager.dtype) * (size(eager) + _OF_GRADIENTS * gradients)
         return _OF_NOISE * min(noise, _NOISE_IN_ROUNDINGS * rounding) + rounding
 
     def allowed_of_update(self, eager: Tensor, noise: float, update: float) -> float:
-        """The same of what was computed from a gradient that was not bit-equal.
-
-        Args:
-            eager: What the eager step made of it.
-            noise: The norm of the difference between two eager runs.
-            update: How far the eager step moved it.
-        """
+        """The same of what was computed from a gradient that was not bit-equal."""
         return _OF_NOISE * noise + self._rounding(eager.dtype) * size(eager) + _OF_UPDATE * update
 
     def is_rounding(self, gradient: Tensor, apart: Difference) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.observer import Call, Observer, changes
@@ -65,13 +66,11 @@ from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,
-    AttributeReads,
     Attributes,
 )
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
 from lightning_graphs.training.watched import (
-    Nesting,
     WatchedInt,
     draws_watched,
     watched_counter,
@@ -87,9 +86,6 @@ class Doctor:
     It stands in for the strategy's methods until :meth:`finish`.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        calls: The strategy's own methods.
         options: The callback's options; ``warmup_steps`` steps are observed.
         reason: Why the fit is not captured at all; empty if it may be.
         no_whole_step: Why its steps are no whole graphs; likewise.
@@ -114,7 +110,6 @@ class Doctor:
         asked_for = options.scope == "modules" or bool(options.modules or options.exclude)
         no_whole_step = "" if asked_for else no_whole_step
         self._only_submodules = asked_for or (bool(no_whole_step) and not self._whole_steps_only)
-        self._nesting = Nesting(module)
         self._between: set[CallSite] = set()
         self._active = self._finished = False
         device = trainer.strategy.root_device
@@ -134,8 +129,6 @@ class Doctor:
         self._numbers = LoggedNumbers(
             functools.partial(is_live, trainer), self._observer.looking_away
         )
-        self._reads = AttributeReads(self._attribute_used)
-        self._attribute_sites: dict[tuple[str, bool], tuple[CallSite, Effect]] = {}
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._signatures: list[Signature] = []
@@ -228,7 +221,6 @@ class Doctor:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            stack.enter_context(self._reads.watching(self._module))
             stored = functools.partial(self._used, obstacle=STORED)
             counter = functools.partial(watched_counter, self._used)
             stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
@@ -236,13 +228,24 @@ class Doctor:
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_watched(self._drew))
-            stack.enter_context(self._nesting.counted())
             stack.enter_context(self._observing())
             yield
 
     @property
+    def _is_inside(self) -> bool:
+        """Whether the forward of a submodule is running, and not the step around them."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code is not Doctor._run.__code__:
+            if frame.f_code.co_name == "forward":
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and owner is not self._module:
+                    return True
+            frame = frame.f_back
+        return False
+
+    @property
     def _effect(self) -> Effect:
-        between = self._only_submodules and not self._nesting.inside
+        between = self._only_submodules and not self._is_inside
         return _BETWEEN if between else "eager step"
 
     def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +263,7 @@ class Doctor:
     def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
         if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
             return  # one remedy mends both
-        if obstacle is COLLECTIVE and not (self._only_submodules and self._nesting.inside):
+        if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
         if not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
@@ -270,7 +273,7 @@ class Doctor:
     def _look(self, arguments: Any) -> None:
         for number in watched_in(arguments):
             number.used()
-        if self._only_submodules and not self._nesting.inside:
+        if self._only_submodules and not self._is_inside:
             self._between.add(self._observer.here())
 
     def _used(
@@ -281,17 +284,13 @@ class Doctor:
 
     def _gradient_used(self, name: str) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
-        if self._module.automatic_optimization or self._nesting.inside:
+        if self._module.automatic_optimization or self._is_inside:
             self._used(name, obstacle=OLD_GRADIENTS)
 
     def _drew(self, name: str) -> None:
         if self._active and not self._observer.silent:
             self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
             self.diagnosis.add(DRAWN, name, self._observer.here(), effect=self._effect)
-
-    def _attribute_used(self, name: str, written: bool) -> None:
-        if self._active and not self._observer.silent:
-            self._attribute_sites[name, written] = self._observer.here(), self._effect
 
     # ------------------------------------------------------------------ judging
 
@@ -367,21 +366,19 @@ class Doctor:
             obstacle, what, definition_of(self._module.training_step), observed=error.observed
         )
 
-    def _judge_state(self, attributes: Attributes, generators: Generators, outside: Any) -> None:
+    def _judge_state(
+        self, attributes: Attributes, generators: Generators, outside: OutsideValues
+    ) -> None:
         """What the step has left behind in Python."""
         step = definition_of(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
-        for name in attributes.changed():
-            if not name.startswith(ours):
-                owner = name.rpartition(".")[0]
-                places = ((name, True), (name, False), (owner, False))
-                known = [self._attribute_sites[p] for p in places if p in self._attribute_sites]
-                site, effect = known[0] if known else (step, "eager step")
-                self.diagnosis.add(STORED, name, site, effect=effect)
-        for name, site in outside.changed().items():
+        own = [name for name in attributes.changed() if not name.startswith(ours)]
+        found = [(STORED, name, outside.site_of(name)) for name in own]
+        found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
+        for obstacle, name, site in found:
+            site = site if site.line else step
             in_step = self._only_submodules and site.function == "training_step"
-            effect = _BETWEEN if in_step else "eager step"
-            self.diagnosis.add(STORED_OUTSIDE, name, site if site.line else step, effect=effect)
+            self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
         for name in generators.drawn():
             if name not in self._drawn:
                 self.diagnosis.add(DRAWN, name, step)  # by whom is not known

@@ -20,7 +20,6 @@ class Generators:
     Those of Python, numpy and torch, those that the module holds, and those that are added.
 
     Args:
-        module: The module.
         torch_too: Those of torch's CPU count.
     """
 

@@ -63,8 +63,6 @@ class AttachedGradients:
     """The gradients that a captured step writes, always at the same addresses.
 
     Args:
-        parameters: Parameters that have a gradient after the captured step.
-        buffers: Their gradients.
         others: Parameters that have none.
         copied: Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
             shares nothing with them.
@@ -276,9 +274,6 @@ class GradientTargets:
     Nobody zeroes the gradients of a parameter that the optimizer does not have: they add up.
 
     Args:
-        optimizer: Zeroes and reads gradients.
-        trainable: Parameters that may get one.
-        persistent: The buffers.
         keeps: Gradients outlive the step.
         adds: Gradients are added to those of earlier steps.
         holds: The optimizer step is captured, and reads gradients of earlier steps too.

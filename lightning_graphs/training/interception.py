@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.own_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
@@ -97,7 +99,6 @@ def log_exchanged(
     """Let ``self.log`` of a module end in ``log``: below what overrides it, and ``super().log``.
 
     Args:
-        module: The module; others log as ever.
         log: Called with Lightning's own function, bound to the module, and with the arguments.
 
     Returns:
@@ -123,3 +124,27 @@ def log_exchanged(
         yield own
     finally:
         base.log = original
+
+
+@contextlib.contextmanager
+def requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``asked`` with the inputs of every backward pass that the body starts for some inputs.
+
+    Gradients that a graph writes itself have no edge in autograd: it would call them unused.
+    """
+    grad, backward = torch.autograd.grad, torch.autograd.backward
+
+    def watched_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked(leaves_of(inputs))
+        return grad(outputs, inputs, *args, **kwargs)
+
+    def watched_backward(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None:
+            asked(leaves_of(kwargs["inputs"]))
+        backward(*args, **kwargs)
+
+    torch.autograd.grad, torch.autograd.backward = watched_grad, watched_backward
+    try:
+        yield
+    finally:
+        torch.autograd.grad, torch.autograd.backward = grad, backward

@@ -1,24 +1,33 @@
-"""Graphs as an investment: a capture costs time once, and every replay saves some of it."""
+"""When a capture is worth it, when one waits, and when one gives up.
+
+A capture costs time once, and every replay saves some of it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
+from typing import Generic, TypeVar
 
 from lightning.pytorch import Trainer
 
 from lightning_graphs.core.cache import Account
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.statistics import Pace, Statistics
+from lightning_graphs.training.statistics import Pace, Statistics, listed
 
-_REHEARSED_PAYBACK = 20
+FEW = 8
+"""What came so often is no chance: captures in vain, batches that are all new."""
+PATIENCE = 32
+"""So many eager steps in a row are waited for something before it is said, or given up."""
+PAYBACK = 20
 """Replays that repay a capture where nothing can be measured."""
 _SIGHTINGS = 2
 """How often a signature is seen before its capture where nothing can be measured."""
-_CREDIT = 8
-"""How many captures there may be that came to nothing and that replays have not repaid."""
+_MOVES = 3
+"""So many moves of a number, each too soon after the last, put the optimizer step out of graphs."""
 _FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
 _FURTHER_CAPTURE = 4.0
@@ -32,6 +41,13 @@ _FOR_VERIFICATION = 0.05
 _MANY = 10_000
 """Steps that are left in a fit without an end."""
 
+_LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
+_SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
+_PAD = "pad batches to a few fixed lengths"
+_LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
+
+Kind = TypeVar("Kind")
+
 
 class Investment:
     """Decides which graphs are worth their capture.
@@ -39,12 +55,6 @@ class Investment:
     A capture is expected to pay where the steps that it will serve save more than it costs. Both
     are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
     with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
-
-    Args:
-        options: The callback's options.
-        statistics: How long steps take.
-        steps_left: How many micro-batches are left in the fit.
-        timed: Times say something about graphs.
 
     Attributes:
         earliest: After how many steps the first graph may come.
@@ -77,11 +87,9 @@ class Investment:
         """Why a signature is not worth a capture yet; empty if it is.
 
         Args:
-            seen: How often it was seen, this step included.
             share: What part of the coming steps is expected to have its shape.
-            account: What captures have led to.
         """
-        if account.lost > _CREDIT + account.uses / self.payback:
+        if account.lost > FEW + account.uses / self.payback:
             return (
                 "graphs have to be dropped before they have paid off "
                 f"({account.lost} graphs, {account.uses} replays)"
@@ -111,7 +119,7 @@ class Investment:
     def payback(self) -> float:
         """How many replays repay a capture."""
         if self._pace is None or not self._pace.eager:
-            return _REHEARSED_PAYBACK
+            return PAYBACK
         saving = self._saving(self._pace)
         return self._cost(self._pace) / saving if saving > 0.0 else float("inf")
 
@@ -175,3 +183,102 @@ def steps_left(trainer: Trainer) -> int:
         ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
         left = min(left, ahead)
     return int(left)
+
+
+class Moves:
+    """Watches the hyper-parameters that graphs freeze, for the length of a fit.
+
+    Attributes:
+        obstacle: Why the optimizer step is eager; empty as long as it is captured.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.obstacle = _cycled(trainer)
+        self._before: tuple[tuple[str, object], ...] = ()
+        self._in_a_row = 0
+        self._replays = 0
+
+    def replayed(self) -> None:
+        """Count a replay."""
+        self._replays += 1
+
+    def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
+        """Whether the optimizer step is not worth a capture any longer; said once."""
+        before, self._before = self._before, now
+        if self.obstacle or before == now:
+            return False
+        moved = {name for (name, a), (_, b) in zip(before, now, strict=False) if a != b}
+        if not moved:
+            return False
+        self._in_a_row = 1 if self._replays >= PAYBACK else self._in_a_row + 1
+        self._replays = 0
+        if self._in_a_row < _MOVES:
+            return False
+        names = ", ".join(sorted(moved))
+        self.obstacle = f"a scheduler or a hook moves {names} time and again, {_LEAVE_ALONE}"
+        return True
+
+
+def _cycled(trainer: Trainer) -> str:
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
+            name = type(config.scheduler).__name__
+            return f"{name} moves momentum or betas at every step, {_LEAVE_ALONE}"
+    return ""
+
+
+class Waiting(Generic[Kind]):
+    """Steps that run eagerly because none of them is worth a capture yet."""
+
+    def __init__(
+        self,
+        options: Options,
+        statistics: Statistics,
+        difference: Callable[[Kind, Kind], list[str]],
+    ) -> None:
+        self._tolerated = PATIENCE + (options.min_repeats or 0)
+        self._statistics = statistics
+        self._difference = difference
+        self._before: Kind | None = None
+        self._in_a_row = self._new_in_a_row = 0
+        self._is_said = False
+
+    def end(self) -> None:
+        """Note that graphs are of use: what came before is forgotten."""
+        self._in_a_row = self._new_in_a_row = 0
+
+    def add(
+        self,
+        kind: Kind,
+        why_not: str,
+        *,
+        is_new: bool = False,
+        at_once: bool = False,
+        say: bool = True,
+    ) -> bool:
+        """Count an eager step; when they go on and on, say once in a fit why they are.
+
+        Args:
+            is_new: No step before had a batch like this one.
+            at_once: Do not wait for more of them.
+            say: Say it; else somebody else does.
+
+        Returns:
+            Whether it is time to say it.
+        """
+        self._in_a_row += 1
+        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
+        before, self._before = self._before, kind
+        is_time = at_once or self._in_a_row > self._tolerated
+        is_time |= self._new_in_a_row >= FEW
+        if self._is_said or not (is_time or not self._statistics.replayed):
+            return False
+        changes = self._difference(before, kind) if before is not None else []
+        further = f". The last two steps differ: {listed(changes)}" if changes else ""
+        if is_new and changes:
+            further += f"\n  remedy: {_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
+        self._statistics.waiting = f"steps run eagerly: {why_not}{further}"
+        if is_time and say:
+            self._statistics.note(self._statistics.waiting)
+        self._is_said |= is_time
+        return is_time

@@ -60,7 +60,6 @@ class MemoryBudget:
     """How much memory of a GPU all that is ours may take; on a CPU nobody counts.
 
     Args:
-        device: The device.
         share: How much more than the peak of eager steps, as a part of it.
 
     Attributes:
@@ -112,10 +111,6 @@ class MemoryBudget:
         if self.is_tight:
             torch.cuda.empty_cache()
 
-    def holds_copy(self, nbytes: int) -> bool:
-        """Whether a copy of so many bytes may lie on the device; others lie on the host."""
-        return self.has_room(nbytes)
-
     def has_room(self, needed: int) -> bool:
         """Whether so many bytes more may be taken, and are there."""
         if self._device is None:
@@ -162,7 +157,7 @@ class MemoryBudget:
             return
         if torch.cuda.memory_allocated(self._device) > before:
             self.shares = False
-            raise MemoryKept("code of a step keeps tensors that it has computed")
+            raise MemoryKept
 
 
 def gather(tensors: Iterable[Tensor]) -> None:
@@ -172,10 +167,6 @@ def gather(tensors: Iterable[Tensor]) -> None:
     Later those use the gaps; in a captured step they are in memory of its own, and the gaps stay
     empty. Values and the tensors themselves stay as they are, only their addresses change: to be
     called before the first capture.
-
-    Args:
-        tensors: Tensors on the current device; others, and those whose memory has other users, are
-            left where they are.
     """
     if torch.cuda.get_allocator_backend() != "native":  # others have no pools
         return

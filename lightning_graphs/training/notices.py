@@ -2,103 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, TypeVar
 
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.conditions import Conditions
+from lightning_graphs.training.investment import Waiting
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics, differences, listed
 from lightning_graphs.training.step import RaisedInCapture
 from lightning_graphs.training.watch import OF_THE_TRAINER
 
-_PATIENCE = 32
-"""How many eager steps in a row are taken before it is said why."""
-_NEW_IN_A_ROW = 8
-"""The same where each of them has a batch of a kind that no step before had."""
-
-_SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
-_PAD = "pad batches to a few fixed lengths"
-_LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
-
-Kind = TypeVar("Kind")
-
-
-class Waiting(Generic[Kind]):
-    """Steps that run eagerly because none of them is worth a capture yet.
-
-    Args:
-        options: The callback's options.
-        statistics: Where it is said.
-        difference: What tells two kinds of steps apart, a line each.
-    """
-
-    def __init__(
-        self,
-        options: Options,
-        statistics: Statistics,
-        difference: Callable[[Kind, Kind], list[str]],
-    ) -> None:
-        self._tolerated = _PATIENCE + (options.min_repeats or 0)
-        self._statistics = statistics
-        self._difference = difference
-        self._before: Kind | None = None
-        self._in_a_row = self._new_in_a_row = 0
-        self._is_said = False
-
-    def end(self) -> None:
-        """Note that graphs are of use: what came before is forgotten."""
-        self._in_a_row = self._new_in_a_row = 0
-
-    def add(
-        self,
-        kind: Kind,
-        why_not: str,
-        *,
-        is_new: bool = False,
-        at_once: bool = False,
-        say: bool = True,
-    ) -> bool:
-        """Count an eager step; when they go on and on, say once in a fit why they are.
-
-        Args:
-            kind: What tells it from others.
-            why_not: Why it is not captured.
-            is_new: No step before had a batch like this one.
-            at_once: Do not wait for more of them.
-            say: Say it; else somebody else does.
-
-        Returns:
-            Whether it is time to say it.
-        """
-        self._in_a_row += 1
-        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
-        before, self._before = self._before, kind
-        is_time = at_once or self._in_a_row > self._tolerated
-        is_time |= self._new_in_a_row >= _NEW_IN_A_ROW
-        if self._is_said or not (is_time or not self._statistics.replayed):
-            return False
-        changes = self._difference(before, kind) if before is not None else []
-        further = f". The last two steps differ: {listed(changes)}" if changes else ""
-        if is_new and changes:
-            further += f"\n  remedy: {_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
-        self._statistics.waiting = f"steps run eagerly: {why_not}{further}"
-        if is_time and say:
-            self._statistics.note(self._statistics.waiting)
-        self._is_said |= is_time
-        return is_time
-
 
 class Notices:
-    """Decides what is worth saying, and says it through :class:`Statistics`.
-
-    Args:
-        options: The callback's options.
-        statistics: Where it is counted and said.
-    """
+    """Decides what is worth saying, and says it through :class:`Statistics`."""
 
     def __init__(self, options: Options, statistics: Statistics) -> None:
         self._options = options
@@ -146,10 +63,6 @@ class Notices:
 
     def refused(self, error: GraphError, *, has_graphs: bool) -> None:
         """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured.
-
-        Args:
-            error: Why.
-            has_graphs: Other steps are captured, so that no submodules are tried.
 
         Raises:
             GraphError: the refusal itself, or what the step's own code raised.

@@ -16,17 +16,11 @@ _BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Names of the overridden hooks that run between two parts of a step.
+    """Names of the overridden hooks that run between two parts of a step."""
 
-    Attributes:
-        before_backward: They run after the forward pass and before the backward pass.
-        before_step: They run after the backward pass and before the optimizer step.
-        own_zero_grad: The module decides by itself how gradients are zeroed.
-    """
-
-    before_backward: tuple[str, ...]
-    before_step: tuple[str, ...]
-    own_zero_grad: bool
+    before_backward: tuple[str, ...]  # they run after the forward pass and before the backward pass
+    before_step: tuple[str, ...]  # they run after the backward pass and before the optimizer step
+    own_zero_grad: bool  # the module decides by itself how gradients are zeroed
 
     @classmethod
     def of(cls, trainer: Trainer, module: LightningModule) -> Observers:

@@ -28,9 +28,6 @@ def capture_obstacle(
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can.
 
     Args:
-        module: The module that it trains.
-        optimizer: The optimizer.
-        device_type: Where its parameters live.
         scaled: A gradient scaler skips its step where a gradient is infinite.
     """
     name = type(optimizer).__name__
@@ -90,10 +87,6 @@ class CapturableOptimizer:
     Learning rates stay Python floats there; during a capture they are device tensors, which
     :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group (betas,
     momentum, weight decay) are frozen by a capture, and conditions of it.
-
-    Args:
-        optimizer: The optimizer; :func:`capture_obstacle` must have found nothing against it.
-        device: Where its parameters live.
 
     Attributes:
         runs_other_kernel: It runs its fused kernel, and would run another by itself.

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import GraphError
-from lightning_graphs.training.warned import stacklevel_of_user
 
 OnFailure = Literal["eager", "raise"]
 Scope = Literal["auto", "step", "modules"]

@@ -9,21 +9,20 @@ import gc
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_graphs.core.callsite import CallSite
-from lightning_graphs.core.contents import Contents, is_still
+from lightning_graphs.core.contents import Contents, bound
 from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks, module_hooks
-from lightning_graphs.core.values import Absence, is_object, value_of_class
+from lightning_graphs.core.values import Absence, in_slot, is_object, value_of_class
 from lightning_graphs.training.held_values import held_in, held_in_value
-from lightning_graphs.training.own_code import OwnCode, codes_in, inside_of_compiled
+from lightning_graphs.training.own_code import OwnCode, codes_in, function_of, inside_of_compiled
 from lightning_graphs.training.python_state import AttributeReads
 
 _DEFAULTS = attrgetter("__defaults__")
@@ -37,10 +36,6 @@ class OutsideValues:
 
     Each function is looked at when it is called for the first time, before it can change anything.
 
-    Args:
-        module: The module whose step or whose calls are followed.
-        own: Tells the author's code from others'.
-
     Attributes:
         words: Every name in the code that ran.
     """
@@ -51,15 +46,15 @@ class OutsideValues:
         self._own = own
         self._places: dict[tuple[int, str], _Place] = {}
         self._kinds: dict[type, None] = {}
-        self._classes: dict[type, dict[str, Any]] = {}
         self._functions: dict[FunctionType, None] = {}
         self._caches: dict[Any, int] = {}
         self._known: set[CodeType] = set()
         self._reading: dict[str, CallSite] = {}
         self._binding: dict[str, CallSite] = {}
         self._closures: dict[CodeType, list[FunctionType]] = {}
-        self._seen = set(map(id, module.modules()))
-        self._contents = Contents(())
+        self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        self._contents = Contents()
+        self._classes = self._contents.classes
         self._held: list[tuple[str, Any]] = []
         self._listeners: list[Callable[[str, Any], object]] = [self._contents.add]
         for child in module.modules():
@@ -92,7 +87,7 @@ class OutsideValues:
         """
         for kind in set(map(type, self._module.modules())):  # those that watch reads are others
             if self._own.has_module(kind.__module__):
-                self._classes.setdefault(kind, dict(vars(kind)))
+                self._contents.add_class(kind)
         profiled = sys.getprofile() is not None
         hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
         for kind in {base for child in hidden for base in type(child).__mro__}:
@@ -146,7 +141,10 @@ class OutsideValues:
 
         def is_called(function: FunctionType) -> bool:
             pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
-            return all(_content(cell) is values.get(name, Absence.ABSENT) for name, cell in pairs)
+            return all(
+                in_slot(cell, "cell_contents") is values.get(name, Absence.ABSENT)
+                for name, cell in pairs
+            )
 
         if not any(map(is_called, self._closures[code])):
             found = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
@@ -165,7 +163,7 @@ class OutsideValues:
 
     def _assume(self, value: Any) -> None:
         """Read a function that runs where nobody follows it, and those of the author it names."""
-        function = _function_of(value)
+        function = function_of(value)
         if not isinstance(function, FunctionType) or function.__code__ in self._known:
             return
         if not self._is_own(function):
@@ -179,18 +177,21 @@ class OutsideValues:
             for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
                 self._assume(before[name])
 
-    def _add(self, name: str, owner: _Owner, key: str, names: Iterable[str]) -> None:
-        place = _Place(name, owner, key, _table(owner).get(key, Absence.ABSENT))
+    def _add(
+        self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
+    ) -> None:
+        place = _Place(name, owner, key, bound(owner, key))
         if isinstance(place.before, ModuleType):
             if self._own.has_module(place.before.__name__):
                 for inner in set(names) & vars(place.before).keys():
                     self._add(f"{name}.{inner}", vars(place.before), inner, ())
         elif self._places.setdefault((id(owner), key), place) is place:
+            self._contents.add_place(name, owner, key)
             self._look(name, place.before)
 
     def _look(self, name: str, value: Any) -> None:
         """Look into a value: what it was is known from now on."""
-        function = _function_of(value)
+        function = function_of(value)
         if isinstance(value, type):
             self._look_into_class(value)
         elif isinstance(value, _LRU_CACHE):
@@ -221,8 +222,8 @@ class OutsideValues:
         self._kinds[kind] = None
         for base in kind.__mro__:
             if base not in self._classes and self._own.has_module(base.__module__):
-                self._classes[base] = before = dict(vars(base))
-                for key, value in before.items():
+                self._contents.add_class(base)
+                for key, value in self._classes[base].items():
                     if not key.startswith("__"):
                         self._look(f"{base.__name__}.{key}", value)
                     if issubclass(base, Function):  # its backward runs in a thread of autograd
@@ -231,33 +232,17 @@ class OutsideValues:
     # ------------------------------------------------------------------ what they have changed
 
     def changed(self) -> dict[str, CallSite]:
-        """The names of what is no longer as it was, each with the author's line that has it.
+        """The names of what is no longer as it was, each with the author's line that has it."""
+        return {name: self.site_of(name) for name in self._contents.changed()}
 
-        That is a line which binds the name, or else the first one that reads it.
-        """
-        names = {place.name for place in self._places.values() if place.is_changed()}
-        names.update(place.name for place in self._set_in_classes())
-        return {name: self._site(name) for name in sorted(names.union(self._contents.changed()))}
-
-    def _site(self, name: str) -> CallSite:
+    def site_of(self, name: str) -> CallSite:
+        """The author's line that binds a name, or else the first one that reads it."""
         sites, words = {**self._reading, **self._binding}, reversed(re.findall(r"\w+", name))
         return next((sites[word] for word in words if word in sites), CallSite())
 
     def restore(self) -> None:
         """Put everything back."""
-        for place in (*self._places.values(), *self._set_in_classes()):
-            if place.is_changed():
-                place.restore()
         self._contents.restore()
-
-    def _set_in_classes(self) -> list[_Place]:
-        places = [
-            _Place(f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT))
-            for kind, before in self._classes.items()
-            for key in {**before, **vars(kind)}
-            if not key.startswith("__")
-        ]
-        return [place for place in places if place.is_changed()]
 
     def empty_caches(self) -> None:
         """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
@@ -302,54 +287,10 @@ class OutsideValues:
                 yield place.name, get, place.key, owner
 
 
-_Owner = dict[str, Any] | CellType | type
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a name is bound to a value: a module's globals, a cell of a function, or a class."""
+class _Place(NamedTuple):
+    """Where a name is bound to a value: a module's globals, or a cell of a function."""
 
     name: str
-    owner: _Owner
+    owner: dict[str, Any] | CellType
     key: str
     before: Any
-
-    def is_changed(self) -> bool:
-        return not is_still(_table(self.owner).get(self.key, Absence.ABSENT), self.before)
-
-    def restore(self) -> None:
-        absent = self.before is Absence.ABSENT
-        if isinstance(self.owner, dict):
-            if absent:
-                del self.owner[self.key]
-            else:
-                self.owner[self.key] = self.before
-        elif absent:
-            delattr(self.owner, self.key)
-        else:
-            setattr(self.owner, self.key, self.before)
-
-
-def _table(owner: _Owner) -> Mapping[str, Any]:
-    if isinstance(owner, CellType):
-        return {"cell_contents": _content(owner)}
-    return owner if isinstance(owner, dict) else vars(owner)
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is not filled yet
-        return Absence.ABSENT
-
-
-def _function_of(value: Any) -> Any:
-    """The function behind a method, a property or a partial; other values as they are."""
-    if isinstance(value, property):
-        value = value.fget
-    while isinstance(value, partial):
-        value = value.func
-    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
-
-
-_BOUND = (MethodType, staticmethod, classmethod)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import PurePath
-from types import CodeType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -28,7 +30,6 @@ def is_lightnings(definition: object, *files: str) -> bool:
     of its own.
 
     Args:
-        definition: The class or function.
         files: Such as ``"core.module"``.
     """
     module = getattr(definition, "__module__", None)
@@ -39,7 +40,6 @@ class CodeOfModules:
     """Which code runs where modules of a tree are called: classes, and instances' own forwards.
 
     Args:
-        roots: The modules, which count with their submodules.
         graphed: The roots are called through their graphs: their own forwards are not looked at.
     """
 
@@ -72,13 +72,22 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(constant)
 
 
+def function_of(value: Any) -> Any:
+    """The function behind a method, a property or a partial; other values as they are."""
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(value, partial):
+        value = value.func
+    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
+
+
+_BOUND = (MethodType, staticmethod, classmethod)
+
+
 class OwnCode:
     """Tells the code of a step's author from that of the libraries it uses.
 
     Installed packages are libraries, but for the one that the root module's class is from.
-
-    Args:
-        root: The root module.
     """
 
     def __init__(self, root: LightningModule) -> None:
@@ -106,6 +115,16 @@ class OwnCode:
         return not (
             path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
         )
+
+    def words_of(self, kinds: Iterable[type]) -> set[str]:
+        """Names, those of keywords too, in all methods that the author has given these classes."""
+        own = {base for kind in kinds for base in kind.__mro__ if self.has_module(base.__module__)}
+        found = [function_of(value) for base in own for value in vars(base).values()]
+        functions = [inspect.unwrap(f) for f in found if isinstance(f, FunctionType)]
+        codes = [code for f in functions for code in codes_in(f.__code__)]
+        given = [constant for c in codes for constant in c.co_consts if type(constant) is tuple]
+        words = {name for c in codes for name in c.co_names}
+        return words | {word for names in given for word in names if isinstance(word, str)}
 
     def has_module(self, name: str) -> bool:
         """Whether a module that has been imported under this name is the author's."""

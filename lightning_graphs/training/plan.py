@@ -46,7 +46,6 @@ class StepPlan:
         unverified: It is yet to be compared with the eager step.
         host: What its code computes on the host; None if that is nothing.
         number: The same on all ranks.
-        proof: Looks at what its next replay hands out, where verification found no memory for more.
     """
 
     call: CallPlan
@@ -70,7 +69,6 @@ class StepPlan:
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostHalf | None = None
     number: int = 0
-    proof: Callable[[Any], None] | None = None
 
     def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
         """Compute on the host what the coming replay needs; whether it goes the captured way.

@@ -20,9 +20,6 @@ class StepPlans(PlanCache[Signature, StepPlan]):
     """A cache that is asked with batches.
 
     Args:
-        worth: Decides from sightings what is worth a capture.
-        release: Called with a plan that leaves the cache.
-        capacity: Number of plans at most.
         copies: Tells what the host has of the tensors of a batch.
 
     Attributes:

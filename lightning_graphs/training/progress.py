@@ -34,9 +34,6 @@ class ProgressValues:
     at steps that are logged, at the last batch of an epoch, and in loggers and ``callback_metrics``
     always.
 
-    Args:
-        trainer: The trainer; everything runs on its one CUDA device.
-
     Attributes:
         mirrored: Names that the replayed step has copied.
         follows: Copy the values of steps that are no graphs as a whole.

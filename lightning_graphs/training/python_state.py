@@ -58,18 +58,14 @@ class AttributeReads:
     hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
     absence of an attribute that was looked for in vain. A plain value that the code has set itself
     before it reads it is no such value: every replay sets it again (:meth:`stored`).
-
-    Args:
-        on_use: Called with the name of every attribute that is read or set, and whether it is set.
     """
 
-    def __init__(self, on_use: Callable[[str, bool], object] | None = None) -> None:
+    def __init__(self) -> None:
         self._held = HeldValues()
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._thread = threading.get_ident()
-        self._on_use = on_use
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
         """Look at a value outside of the module, too: ``get(key)``, bound in this owner."""
@@ -171,7 +167,7 @@ class AttributeReads:
 
     def _watched(self, kind: type, paths: Mapping[int, str]) -> type:
         own: Any = kind
-        inherited, inherited_set = own.__getattribute__, own.__setattr__
+        inherited = own.__getattribute__
         inherited_missing = own.__getattr__
         is_library = CallSiteFinder().is_library
         noted: set[tuple[int, str]] = set()
@@ -185,8 +181,7 @@ class AttributeReads:
             # A copy that the body makes has the watched class, too, and no path.
             if not own and place[0] in paths and self._is_mine():
                 self._note(owner, kind, key, value, paths[place[0]])
-                if self._on_use is None:  # which is told of every use
-                    noted.add(place)
+                noted.add(place)
             return value
 
         def missing(owner: Any, key: str) -> Any:
@@ -198,16 +193,8 @@ class AttributeReads:
                     self._note_absence(owner, kind, key, paths[id(owner)])
                 raise
 
-        def write(owner: Any, key: str, value: Any) -> None:
-            assert self._on_use is not None
-            if id(owner) in paths:
-                self._on_use(f"{paths[id(owner)]}.{key}", True)
-            inherited_set(owner, key, value)
-
         watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
         watched["__module__"] = kind.__module__
-        if self._on_use is not None:
-            watched["__setattr__"] = write
         return type(kind)(kind.__name__, (kind,), watched)
 
     def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
@@ -217,10 +204,7 @@ class AttributeReads:
         if key not in table and (not (is_plain(of_class) or is_method) or _is_inherited(kind, key)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
-        if self._on_use is not None:
-            self._on_use(name, False)
-        else:
-            _refuse_iterators(name, value)
+        _refuse_iterators(name, value)
         if key not in table and not is_method:
             self._held.add(name, partial(getattr, owner), key, owner)
         elif key in table and value is None:  # which a table without it gives as well
@@ -257,7 +241,7 @@ def _refuse_iterators(name: str, value: Any) -> None:
     Raises:
         CaptureError: names it and the line.
     """
-    inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, set())
+    inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
     for label, held in [(name, value), *inside]:
         if isinstance(held, Iterator) and not isinstance(held, io.IOBase):
             observed = f"{label}, an iterator, is read at {CallSiteFinder().here().describe()}"

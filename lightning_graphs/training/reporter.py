@@ -12,26 +12,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.interception import StepHandler, intercept
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.profit import judge
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.timing import StepTiming, stopwatch_for
+from lightning_graphs.training.timing import StepTiming, Stopwatch, judge
 
 _OF_PARTS = "the optimizer step", "capturing submodules, not"
 """How reasons begin that do not say why no step was replayed."""
 
 
 class FitReporter:
-    """Times the first steps of a fit, draws the conclusion, and says how it went.
-
-    Args:
-        trainer: The trainer.
-        options: The callback's options.
-        statistics: What the steps are counted in.
-        handler: What runs the steps.
-        switch_off: Releases the graphs and lets the steps run eagerly from now on.
-        ranks: All of them switch off together.
-    """
+    """Times the first steps of a fit, draws the conclusion, and says how it went."""
 
     def __init__(
         self,
@@ -53,7 +43,7 @@ class FitReporter:
         statistics.device = device.type
         if device.type == "cuda":
             statistics.device = torch.cuda.get_device_name(device)
-        self._stopwatch = stopwatch_for(device)
+        self._stopwatch = Stopwatch(device)
         self._off_since: int | None = None
         self._decides = options.only_if_faster and self._stopwatch.meaningful
         self.timing = StepTiming(

@@ -23,7 +23,7 @@ from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import SETTLED, MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of
-from lightning_graphs.training.state import StepState
+from lightning_graphs.training.state import Kept, StepState
 from lightning_graphs.training.statistics import Statistics
 
 _OURS = frozenset({"forward", "log"})
@@ -39,10 +39,6 @@ class StepBegin:
     and the optimizer's state are what they are until the optimizer steps.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        args: Of ``training_step``.
-        budget: What memory may be taken.
         gradients: The gradients that there are may be added to.
     """
 
@@ -58,25 +54,21 @@ class StepBegin:
         self.args = args
         self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
         self._modules = list(module.modules())
-        batch = list(held_in_value("batch", args, set()))
+        batch = list(held_in_value("batch", args, {}))
         self._python = Contents([*held_in(module), *batch])
         self._generators = Generators(module)
         self._put_logs_back = logs_kept(trainer)
         found = LooseTensors(module)
         for name, value in batch:
             found.add(name, value)
-        tensors = found.tensors
+        tensors = [*module.buffers(), *found.tensors]
         if gradients:
             tensors += [g for _, g, _ in self._parameters if g is not None]
-        loose = {str(i): tensor for i, tensor in enumerate(tensors)}
-        self._state = StepState(
-            trainer, module, trainer.optimizers[0], loose, budget=budget, forward_only=True
-        )
-        self._state.keep()
+        self._tensors = Kept(tensors, module.device, budget)
 
     def restore(self) -> None:
         """Put everything back."""
-        self._state.restore()
+        self._tensors.restore()
         for parameter, gradient, trainable in self._parameters:
             parameter.requires_grad_(trainable)
             parameter.grad = gradient
@@ -114,11 +106,6 @@ class EagerRetry:
     us either.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        own: The strategy's own methods.
-        statistics: Where steps are counted.
-        budget: What memory may be taken.
         raises: The error is raised instead.
 
     Attributes:

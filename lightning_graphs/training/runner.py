@@ -18,10 +18,11 @@ from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.investment import Investment, Moves
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -31,7 +32,6 @@ from lightning_graphs.training.lightning_private import (
 )
 from lightning_graphs.training.logs import LoggedNumbers
 from lightning_graphs.training.memory import MemoryKept, NoRoomError
-from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
@@ -59,17 +59,6 @@ _WRAPPED = (
 class StepRunner:
     """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit.
 
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        options: The callback's options.
-        pool: Owner of graphs, memory and stream.
-        statistics: Where decisions are counted.
-        progress: Mirror of the values for the progress bar; None without a GPU.
-        investment: Decides which steps are worth a capture.
-        retry: Has the strategy's own methods, and repeats a step that finds no memory.
-        ranks: Does every step the same way on all of them.
-
     Attributes:
         capturable: What keeps the optimizer capturable; None if it cannot be captured.
         has_failed: After a refusal no graph of a step is left; or attributes move on too often.
@@ -94,7 +83,7 @@ class StepRunner:
         self._calls = retry.calls
         self._pool = pool
         self._statistics = statistics
-        self._verify = options.verify
+        self._agreement = Agreement(module, options, retry.budget, ranks)
         self._investment = investment
         copies = partial(copies_on_host, trainer)
         self._cache = StepPlans(investment, self._release, options.max_graphs, copies)
@@ -155,12 +144,7 @@ class StepRunner:
             self._numbers,
             copies_gradients=self._kept.are_copied,
         )
-        verify, parts = self._verify, (self._trainer, self._module, body, self._optimizer)
-        self._every = verify if isinstance(verify, int) else 0
-        self._verification = None
-        if verify != "off":
-            budget = self._retry.budget
-            self._verification = Verification(*parts, self._in_graph, budget, self._ranks)
+        self._verification = Verification(self._agreement, body, self._in_graph, self._ranks)
         self._watch = FitWatch(
             self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
         )
@@ -307,8 +291,8 @@ class StepRunner:
             return self._captured(args, conditions)
         if choice <= EAGER or plan is None:
             return None
-        again = self._every and self._trainer.global_step % self._every == 0
-        return self._verified(plan, args) if again or verify else plan
+        again = self._agreement.every and self._agreement.is_due
+        return self._verified(plan, args) if verify or again else plan
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""
@@ -372,33 +356,25 @@ class StepRunner:
         self._cache.add(signature, plan)
         self._kept.count()
         plan.inputs.copy_in(tensors)
-        plan.unverified = self._verification is not None
+        plan.unverified = self._agreement.is_on
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
         return self._verified(plan, args) if affords else plan
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
-        if self._verification is not None:
+        if self._agreement.is_on:
             plan.unverified = False
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)
-            except MemoryKept as error:
-                self._rebind(str(error))
+            except MemoryKept:
+                self._rebind("code of a step keeps tensors that it has computed")
                 return None
             except GraphError as error:
                 self._refused(plan.call.signature, error)
                 return None
         return plan
-
-    def _prove(self, plan: StepPlan, proof: Callable[[Any], None], returned: Any) -> None:
-        """Compare what a replay handed out, where there was no memory for a full check."""
-        plan.proof = None
-        try:
-            proof(returned)
-        except GraphError as error:
-            self._refused(plan.call.signature, error)
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._statistics.eager += 1
@@ -425,10 +401,7 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = _nothing
-        returned = self._retry.handed_out(plan)
-        if plan.proof is not None:
-            self._prove(plan, plan.proof, returned)
-        return returned
+        return self._retry.handed_out(plan)
 
     def _conditions(self) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""

@@ -41,29 +41,17 @@ class Runner(StepHandler, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What every runner is made of.
-
-    Attributes:
-        trainer: The trainer.
-        module: Its module.
-        options: The callback's options.
-        pool: Owner of graphs, memory and stream.
-        statistics: Where decisions are counted.
-        progress: Mirror of the values for the progress bar; None without a GPU.
-        investment: Decides what is worth a capture.
-        retry: Has the strategy's own methods, and repeats a step that finds no memory.
-        ranks: Does whole steps the same way on all ranks.
-    """
+    """What every runner is made of."""
 
     trainer: Trainer
     module: LightningModule
     options: Options
-    pool: GraphPool
-    statistics: Statistics
-    progress: ProgressValues | None
-    investment: Investment
-    retry: EagerRetry
-    ranks: Ranks
+    pool: GraphPool  # owner of graphs, memory and stream
+    statistics: Statistics  # where decisions are counted
+    progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
+    investment: Investment  # decides what is worth a capture
+    retry: EagerRetry  # has the strategy's own methods, and repeats a step that finds no memory
+    ranks: Ranks  # does whole steps the same way on all ranks
 
     def step_runner(self) -> StepRunner:
         """Graphs of whole steps."""
@@ -131,9 +119,6 @@ class AutoRunner:
     """Whole steps as graphs; submodules, from the next step on, where that turns out to fail.
 
     It fails where the first capture is refused, and where attributes take new values too often.
-
-    Args:
-        fit: The fit.
     """
 
     def __init__(self, fit: Fit) -> None:

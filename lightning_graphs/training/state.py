@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,17 +18,54 @@ from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.precision import scaler_of
 
 
+class Restorable(Protocol):
+    """What can be put back as it was when it was made."""
+
+    def restore(self) -> None:
+        """Put it back."""
+
+
+class Kept:
+    """Tensors, torch's random generators and others, copied to be put back.
+
+    Copies are on the device where they are small, else in memory of the host. Tensors in several
+    pieces of memory are left out: no graph writes them in place.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        device: torch.device,
+        budget: MemoryBudget,
+        *others: Restorable,
+    ) -> None:
+        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        storages = [t.untyped_storage() for t in tensors]
+        size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+        self._snapshot = StateSnapshot(tensors, on_host=not budget.has_room(size))
+        self.saved = self._snapshot.saved
+        self._others = others
+        self._device = device if device.type == "cuda" else None
+        self._on_host = torch.get_rng_state()
+        self._on_device = torch.cuda.get_rng_state(device) if self._device else None
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._snapshot.restore()
+        for other in self._others:
+            other.restore()
+        torch.set_rng_state(self._on_host)
+        if self._on_device is not None:
+            assert self._device is not None
+            torch.cuda.set_rng_state(self._on_device, self._device)
+
+
 class StepState:
     """The state that a step of one fit changes, as it is now.
 
     Args:
-        trainer: The trainer.
-        module: Its module.
-        optimizer: Its optimizer.
         loose: Other tensors that the step writes, by name.
-        forward_only: Leave out what only backward pass and optimizer step change: parameters,
-            gradients, the optimizer's state and the loss scale.
-        budget: Whether there is room for a copy on the device.
+        others: What else is put back.
         zeroed: Parameters whose gradients the step zeroes before anybody looks at them.
     """
 
@@ -38,9 +75,8 @@ class StepState:
         module: LightningModule,
         optimizer: Optimizer,
         loose: Mapping[str, Tensor],
-        *,
+        *others: Restorable,
         budget: MemoryBudget,
-        forward_only: bool = False,
         zeroed: Iterable[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
@@ -48,59 +84,56 @@ class StepState:
         self._device = module.device
         self._buffers = dict(module.named_buffers())
         self._loose = dict(loose)
-        self._scaler = None if forward_only else scaler_of(trainer.precision_plugin)
-        self._parameters = {} if forward_only else _named_parameters(module, optimizer)
+        self._scaler = scaler_of(trainer.precision_plugin)
+        self._parameters = _named_parameters(module, optimizer)
         self._gradients = [p.grad for p in self._parameters.values()]
-        self._state = {} if forward_only else {p: dict(s) for p, s in optimizer.state.items()}
-        self._forward_only = forward_only
+        self._state = {p: dict(s) for p, s in optimizer.state.items()}
+        self._others = others
         unread = set(zeroed)
-        found = [
+        self._tensors = [
             *self._buffers.values(),
             *self._loose.values(),
             *self._parameters.values(),
             *(p.grad for p in self._parameters.values() if p.grad is not None and p not in unread),
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
-        # No graph adds to a sparse gradient: it is never written in place.
-        self._tensors = [tensor for tensor in found if tensor.layout is torch.strided]
-        self._snapshot: StateSnapshot | None = None
-        self._generators: list[Tensor] = []
+        self._kept: Kept | None = None
         self._scale: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put the state back at the end, whatever happened, and let go of the copy."""
+    def kept(
+        self, together: Callable[[Callable[[], None]], None] = lambda keep: keep()
+    ) -> Iterator[None]:
+        """Copy the state, put it back at the end, whatever happened, and let go of the copy.
+
+        Args:
+            together: Calls what copies it, on all ranks.
+        """
+        together(self.keep)
         try:
             yield
         finally:
             self.restore()
-            self._snapshot = None
+            self._kept = None
 
     def keep(self) -> None:
-        """Copy the state: on the device where that is small, else in memory of the host."""
-        self._snapshot = snapshot(self._tensors, self._budget)
-        self._generators = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            self._generators.append(torch.cuda.get_rng_state(self._device))
+        """Copy the state."""
+        self._kept = Kept(self._tensors, self._device, self._budget, *self._others)
         if self._scaler is not None:
             self._scale = self._scaler.state_dict()
 
     def restore(self) -> None:
         """Put the state back as it was when it was copied."""
-        assert self._snapshot is not None
-        self._snapshot.restore()
+        assert self._kept is not None
+        self._kept.restore()
         for parameter, gradient in zip(self._parameters.values(), self._gradients, strict=True):
             parameter.grad = gradient
-        if not self._forward_only:
-            table: dict[Any, Any] = self._optimizer.state
-            for parameter in [p for p in table if p not in self._state]:
-                del table[parameter]
-            for parameter, known in self._state.items():
-                table[parameter].clear()
-                table[parameter].update(known)
-        torch.set_rng_state(self._generators[0])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(self._generators[1], self._device)
+        table: dict[Any, Any] = self._optimizer.state
+        for parameter in [p for p in table if p not in self._state]:
+            del table[parameter]
+        for parameter, known in self._state.items():
+            table[parameter].clear()
+            table[parameter].update(known)
         if self._scaler is not None:
             # With a scale given, `update` forgets a step that was left halfway.
             self._scaler.update(self._scale["scale"])
@@ -108,16 +141,12 @@ class StepState:
 
     def moved(self, tensor: Tensor) -> float:
         """How far a tensor of the state is from its copy, as a Euclidean norm."""
-        assert self._snapshot is not None
-        return difference(tensor, self._snapshot.saved(tensor).to(tensor.device)).norm
+        assert self._kept is not None
+        return difference(tensor, self._kept.saved(tensor).to(tensor.device)).norm
 
     def results(self, returned: Any) -> list[Result]:
-        """What a step returned and what it changed, in the order of its computation.
-
-        Args:
-            returned: What ``training_step`` returned.
-        """
-        found = outputs(returned)
+        """What a step returned and what it changed, in the order of its computation."""
+        found = _outputs(returned)
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
         found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
@@ -138,14 +167,7 @@ class StepState:
         return found
 
 
-def snapshot(tensors: Sequence[Tensor], budget: MemoryBudget) -> StateSnapshot:
-    """Copies of these tensors: on the device where they are small, else in memory of the host."""
-    storages = [t.untyped_storage() for t in tensors]
-    size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-    return StateSnapshot(tensors, on_host=not budget.holds_copy(size))
-
-
-def outputs(returned: Any) -> list[Result]:
+def _outputs(returned: Any) -> list[Result]:
     """The tensors that ``training_step`` returned; constants take part by their names."""
     leaves: list[tuple[str, Any]] = []
     flatten(returned, "output", leaves)

@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_graphs.core.backend import Backend, PoolHandle
+from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import GraphError
 from lightning_graphs.reporting import GraphRecord, Report, StepTime
 from lightning_graphs.training.conditions import Conditions
-from lightning_graphs.training.warned import stacklevel_of_user
 
 _RECAPTURES_SAID = 8
 _LINES = 3
@@ -33,14 +33,12 @@ class Pace:
     """How long steps take, in milliseconds.
 
     Attributes:
-        eager: Eager steps on the device.
         behind: How long the device still worked on each of them once it had been launched.
-        replayed: Replayed steps on the device.
     """
 
-    eager: list[float] = field(default_factory=list)
+    eager: list[float] = field(default_factory=list)  # eager steps on the device
     behind: list[float] = field(default_factory=list)
-    replayed: list[float] = field(default_factory=list)
+    replayed: list[float] = field(default_factory=list)  # replayed steps on the device
 
 
 @dataclass(slots=True)
@@ -48,11 +46,10 @@ class CaptureCost:
     """What one capture took.
 
     Attributes:
-        ms: Milliseconds.
         added: Bytes that each memory pool has more than before.
     """
 
-    ms: float = 0.0
+    ms: float = 0.0  # milliseconds
     added: dict[PoolHandle, int] = field(default_factory=dict)
 
 
@@ -61,36 +58,24 @@ class Statistics:
     """What happened to the steps of a fit.
 
     Attributes:
-        eager: Micro-batches that ran eagerly.
-        replayed: Micro-batches that were replayed.
-        captures: Steps captured, a signature each.
-        fallbacks: Reason of each refusal, in order.
         recaptures: What changed, for each capture after the first.
-        modules: Names of the submodules that have graphs.
         fused: Optimizers that run their fused kernel, and by themselves would not.
-        graphs: A record for each captured signature.
-        times: The steps that were timed.
-        verdict: What the times say.
-        waiting: Why the last eager step was not captured, where none was refused.
-        pace: How long steps take.
-        backend: Name of the backend; empty while nothing is captured.
-        device: The device in words.
     """
 
-    eager: int = 0
-    replayed: int = 0
-    captures: int = 0
-    fallbacks: list[str] = field(default_factory=list)
+    eager: int = 0  # micro-batches that ran eagerly
+    replayed: int = 0  # micro-batches that were replayed
+    captures: int = 0  # steps captured, a signature each
+    fallbacks: list[str] = field(default_factory=list)  # reason of each refusal, in order
     recaptures: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)  # names of the submodules that have graphs
     fused: list[str] = field(default_factory=list)
-    graphs: list[GraphRecord] = field(default_factory=list)
-    times: list[StepTime] = field(default_factory=list)
-    verdict: str = ""
-    waiting: str = ""
-    pace: Pace = field(default_factory=Pace)
-    backend: str = ""
-    device: str = ""
+    graphs: list[GraphRecord] = field(default_factory=list)  # a record for each captured signature
+    times: list[StepTime] = field(default_factory=list)  # the steps that were timed
+    verdict: str = ""  # what the times say
+    waiting: str = ""  # why the last eager step was not captured, where none was refused
+    pace: Pace = field(default_factory=Pace)  # how long steps take
+    backend: str = ""  # name of the backend; empty while nothing is captured
+    device: str = ""  # the device in words
     _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(
         default_factory=dict, repr=False
     )
@@ -98,12 +83,7 @@ class Statistics:
     _refused: dict[str, list[str]] = field(default_factory=dict, repr=False)
 
     def note(self, reason: str, error: GraphError | None = None) -> None:
-        """Warn, once for each reason, that something runs eagerly.
-
-        Args:
-            reason: What does, and why unless an error says so.
-            error: The warning has it in two lines, the report in full.
-        """
+        """Warn, once for each reason, that something runs eagerly."""
         full = reason if error is None else f"{reason}: {error}"
         if full not in self.fallbacks:
             self.fallbacks.append(full)
@@ -165,9 +145,6 @@ class Statistics:
         Args:
             signature: The signature in words: what is captured again under the same words
                 continues their record.
-            graphs: Its graphs, in the order of their replay.
-            cost: What :func:`capture_cost` measured.
-            scope: What of the step it is.
         """
         same = (r for r in self.graphs if (r.scope, r.signature) == (scope, signature))
         record = next(same, None)

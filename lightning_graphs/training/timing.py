@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,72 +23,42 @@ SAMPLES = 8
 _LONGEST = 256
 """Micro-batches after which timing ends, whatever is still missing."""
 
-Mark = TypeVar("Mark")
+
+class Mark(NamedTuple):
+    """A moment on the host's clock, and on the GPU's own."""
+
+    launched: float
+    event: torch.cuda.Event | None
 
 
-class Stopwatch(Protocol[Mark]):
-    """Takes marks, and later tells the time between two of them.
+class Stopwatch:
+    """Takes marks without waiting, and later tells the time between two of them.
 
     Attributes:
-        meaningful: Whether the times say anything about graphs.
+        meaningful: Whether the times say anything about graphs: not without a GPU.
     """
 
-    @property
-    def meaningful(self) -> bool: ...
+    def __init__(self, device: torch.device) -> None:
+        self.meaningful = device.type == "cuda"
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> Mark:
+        """The present moment, on the current stream."""
+        event = torch.cuda.Event(enable_timing=True) if self.meaningful else None
+        if event is not None:
+            event.record()
+        return Mark(perf_counter(), event)
 
     def milliseconds(self, start: Mark, end: Mark, *, wait: bool) -> float | None:
         """Time between two marks; None if the device has not come so far and ``wait`` is False."""
-
-    def behind(self, start: Mark, end: Mark, ms: float) -> float:
-        """For how many of these milliseconds the device went on when all work was launched."""
-
-
-class HostStopwatch:
-    """For the emulated backend: nothing runs asynchronously, and a replay saves nothing."""
-
-    meaningful = False
-
-    def mark(self) -> float:
-        return perf_counter()
-
-    def milliseconds(self, start: float, end: float, *, wait: bool) -> float | None:
-        return (end - start) * 1e3
-
-    def behind(self, start: float, end: float, ms: float) -> float:
-        return 0.0
-
-
-class DeviceMark(NamedTuple):
-    """A moment on the GPU's own clock, and when it was asked for on the host's."""
-
-    event: torch.cuda.Event
-    launched: float
-
-
-class DeviceStopwatch:
-    """CUDA events on the current stream: no wait while steps run."""
-
-    meaningful = True
-
-    def mark(self) -> DeviceMark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return DeviceMark(event, perf_counter())
-
-    def milliseconds(self, start: DeviceMark, end: DeviceMark, *, wait: bool) -> float | None:
+        if start.event is None or end.event is None:
+            return (end.launched - start.launched) * 1e3
         if wait:
             end.event.synchronize()
         return start.event.elapsed_time(end.event) if end.event.query() else None
 
-    def behind(self, start: DeviceMark, end: DeviceMark, ms: float) -> float:
+    def behind(self, start: Mark, end: Mark, ms: float) -> float:
+        """For how many of these milliseconds the device went on when all work was launched."""
         return max(0.0, ms - (end.launched - start.launched) * 1e3)
-
-
-def stopwatch_for(device: torch.device) -> Stopwatch[Any]:
-    """What measures steps on that device."""
-    return DeviceStopwatch() if device.type == "cuda" else HostStopwatch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +77,7 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Sample(Generic[Mark]):
+class _Sample:
     """A step under way, then one whose time is not known yet."""
 
     step: int
@@ -128,19 +98,14 @@ class StepTiming:
     step with a capture, a refusal or a verification in it.
 
     Args:
-        handler: What runs the steps.
-        statistics: Tells what a step turned out to be, and receives the times.
-        stopwatch: Measures.
         settled: Called at the end of a step of the optimizer, once every graph has its times.
-        manual: The module optimizes manually.
-        verified: Tells whether the coming step is run both ways.
     """
 
     def __init__(
         self,
         handler: StepHandler,
         statistics: Statistics,
-        stopwatch: Stopwatch[Any],
+        stopwatch: Stopwatch,
         settled: Callable[[], None],
         *,
         manual: bool = False,
@@ -154,8 +119,8 @@ class StepTiming:
         self._verified = verified
         self._stepping = False
         self._steps = 0
-        self._open: _Sample[Any] | None = None
-        self._pending: deque[_Sample[Any]] = deque()
+        self._open: _Sample | None = None
+        self._pending: deque[_Sample] = deque()
         self._taken: Counter[Hashable] = Counter()
         self._replays: Counter[int] = Counter()
         self._times: defaultdict[Hashable, list[float]] = defaultdict(list)
@@ -220,7 +185,7 @@ class StepTiming:
             self._pending.append(sample)
 
     @staticmethod
-    def _key(sample: _Sample[Any]) -> Hashable:
+    def _key(sample: _Sample) -> Hashable:
         return sample.batch, tuple(map(id, sample.records))
 
     def _settle(self) -> None:
@@ -235,26 +200,23 @@ class StepTiming:
         return bool(replays) and min(replays) >= SAMPLES
 
     def read(self, *, wait: bool = False) -> None:
-        """Take over the times that the device knows by now.
-
-        Args:
-            wait: Wait for those that it does not know yet.
-        """
+        """Take over the times that the device knows by now."""
         while self._pending:
             sample = self._pending[0]
+            assert sample.end is not None
             ms = self._stopwatch.milliseconds(sample.start, sample.end, wait=wait)
             if ms is None:
                 return
             self._pending.popleft()
-            self._keep(sample, ms)
+            self._keep(sample, sample.end, ms)
 
-    def _keep(self, sample: _Sample[Any], ms: float) -> None:
+    def _keep(self, sample: _Sample, end: Mark, ms: float) -> None:
         pace = self._statistics.pace
         if sample.records:
             pace.replayed.append(ms)
         else:
             pace.eager.append(ms)
-            pace.behind.append(self._stopwatch.behind(sample.start, sample.end, ms))
+            pace.behind.append(self._stopwatch.behind(sample.start, end, ms))
         if not sample.kept:
             return
         kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"
@@ -269,3 +231,43 @@ class StepTiming:
 def _shapes_of(args: tuple[Any, ...]) -> Hashable:
     tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
     return tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
+
+
+GPU_BOUND_FROM = 0.95
+"""Replay time over eager time from which on launching kernels was not what took the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the times say."""
+
+    profitable: bool  # whether replayed steps are faster at all
+    sentence: str = ""  # what a user should know; empty where graphs pay off clearly
+
+
+def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict | None:
+    """Compare the time of replayed steps with that of eager ones; None without both times.
+
+    Args:
+        otherwise: Time of an eager step where a record has none.
+    """
+    timed = [
+        (eager, record.replay_ms, record.replays)
+        for record in records
+        if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
+    ]
+    if not timed:
+        return None
+    steps = sum(count for *_, count in timed)
+    eager = sum(ms * count for ms, _, count in timed) / steps
+    replay = sum(ms * count for _, ms, count in timed) / steps
+    times = f"a replayed step takes {replay:.3f} ms and an eager one {eager:.3f} ms"
+    if replay < GPU_BOUND_FROM * eager:
+        return Verdict(True)
+    if replay * GPU_BOUND_FROM <= eager:
+        return Verdict(
+            replay < eager,
+            f"{times}: the GPU is busy all the time, and fewer launches gain little; "
+            "torch.compile(module) makes the kernels themselves fewer and faster",
+        )
+    return Verdict(False, f"{times}: graphs make this step slower")

@@ -26,9 +26,6 @@ class BatchTransfer:
 
     Nobody must override the hooks that move a batch. A tensor, or a tuple, list or dict of tensors,
     then takes a short way to what Lightning would make of it; its own costs 0.1 ms of CPU time.
-
-    Args:
-        trainer: The trainer; everything runs on its one CUDA device.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -10,12 +10,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-
 from lightning_graphs.training.interception import replaced
 
 Note = Callable[[str], object]
@@ -86,44 +80,6 @@ def watched_counter(note: Note, name: str, read: Callable[[], Any]) -> Any:
         return WatchedInt(value, name, note)
     note(name)
     return value
-
-
-class Nesting:
-    """Whether code runs inside of a submodule, or in the step around them.
-
-    Args:
-        root: The module whose submodules count.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._depth = 0
-
-    @property
-    def inside(self) -> bool:
-        """Whether a submodule's forward is running."""
-        return self._depth > 0
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Follow the calls of the body."""
-        self._depth = 0
-        handles = (
-            register_module_forward_pre_hook(lambda module, _: self._move(module, 1)),
-            register_module_forward_hook(
-                lambda module, *_: self._move(module, -1), always_call=True
-            ),
-        )
-        try:
-            yield
-        finally:
-            self._depth = 0
-            for handle in handles:
-                handle.remove()
-
-    def _move(self, module: nn.Module, by: int) -> None:
-        if module is not self._root:
-            self._depth += by
 
 
 @contextlib.contextmanager

@@ -138,11 +138,6 @@ def test_buffers_made_under_inference_mode_serve_outside() -> None:
     assert inputs.tensors[0].tolist() == [1.0, 1.0]
 
 
-def test_buffers_can_live_on_another_device() -> None:
-    (buffer,) = StaticInputs([torch.zeros(2, 3).t()], torch.device("meta")).tensors
-    assert (buffer.device.type, buffer.stride()) == ("meta", (1, 3))
-
-
 def _block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3))
 

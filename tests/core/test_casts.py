@@ -18,7 +18,7 @@ from lightning_graphs.core.autograd_graph import leaves_behind
 from lightning_graphs.core.backend import BackendName
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.casts import ahead_of_casts, cast_together
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 

@@ -94,7 +94,6 @@ def bindings(major: int, version: int = 12090, capturing: int = 1) -> ModuleType
     )
     module.cuGraphMemAllocNodeGetParams = lambda node: (OK, SimpleNamespace(bytesize=512))
     module.cuGraphChildGraphNodeGetGraph = lambda node: (OK, BODY)
-    module.cuGraphUpload = lambda graph_exec, stream: (OK,) if graph_exec else (INVALID,)
     if major == 12:
         module.cuGraphGetEdges_v2 = edges
         module.cuStreamGetCaptureInfo_v3 = capture_info
@@ -126,7 +125,7 @@ class TestBothShapes:
     def test_walk(self, install: Callable[..., None], major: int) -> None:
         install(major)
         nodes, edges = driver.walk(GRAPH)
-        assert [(node["handle"], node["kind"], node["bytes"]) for node in nodes] == [
+        assert [(node.handle, node.kind, node.bytes) for node in nodes] == [
             (10, "memcpy", 64),
             (11, "child", 0),
             (12, "memset", 100),
@@ -135,10 +134,10 @@ class TestBothShapes:
             (21, "kernel", 0),
         ]
         names = ["memcpy H to D", "graph", "memset", "mem_alloc", FILL, "sgemm_tn"]
-        assert [node["name"] for node in nodes] == names
-        assert (nodes[4]["grid"], nodes[4]["block"]) == ((8, 1, 1), (128, 1, 1))
-        assert (nodes[5]["grid"], nodes[5]["block"]) == ((1, 3, 1), (1, 1, 4))
-        assert nodes[0]["grid"] is None
+        assert [node.name for node in nodes] == names
+        assert (nodes[4].grid, nodes[4].block) == ((8, 1, 1), (128, 1, 1))
+        assert (nodes[5].grid, nodes[5].block) == ((1, 3, 1), (1, 1, 4))
+        assert nodes[0].grid is None
         # The child's body hangs between the child and what waits for it.
         assert sorted(edges) == [(0, 1), (0, 3), (1, 2), (1, 4), (4, 5), (5, 2)]
 
@@ -165,12 +164,6 @@ class TestBothShapes:
 
 
 class TestErrors:
-    def test_upload(self, install: Callable[..., None]) -> None:
-        install(13)
-        driver.upload(3, STREAM)
-        with pytest.raises(GraphError, match=r"cuGraphUpload(.|\n)*CUDA_ERROR_INVALID_VALUE"):
-            driver.upload(0, STREAM)
-
     def test_check(self) -> None:
         assert driver.check((OK,)) is None
         assert driver.check((OK, 4)) == 4

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.gradients import (
     DirectGradients,
-    GradientLayout,
     LentGradients,
     new_buffers,
     refuse_parameter_hooks,
@@ -169,15 +168,15 @@ class Lending:
 
     def __init__(self, device: torch.device) -> None:
         like = (torch.empty(2, 3, device=device).t(), torch.empty(5, device=device))
-        layouts = [GradientLayout.of(like[0]), None, GradientLayout.of(like[1])]
         self.static = [torch.zeros_like(t) for t in like]
-        self.gradients = LentGradients(layouts)
+        self.gradients = LentGradients([like[0], like[0], like[1]])
+        self.gradients.capture([self.static[0], None, self.static[1]])
 
     def run(self, value: float) -> list[Tensor]:
         def backward() -> None:
-            for i, tensor in enumerate(self.static):
-                tensor.fill_(value + i)
-            self.gradients.capture([self.static[0], None, self.static[1]])
+            buffers = [buffer for buffer in self.gradients.buffers if buffer is not None]
+            for i, buffer in enumerate(buffers):
+                buffer.fill_(value + i)
 
         first, none, last = self.gradients.replay(backward)
         assert none is None
@@ -224,12 +223,6 @@ def test_once_held_gradients_are_copies(device: torch.device) -> None:
     assert [_flat(one), _flat(other)] == [[7.0, 8.0], [8.0, 9.0]]
 
 
-def test_another_set_of_gradients_is_refused(device: torch.device) -> None:
-    gradients = LentGradients([GradientLayout.of(torch.empty(2, device=device)), None])
-    with pytest.raises(CaptureError, match="what its warm-up computed"):
-        gradients.capture([None, torch.ones(2, device=device)])
-
-
 def _of_many_layouts(device: torch.device) -> list[Tensor]:
     drawn = [
         torch.randn(5, 7),
@@ -262,10 +255,9 @@ def test_gradients_of_every_layout_are_written_bit_by_bit(
             assert torch.equal(buffer, gradients[i])
 
 
-def test_assumed_layouts_become_those_of_the_capture(device: torch.device) -> None:
-    """Without a warm-up nobody knows which gradients exist, and with which strides."""
-    assumed = [GradientLayout.of(torch.empty(3, 2, device=device)) for _ in range(2)]
-    gradients = LentGradients(assumed, assumed=True)
+def test_layouts_are_those_of_the_capture(device: torch.device) -> None:
+    """Which gradients exist, and with which strides, is known then only."""
+    gradients = LentGradients([torch.empty(3, 2, device=device) for _ in range(2)])
     value = torch.arange(6.0, device=device).view(2, 3).t()
     gradients.capture([None, value])
     for _ in range(2):

@@ -195,7 +195,7 @@ class TestTemplates:
         self, backend: BackendName, device: torch.device
     ) -> None:
         captured, _, y = _doubling(backend, device, keep_graph=True)
-        with pytest.raises(RuntimeError, match="instantiate"):
+        with pytest.raises(RuntimeError, match=r"instantiate|cudaGraphExec_t"):
             captured.raw_cuda_graph_exec()
         captured.replay()
         assert y.tolist() == [2.0] * 4
@@ -226,10 +226,9 @@ class TestTemplates:
     def test_the_emulated_backend_has_no_handles(self) -> None:
         captured, _, _ = _doubling("emulated", torch.device("cpu"), keep_graph=True)
         captured.instantiate()
-        with pytest.raises(UnsupportedError, match="no cudaGraph_t"):
-            captured.raw_cuda_graph()
-        with pytest.raises(UnsupportedError, match="no cudaGraphExec_t"):
-            captured.raw_cuda_graph_exec()
+        for handle in (captured.raw_cuda_graph, captured.raw_cuda_graph_exec):
+            with pytest.raises(UnsupportedError, match="neither cudaGraph_t nor cudaGraphExec_t"):
+                handle()
 
     def test_debug_dump(self, backend: BackendName, device: torch.device, tmp_path: Path) -> None:
         x = torch.ones(4, device=device)

@@ -1,12 +1,11 @@
 """Files that people and programs hand in: safe loaders only, and errors that say where.
 
-What each option refuses, with key and line: tests/training/test_environment.py, tests/test_cli.py.
+What each option refuses, with key and line: tests/training/test_environment.py.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 import lightning_graphs
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError
-from lightning_graphs.reporting import Report
 from lightning_graphs.training.plugins import capture_of
 
 SOURCES = sorted(Path(lightning_graphs.__file__).parent.rglob("*.py"))
@@ -133,12 +131,3 @@ def test_any_json_is_taken_or_refused_by_name(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
 def test_any_text_is_taken_or_refused_by_name(name: str, text: str) -> None:
     refused_by_name(name, text)  # and nothing else happens
-
-
-@FUZZED
-@given(VALUES | st.fixed_dictionaries({}, optional={"graphs": VALUES, "times": VALUES}))
-def test_any_report_is_taken_or_refused(value: Any) -> None:
-    if isinstance(value, dict):
-        value = json.loads(Report().to_json()) | value
-    with contextlib.suppress(GraphError):
-        assert Report.from_json(json.dumps(value)) == Report()

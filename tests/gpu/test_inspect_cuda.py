@@ -108,7 +108,6 @@ def test_two_captures_of_the_same_work_are_equal_and_of_other_work_differ() -> N
     y = torch.ones(SIZE * SIZE, device="cuda")
     a, b = info_of(capture(lambda: x.mul_(2).add_(1))), info_of(capture(lambda: x.mul_(2).add_(1)))
     assert not diff(a, b)
-    assert GraphInfo.from_json(a.to_json()) == a
     grown = diff(info_of(capture(lambda: x.mul_(2))), info_of(capture(lambda: y.mul_(2))))
     assert grown.first is not None
     assert (grown.first.index, grown.first.field) == (0, "grid")
@@ -132,7 +131,7 @@ def test_frontier_counts_nodes_during_capture_and_names_them() -> None:
     assert [before[1], between[1], after[1]] == [0, 1, 2]
     assert before[0] == between[0] == after[0] == graph.raw_cuda_graph()
     nodes, _ = driver.walk(graph.raw_cuda_graph())
-    info = from_cuda(graph.raw_cuda_graph(), {nodes[1]["handle"]: "net.bias"})
+    info = from_cuda(graph.raw_cuda_graph(), {nodes[1].handle: "net.bias"})
     assert [node.scope for node in info.nodes] == ["", "net.bias"]
 
 

@@ -1,9 +1,10 @@
-"""A report by itself: JSON there and back, the plot, the tables."""
+"""A report by itself: JSON, the plot, the tables."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -13,7 +14,7 @@ import torch
 
 from lightning_graphs import core
 from lightning_graphs.core.inspect import inspect
-from lightning_graphs.errors import GraphError, UnsupportedError
+from lightning_graphs.errors import UnsupportedError
 from lightning_graphs.reporting import GraphRecord, Report, StepTime, render, summary_line
 
 
@@ -65,41 +66,13 @@ def example(**changes: Any) -> Report:
     return Report(**(values | changes))
 
 
-class TestJson:
-    def test_there_and_back(self) -> None:
-        report = example(verdict="a replayed step takes longer")
-        assert Report.from_json(report.to_json()) == report
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda d: d.pop("eager"), "not the keys of a report of version 1"),
-            (lambda d: d.update(more=1), "not the keys of a report of version 1"),
-            (lambda d: d.update(version=9), "not the keys of a report of version 1"),
-            (lambda d: d.pop("version"), "KeyError: 'version'"),
-            (lambda d: d["graphs"][1].pop("signature"), "TypeError: .*'signature'"),
-            (lambda d: d["times"].append(3), "TypeError: "),
-            (lambda d: d["graphs"][0]["graphs"][0].pop("edges"), "KeyError: 'edges'"),
-        ],
-    )
-    def test_anything_else_is_refused(self, change: Any, message: str) -> None:
-        data = json.loads(example().to_json())
-        change(data)
-        with pytest.raises(GraphError, match=message):
-            Report.from_json(json.dumps(data))
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ('{"version": 1,\n nonsense', "Expecting .* line 2"),
-            ("[" * 200_000, "RecursionError"),
-            ("3", "AttributeError"),
-        ],
-        ids=["broken", "deep", "number"],
-    )
-    def test_other_text_is_refused(self, text: str, message: str) -> None:
-        with pytest.raises(GraphError, match=message):
-            Report.from_json(text)
+def test_json_has_every_field() -> None:
+    report = example(verdict="a replayed step takes longer")
+    read = json.loads(report.to_json())
+    assert read.keys() == {"version", *(field.name for field in fields(Report))}
+    assert read["graphs"][0]["signature"] == report.graphs[0].signature
+    assert read["graphs"][0]["graphs"][0]["nodes"][0]["kind"] == "kernel"
+    assert read["times"] == [asdict(time) for time in report.times]
 
 
 class TestPlot:
@@ -134,24 +107,16 @@ class TestPlot:
 
 
 class TestTable:
-    def test_plain_and_rich_show_the_same_figures(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_it_shows_every_figure(self, capsys: pytest.CaptureFixture[str]) -> None:
         report = example()
-        rich = render(report)
+        text = render(report)
         report.show()
-        assert capsys.readouterr().out.split() == rich.split()
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-        plain = render(report)
-        report.show()
-        assert capsys.readouterr().out.rstrip("\n") == plain
-        row = plain.splitlines()[1].split()
-        assert row[-8:] == ["1,412", "1,400", "310", "35.5", "1,200", "5.250", "2.100", "2.50x"]
-        assert set(row) <= set(rich.split())
-        for text in (plain, rich):
-            assert "1,200 steps replayed, 9 eager." in text
-            assert "Fallbacks:" in text
-            assert "Recaptures:" in text
+        assert capsys.readouterr().out == f"{text}\n"
+        row = text.splitlines()[1].split()
+        assert row[-8:] == ["1,412", "1,400", "35.5", "1,200", "310", "5.250", "2.100", "2.50x"]
+        assert "1,200 steps replayed, 9 eager." in text
+        assert "Fallbacks:" in text
+        assert "Recaptures:" in text
 
     def test_many_graphs_and_reasons_end_with_their_number(self) -> None:
         graphs = tuple(GraphRecord(signature=f"x f32[{i}]") for i in range(33))

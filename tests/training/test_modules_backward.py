@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.body import StepBody
-from lightning_graphs.training.foresight import Foresight
 from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice, prepare
 
 OWN = {"scope": "modules", "on_failure": "eager"}
@@ -244,26 +243,3 @@ def test_what_is_raised_by_capturing_the_update_is_a_refusal(
     [note] = captured.statistics.fallbacks
     assert note.startswith("the optimizer step runs eagerly: ")
     assert re.search(reason, note, re.DOTALL)
-
-
-def test_foresight(tmp_path: Path) -> None:
-    def seen(kind: type[LightningModule]) -> tuple[bool, bool]:
-        fit = prepare("emulated", tmp_path, False, module=kind, validation=0)
-        fit.module.trainer = fit.trainer
-        found = Foresight(fit.module)
-        return found.asks_for_gradients, found.differentiates_again
-
-    assert seen(Net) == (False, False)
-    assert seen(LazyPenalty) == (True, True)
-    assert seen(SomeInputs) == (True, False)
-    assert seen(Retained) == (True, True)
-    assert seen(ByHelper) == (True, False)
-
-
-def helper(loss: Tensor, module: nn.Module) -> None:
-    loss.backward(inputs=list(module.parameters()))
-
-
-class ByHelper(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        helper(self.loss(batch), self.net)

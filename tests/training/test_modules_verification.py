@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_graphs import VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.modules.checking import CallChecks
-from lightning_graphs.training.modules.update_checks import UpdateChecks
+from lightning_graphs.training.verification import Verification
 from tests.training.fits import GradientTrace, Hidden, Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Blocks
@@ -143,14 +143,16 @@ def test_a_gradient_scaler_skips_as_ever(
 def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """``global_step`` of each check: of the calls of a step, and of optimizer steps."""
     steps: dict[str, list[int]] = {"calls": [], "updates": []}
-    for kind, name in ((CallChecks, "calls"), (UpdateChecks, "updates")):
-        monkeypatch.setattr(kind, "check", _noting(kind.check, steps[name]))
+    calls = _noting(CallChecks.check, steps["calls"])
+    monkeypatch.setattr(CallChecks, "check", calls)
+    updates = _noting(Verification.check_update, steps["updates"])
+    monkeypatch.setattr(Verification, "check_update", updates)
     return steps
 
 
 def _noting(check: Any, steps: list[int]) -> Any:
     def noting(self: Any, *args: Any, **options: Any) -> None:
-        steps.append(self._schedule.root.global_step)
+        steps.append(self._agreement.root.global_step)
         check(self, *args, **options)
 
     return noting
@@ -180,10 +182,10 @@ def test_which_steps_are_verified(
 def test_switched_off_nothing_runs_twice(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Agreement, ways: BothWays) -> None:
+    def refuse(self: Agreement, ways: BothWays, *_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Agreement, "require", refuse)
+    monkeypatch.setattr(Agreement, "compare", refuse)
     capture = verifying("blocks.*", verify="off")
     compare(*fit_twice(backend, tmp_path, module=Blocks, capture=capture, validation=0))
 

@@ -14,9 +14,8 @@ import torch
 from lightning_graphs import GraphCapture
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training import reporter
-from lightning_graphs.training.profit import judge
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.timing import SAMPLES, StepTiming
+from lightning_graphs.training.timing import SAMPLES, StepTiming, judge
 from tests.training.fits import Fit, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -91,7 +90,7 @@ def given(
 ) -> Fit:
     """The fit, its steps taking the given milliseconds."""
     stopwatch = Given(fit, eager, replay, **options)
-    monkeypatch.setattr(reporter, "stopwatch_for", lambda device: stopwatch)
+    monkeypatch.setattr(reporter, "Stopwatch", lambda device: stopwatch)
     return fit
 
 
@@ -179,7 +178,7 @@ class TestInAFit:
         assert fit.capture.report.verdict == ""
 
     def test_the_host_says_nothing_about_graphs(self) -> None:
-        assert not reporter.stopwatch_for(torch.device("cpu")).meaningful
+        assert not reporter.Stopwatch(torch.device("cpu")).meaningful
 
 
 @pytest.mark.parametrize("name", ["only_if_faster", "log_metrics"])
@@ -230,7 +229,11 @@ class Steps:
             optimizer_step=lambda optimizer, closure, model: closure(),
         )
         self._timing = StepTiming(
-            handler, self.statistics, device, lambda: self.settled.append(self._ran), **options
+            handler,
+            self.statistics,
+            device,  # type: ignore[arg-type]
+            lambda: self.settled.append(self._ran),
+            **options,
         )
 
     def _training_step(self, batch: Any) -> None:
@@ -275,7 +278,7 @@ def test_a_step_of_several_graphs_is_timed_for_each() -> None:
     timing = StepTiming(
         SimpleNamespace(training_step=training_step),  # type: ignore[arg-type]
         statistics,
-        device,
+        device,  # type: ignore[arg-type]
         lambda: None,
         manual=True,
     )

@@ -1,4 +1,4 @@
-"""Verification: a replay that computes something else than the eager step is found and named."""
+"""Agreement: a replay that computes something else than the eager step is found and named."""
 
 from __future__ import annotations
 

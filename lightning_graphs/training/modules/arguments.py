@@ -24,11 +24,6 @@ class WatchedArguments:
 
     Those who write tensors past autograd, as kernels outside of torch and ``x.data`` do, are found
     by comparing values alone. torch's own layers are not among them.
-
-    Args:
-        module: What is called.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
     """
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
-from lightning_graphs.core.lending import Source
-from lightning_graphs.core.order import ReplayOrder
+from lightning_graphs.core.lending import ReplayOrder, Source
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.refusals import refuse_written_arguments
 from lightning_graphs.core.stores import Stores
@@ -57,22 +56,16 @@ class Means:
     """What captures are made with.
 
     Attributes:
-        root: The user's module.
-        own: Tells its author's code from others'.
-        pool: Whose memory, stream and backend the graphs use.
-        gradient_buffers: Where parameter gradients go.
-        original: Gives a module's own forward.
-        lends: Outputs that the next graph reads are handed out without a copy.
         direct: Backward graphs write the gradients of parameters themselves. Where somebody asks
             for the gradients of some parameters only, autograd must know of them.
     """
 
-    root: LightningModule
-    own: OwnCode
-    pool: GraphPool
-    gradient_buffers: GradientBuffers
-    original: OriginalForward
-    lends: bool = True
+    root: LightningModule  # the user's module
+    own: OwnCode  # tells its author's code from others'
+    pool: GraphPool  # whose memory, stream and backend the graphs use
+    gradient_buffers: GradientBuffers  # where parameter gradients go
+    original: OriginalForward  # gives a module's own forward
+    lends: bool = True  # outputs that the next graph reads are handed out without a copy
     direct: bool = True
 
 
@@ -84,9 +77,6 @@ def capture_calls(
     Args:
         calls: What is captured; no call is inside of another. Those without autograd are not:
             they share graphs that are made when they are called.
-        observation: The step that they are of.
-        means: What the captures are made with.
-        baked: Watches them.
 
     Raises:
         CallRefused: a call cannot be captured; no graph is left and everything is as before.
@@ -150,11 +140,6 @@ def _refuse_other_submodules(call: ObservedCall) -> None:
 def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
     """Capture a call without autograd, which any other may follow.
 
-    Args:
-        call: The call.
-        means: What the capture is made with.
-        baked: Watches it.
-
     Raises:
         CallRefused: it cannot be captured; no graph is left and everything is as before.
     """
@@ -194,10 +179,6 @@ class _Capture:
     """The capture of one call, as it was observed.
 
     Args:
-        call: The call.
-        means: What the capture is made with.
-        order: Shared with the other calls of the step.
-        surroundings: Shared by the captures of a step.
         warm: It has just run, as it is captured.
     """
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.autograd_graph import gradients_kept_apart
-from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import without_hooks
 from lightning_graphs.core.tree import flatten, substitute
@@ -18,12 +18,11 @@ from lightning_graphs.errors import CaptureError, GraphError, ReplayError, Verif
 from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.memory import first_line, is_out_of_memory
+from lightning_graphs.training.memory import is_out_of_memory
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
-from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.python_state import Attributes
-from lightning_graphs.training.state import snapshot
+from lightning_graphs.training.state import Kept
 
 
 class CallDiffers(VerificationError):
@@ -39,24 +38,15 @@ class CallDiffers(VerificationError):
 
 
 class CallChecks:
-    """Runs captured calls both ways from one state, and compares.
+    """Runs captured calls both ways from one state.
 
     For each call the module's own forward and its backward run on arguments that the call has had,
     and then its graphs, with the same random gradients of the outputs. Outputs, buffers and all
-    gradients are compared. Hooks on parameters do not run. Afterwards parameters, buffers,
-    gradients, random generators and attributes are as before.
-
-    Args:
-        schedule: Which steps are verified.
+    gradients are compared. Hooks on parameters do not run.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the graphs of this step are to be verified once more."""
-        return self._schedule.is_due
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
 
     def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins.
@@ -64,7 +54,6 @@ class CallChecks:
         A call of whose outputs somebody still holds the memory is left out, as by training.
 
         Args:
-            captured: The graphs.
             again: They have been replayed: arguments are the latest ones, not the observed ones.
 
         Raises:
@@ -77,68 +66,44 @@ class CallChecks:
 
     def check_site(self, site: Site, *, again: bool = False) -> None:
         """Verify the graphs of one call; see :meth:`check`."""
-        if not self._schedule.is_on:
+        if not self._agreement.is_on:
             return
-        missing = self._compared(site, whole=True, again=again)
-        if missing and self._compared(site, whole=False, again=again):
-            self._schedule.say("a captured module was not verified", missing)
-        elif missing:
-            line = "of a captured module only the forward pass was verified"
-            self._schedule.say(line, missing)
-
-    def _compared(self, site: Site, *, whole: bool, again: bool) -> str:
-        """Compare, if memory allows; why it does not, or nothing."""
         call = site.call
-        schedule = self._schedule
-        run = _CallRun(schedule, site, whole=whole, again=again)
+        run = _CallRun(self._agreement, site, again=again)
+        ways = BothWays(run.eager, run.replayed, run.restore, run.kept)
         tolerance = Tolerance(run.device.type, call.autocast)
-        agreement = Agreement(tolerance, schedule.budget, schedule.where, schedule.say)
         try:
-            with run.kept():
-                agreement.require(BothWays(run.eager, run.replayed, run.restore))
+            self._agreement.compare(ways, "a captured module was not verified", tolerance)
         except GraphError as error:
             if again and isinstance(error, ReplayError):
                 raise
             raise CallDiffers(call, error.rule, error.observed, error.remedy) from error
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return first_line(error)
-        return ""
 
 
 class _CallRun:
-    """One captured call with its arguments, and the state that it changes.
+    """One captured call with its arguments, and the state that it changes."""
 
-    Args:
-        schedule: Knows the user's module, and where copies are kept.
-        site: The graphs of the call.
-        whole: With its backward pass; otherwise only buffers are kept, not parameters.
-        again: The arguments are those of the latest replay.
-    """
-
-    def __init__(self, schedule: Schedule, site: Site, *, whole: bool, again: bool) -> None:
-        self._root = root = schedule.root
-        self._budget = schedule.budget
+    def __init__(self, agreement: Agreement, site: Site, *, again: bool) -> None:
+        self._root = root = agreement.root
+        self.device = root.device
+        self._budget = agreement.budget
         self._site = site
         call = site.call
         signature, tensors = Signature.of(call.args, call.kwargs)
         self._names = signature.tensor_names
         self._samples = site.graphed.static_inputs if again else tensors
-        self._backward = site.graphed.backward_pass if whole else None
+        self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
-        self._parameters = self._differentiable() if whole else []
+        self._parameters = self._differentiable()
         self._gradients = [p.grad for p in self._parameters]
         self._state = [
-            *(call.module.parameters() if whole else ()),
+            *call.module.parameters(),
             *(buffer for _, buffer in self._buffers),
             *site.written.values(),
-            *(g for g in self._gradients if g is not None and g.layout is torch.strided),
+            *(g for g in self._gradients if g is not None),
         ]
-        self._snapshot: StateSnapshot | None = None
-        self._generators: list[Tensor] = []
-        self._attributes = Attributes(call.module)
-        self._python = Generators(root)
+        self._kept: Kept | None = None
+        self._python = Attributes(call.module), Generators(root)
 
     def _differentiable(self) -> list[Tensor]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
@@ -149,18 +114,10 @@ class _CallRun:
             found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
         return [p for p in found if p not in call.frozen]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the call runs."""
-        return self._root.device
-
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Copy the state; put it back at the end, whatever happened."""
-        self._snapshot = snapshot(self._state, self._budget)
-        self._generators = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            self._generators.append(torch.cuda.get_rng_state(self.device))
+        self._kept = Kept(self._state, self.device, self._budget, *self._python)
         self._without_gradients()
         try:
             yield
@@ -168,18 +125,13 @@ class _CallRun:
             self.restore()
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = gradient
-            self._snapshot = None
+            self._kept = None
 
     def restore(self) -> None:
         """Put the state back, with no parameter having a gradient."""
-        assert self._snapshot is not None
-        self._snapshot.restore()
+        assert self._kept is not None
+        self._kept.restore()
         self._without_gradients()
-        self._attributes.restore()
-        self._python.restore()
-        torch.set_rng_state(self._generators[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(self._generators[1], self.device)
 
     def _without_gradients(self) -> None:
         for parameter in self._parameters:

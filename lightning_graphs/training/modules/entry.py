@@ -17,9 +17,6 @@ class Entry:
     In hooks between steps nobody finds it: there the module can be scripted, traced, exported,
     compiled, copied and pickled as its author made it.
 
-    Args:
-        module: The module.
-
     Attributes:
         original: What it stands for.
         own: What the module itself has in its place, unlike its class; None for nothing.

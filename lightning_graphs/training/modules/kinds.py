@@ -19,37 +19,25 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.conditions import moved_values
+from lightning_graphs.training.investment import FEW
 from lightning_graphs.training.modules.observation import StepObserver
 from lightning_graphs.training.modules.sites import Baked, CapturedCalls
 from lightning_graphs.training.statistics import listed
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_TURNS = 8
-"""How many steps with other values an observed step waits for its own to come back."""
 
 
 class Flags(NamedTuple):
-    """What a step's graphs depend on beside its batch.
+    """What a step's graphs depend on beside its batch."""
 
-    Attributes:
-        training: Train/eval flag of every module.
-        requires_grad: Of every parameter.
-        hooked: Which parameters have hooks; empty if none has.
-        kernels: What operators choose their kernels by.
-    """
-
-    training: tuple[bool, ...]
-    requires_grad: tuple[bool, ...]
-    hooked: tuple[bool, ...]
-    kernels: KernelChoice
+    training: tuple[bool, ...]  # train/eval flag of every module
+    requires_grad: tuple[bool, ...]  # of every parameter
+    hooked: tuple[bool, ...]  # which parameters have hooks; empty if none has
+    kernels: KernelChoice  # what operators choose their kernels by
 
 
 class FlagsReader:
-    """Reads the flags before each step.
-
-    Args:
-        module: The user's module.
-    """
+    """Reads the flags before each step."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
@@ -73,14 +61,9 @@ class FlagsReader:
 
 
 class StepKind(NamedTuple):
-    """What is known of a step before it runs.
+    """What is known of a step before it runs."""
 
-    Attributes:
-        signature: Of its batch; None for batches that have none.
-        flags: The flags.
-    """
-
-    signature: Signature | None
+    signature: Signature | None  # of its batch; None for batches that have none
     flags: Flags
 
     def change(self, to: StepKind) -> list[str]:
@@ -96,14 +79,7 @@ class StepKind(NamedTuple):
 
 
 class StepOfModules:
-    """The graphs for steps of one kind that make the same calls.
-
-    Args:
-        kind: The kind of step.
-        pattern: The calls.
-        captured: Their graphs.
-        baked: The attributes that are in the graphs.
-    """
+    """The graphs for steps of one kind that make the same calls."""
 
     def __init__(
         self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked
@@ -136,34 +112,21 @@ class StepOfModules:
 
 @dataclass(slots=True)
 class Observed:
-    """A step that is observed, or was, and is captured once its values are those of then.
-
-    Attributes:
-        kind: Its kind.
-        values: Of attributes that earlier captures of such steps have read.
-        observer: Sees its calls, and keeps their arguments.
-        left: How many steps with other values may come before.
-    """
+    """A step that is observed, or was, and is captured once its values are those of then."""
 
     kind: StepKind
-    values: Hashable
-    observer: StepObserver
-    left: int = _TURNS
+    values: Hashable  # of attributes that earlier captures of such steps have read
+    observer: StepObserver  # sees its calls, and keeps their arguments
+    left: int = FEW  # how many steps with other values may come before
 
 
 @dataclass(slots=True)
 class Search:
-    """Steps of a kind that was captured are observed: one of them made other calls.
-
-    Attributes:
-        kind: The kind.
-        left: How many steps are observed yet.
-        reason: What is said if nothing comes of it.
-    """
+    """Steps of a kind that was captured are observed: one of them made other calls."""
 
     kind: StepKind
-    left: int
-    reason: str
+    left: int  # how many steps are observed yet
+    reason: str  # what is said if nothing comes of it
 
 
 def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:

@@ -41,12 +41,11 @@ class Observation:
     """What one step did.
 
     Attributes:
-        calls: Calls in the order of their beginning.
         passes: Forward and backward passes of these calls in the order in which they ran.
         shaped_by: The first operator whose output shape depends on values; empty if there is none.
     """
 
-    calls: list[ObservedCall] = field(default_factory=list)
+    calls: list[ObservedCall] = field(default_factory=list)  # calls in the order of their beginning
     passes: list[tuple[ObservedCall, Direction]] = field(default_factory=list)
     shaped_by: str = ""
 
@@ -56,18 +55,12 @@ class _Seen:
     """A tensor that an observed call was given or has returned.
 
     It is kept alive, so that its address stays its own.
-
-    Attributes:
-        call: The call.
-        index: Its place among the tensors that the call was given or returned.
-        tensor: The tensor, detached.
-        version: How often its memory had been written then.
     """
 
     call: ObservedCall
-    index: int
-    tensor: Tensor
-    version: int
+    index: int  # its place among the tensors that the call was given or returned
+    tensor: Tensor  # the tensor, detached
+    version: int  # how often its memory had been written then
 
     def is_(self, argument: Tensor) -> bool:
         """Whether an argument is this tensor, unchanged."""
@@ -85,9 +78,6 @@ class WatchedForward(Entry):
     """Tells an observer of every call, with the arguments that the original gets.
 
     It serves all observations of a fit: compiled code that calls the module knows it again.
-
-    Args:
-        module: The module.
 
     Attributes:
         observer: Who is told.
@@ -142,9 +132,7 @@ class StepObserver:
     """Watches the calls of modules; with :meth:`remove` nothing of it is left.
 
     Args:
-        modules: Name and module of all that is watched.
         known: What stands for modules while they are watched; it is added to.
-        device_type: Device type whose autocast counts.
         is_stepping: Whether a training step's own code is running: other calls, of validation and
             of hooks, do not count, but for those that a backward pass makes.
         looks_at_shapes: Operators whose output shape depends on values are looked for, under a

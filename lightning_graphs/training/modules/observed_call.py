@@ -22,71 +22,53 @@ class ObservedCall:
     """One call of a module in the observed step.
 
     Attributes:
-        name: Qualified name of the module.
-        module: The module.
-        args: Its positional arguments, detached from the autograd graph.
-        kwargs: Its keyword arguments, likewise.
-        autocast: Data type of autocast; None while it was off.
-        kernels: What operators chose their kernels by.
-        grad_enabled: Whether autograd was recording.
-        frozen: The module's parameters that required no gradient.
-        training: The train/eval flag of each of its submodules.
-        parent: The call of another observed module that made this one.
-        requires_grad: Whether an output requires grad.
         recomputed: The call was made by a backward pass, as activation checkpointing does.
-        backwards: How often a backward pass went through its outputs.
-        twice_differentiable: A backward pass was run with ``create_graph=True``.
         sources: For each argument that other observed calls returned, by its index among the
             tensors of the arguments, these calls and the index of the tensor in what they returned.
         shared: For each other argument without gradient that earlier calls were given, too: these
             calls and the argument's index there.
-        partial: A backward pass left the module's parameters out.
-        ordinal: Which call of the module in the step it is, counted from 0.
         outlives: No backward pass went through it in its step, and the outputs' autograd graph was
             kept: one may come later.
         arguments: What became of its arguments; None where nobody has looked.
         transformed: It was made inside of ``torch.func`` or forward-mode autograd; nothing else is
             known of it.
         switched: Which of the switches that choose kernels the step has set otherwise for it.
-        hands_on: It returns nothing with a gradient but what it was given.
         rewritten: Memory that an output shares with another one or with an argument was written
             after the call, before the next step began.
         gradient_strides: In which strides the gradients of its outputs came, by the index of each.
-        draws: It has drawn random numbers on a GPU.
-        shaped_by: An operator inside of it whose output shape depends on values; or empty.
         follows_values: Such an operator ran before it in the step: its arguments may have any
             shape in the next one.
         written: Which of the tensors among them the call has written, by whatever way; None where
             nobody could tell.
     """
 
-    name: str
+    name: str  # qualified name of the module
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    autocast: torch.dtype | None
-    kernels: KernelChoice
-    grad_enabled: bool
-    frozen: frozenset[nn.Parameter]
-    training: tuple[bool, ...]
-    parent: ObservedCall | None
-    requires_grad: bool = False
+    args: tuple[Any, ...]  # its positional arguments, detached from the autograd graph
+    kwargs: Mapping[str, Any]  # its keyword arguments, likewise
+    autocast: torch.dtype | None  # data type of autocast; None while it was off
+    kernels: KernelChoice  # what operators chose their kernels by
+    grad_enabled: bool  # whether autograd was recording
+    frozen: frozenset[nn.Parameter]  # the module's parameters that required no gradient
+    training: tuple[bool, ...]  # the train/eval flag of each of its submodules
+    parent: ObservedCall | None  # the call of another observed module that made this one
+    requires_grad: bool = False  # whether an output requires grad
     recomputed: bool = False
-    backwards: int = 0
-    twice_differentiable: bool = False
-    partial: bool = False
+    backwards: int = 0  # how often a backward pass went through its outputs
+    twice_differentiable: bool = False  # a backward pass was run with ``create_graph=True``
+    partial: bool = False  # a backward pass left the module's parameters out
     sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
     shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
-    ordinal: int = 0
+    ordinal: int = 0  # which call of the module in the step it is, counted from 0
     outlives: bool = False
     arguments: WatchedArguments | None = None
     transformed: bool = False
     switched: Sequence[str] = ()
-    hands_on: bool = False
+    hands_on: bool = False  # it returns nothing with a gradient but what it was given
     rewritten: bool = False
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    draws: bool = False
-    shaped_by: str = ""
+    draws: bool = False  # it has drawn random numbers on a GPU
+    shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
     follows_values: bool = False
     written: list[bool] | None = None
 
@@ -156,9 +138,6 @@ class ObservedState:
     """The state of a module in which an observed call found it.
 
     Grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters count.
-
-    Args:
-        call: The observed call.
     """
 
     def __init__(self, call: ObservedCall) -> None:

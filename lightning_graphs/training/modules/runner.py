@@ -11,12 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.training.foresight import requests_watched
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
-from lightning_graphs.training.interception import log_exchanged, replaced
+from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
-from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer
@@ -26,18 +25,7 @@ from lightning_graphs.training.statistics import Statistics
 
 
 class ModuleRunner:
-    """Stands in for the strategy's methods where submodules are graphed.
-
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        options: The callback's options.
-        pool: Owner of graphs, memory and stream.
-        statistics: Where decisions are counted.
-        investment: Decides what is worth a capture.
-        retry: Has the strategy's own methods, and repeats a step that finds no memory.
-        warmup_steps: Steps that run eagerly first.
-    """
+    """Stands in for the strategy's methods where submodules are graphed."""
 
     def __init__(
         self,
@@ -56,10 +44,10 @@ class ModuleRunner:
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
-        schedule = Schedule(module, options, retry.budget)
+        agreement = Agreement(module, options, retry.budget)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(
-            module, options, pool, gradients, statistics, schedule, investment
+            module, options, pool, gradients, statistics, agreement, investment
         )
         if options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
@@ -74,7 +62,7 @@ class ModuleRunner:
                 pool.beside(),
                 gradients,
                 statistics,
-                schedule,
+                agreement,
                 investment,
             )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -12,9 +13,6 @@ from lightning_graphs.training.options import OptionError
 
 _LIKELY = 0.5
 """How much a name must be like what was written to be offered, from 0 to 1."""
-
-_LACKING = 0.8
-"""What is left of the likeness of a pattern that lacks the first parts of a name."""
 
 
 def select(
@@ -28,8 +26,6 @@ def select(
 
     Args:
         root: The module whose ``named_modules()`` are searched; it is not selected itself.
-        patterns: Patterns or class names.
-        exclude: The same, of what is left out.
 
     Returns:
         Name and module, in the order of ``named_modules()``, each module once.
@@ -107,8 +103,9 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
         )
     if classes:
         return {name for name, module in named.items() if type(module) in classes}
-    known = [*named, *sorted({kind.__name__ for kind in kinds})]
-    near = _nearest(pattern, named, known)
+    alike = [re.sub(r"\b\d+\b", "*", name) for name in named]
+    known = dict.fromkeys([*alike, *named, *sorted({kind.__name__ for kind in kinds})])
+    near = difflib.get_close_matches(pattern, known, cutoff=_LIKELY)
     children = [name for name in named if "." not in name]
     raise OptionError(
         f"Every entry of {option} names a submodule or the class of one.",
@@ -117,41 +114,6 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
         if near
         else f"no name is like it; the outermost ones are {', '.join(children)}",
     )
-
-
-def _nearest(pattern: str, named: Iterable[str], known: Sequence[str]) -> list[str]:
-    """What may have been meant, the likeliest first: mended patterns, names and classes."""
-    scores = {name: _likeness(pattern, name) for name in known}
-    for name in named:
-        mended, score = _mended(name.split("."), pattern.split("."))
-        scores[mended] = max(score, scores.get(mended, 0.0))
-    likely = [name for name, score in scores.items() if score >= _LIKELY]
-    return sorted(likely, key=lambda name: -scores[name])[:3]
-
-
-def _mended(name: Sequence[str], pattern: Sequence[str]) -> tuple[str, float]:
-    """The pattern with the parts of a name where its own do not fit, and how likely it is meant.
-
-    A pattern with fewer parts than the name may lack the first ones.
-    """
-    missing = len(name) - len(pattern)
-    if missing < 0:
-        return ".".join(name), 0.0
-    pairs = list(zip(name[missing:], pattern, strict=True))
-    fits = [fnmatchcase(part, wanted) for part, wanted in pairs]
-    parts = [wanted if fit else part for (part, wanted), fit in zip(pairs, fits, strict=True)]
-    mended = ".".join([*name[:missing], *parts])
-    worst = min(
-        1.0 if fit else _likeness(wanted, part)
-        for (part, wanted), fit in zip(pairs, fits, strict=True)
-    )
-    if missing or worst < _LIKELY:
-        return mended, worst * _LACKING
-    return mended, _likeness(".".join(pattern), mended)
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:

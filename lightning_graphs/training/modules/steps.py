@@ -16,10 +16,10 @@ from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.ddp import wrapper_of
-from lightning_graphs.training.foresight import Foresight
 from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.investment import PATIENCE, Investment, Waiting
 from lightning_graphs.training.memory import SETTLED, NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -37,30 +37,19 @@ from lightning_graphs.training.modules.kinds import (
 )
 from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
-from lightning_graphs.training.modules.schedule import Schedule
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.notices import Waiting
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.statistics import Statistics
 
-_SEARCH = 24
-"""How many steps are observed in search of another one."""
-_PATIENCE = 64
-"""How many steps code that may go through a graph twice is given to show where."""
+_ASKING = frozenset({"autograd", "backward", "create_graph"})
+"""Names in code that may start a backward pass of its own, perhaps for some parameters only."""
+_AGAIN = frozenset({"create_graph", "retain_graph"})
+"""Keywords in code that may go through a graph more than once."""
 
 
 class ModuleGraphs:
     """Observes, captures and replays the calls of chosen submodules, step by step.
-
-    Args:
-        module: The user's module.
-        options: The callback's options.
-        pool: Whose memory, stream and backend the graphs use.
-        gradients: Where the gradients of parameters go.
-        statistics: Where decisions are counted.
-        schedule: Which steps are verified.
-        investment: Decides what is worth a capture.
 
     Attributes:
         stage: What decides over the calls while a step runs.
@@ -75,20 +64,21 @@ class ModuleGraphs:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
-        schedule: Schedule,
+        agreement: Agreement,
         investment: Investment,
     ) -> None:
         apart = pool.beside()
-        foresight = Foresight(module)
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
-        self.watches_requests = not (foresight.asks_for_gradients or reduced)
-        self._patience = _PATIENCE if foresight.differentiates_again else 0
-        direct = self.watches_requests
         own = OwnCode(module)
+        words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
+        asks = not module.automatic_optimization or bool(words & _ASKING)
+        self.watches_requests = direct = not (asks or reduced)
+        self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
-        self._checks = CallChecks(schedule)
-        self._budget = schedule.budget
+        self._agreement = agreement
+        self._checks = CallChecks(agreement)
+        self._budget = agreement.budget
         self.stage = Stage(
             options, replace(self._means, pool=apart), statistics, self._checks, investment
         )
@@ -158,7 +148,7 @@ class ModuleGraphs:
         if step is not None and any(step.captured.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
             step = self._step_of(args)
-        if self._checks.is_due and step not in (None, new) and self._is_wrong(step):
+        if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
         held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""
@@ -305,7 +295,7 @@ class ModuleGraphs:
             self._patience -= 1
             self._statistics.note(
                 "steps run eagerly until one shows which module create_graph=True or "
-                f"retain_graph=True is about, {_PATIENCE} steps at most"
+                f"retain_graph=True is about, {PATIENCE} steps at most"
             )
             return None
         for module in self._choice.leave_out_unsteady(kind, observation, self._statistics.note):
@@ -422,7 +412,7 @@ class ModuleGraphs:
         """A call of the last step found no graph: look for a step that makes such calls."""
         kind = None if self._last is None else self._last.kind
         if self._search is None and kind is not None and kind not in self._complete:
-            self._search = Search(kind, _SEARCH, self.stage.missed)
+            self._search = Search(kind, PATIENCE, self.stage.missed)
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""

@@ -22,19 +22,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the captures of a step have in common, whichever module they are of.
+    """What the captures of a step have in common, whichever module they are of."""
 
-    Attributes:
-        generators: Of Python and NumPy.
-        effects: What is done outside of modules.
-        loose: Tensors that no module has in a table.
-        baked: Watches what the captures read and set.
-    """
-
-    generators: Generators
-    effects: SideEffects
-    loose: LooseTensors
-    baked: Baked
+    generators: Generators  # of Python and NumPy
+    effects: SideEffects  # what is done outside of modules
+    loose: LooseTensors  # tensors that no module has in a table
+    baked: Baked  # watches what the captures read and set
 
     @classmethod
     def of(cls, root: LightningModule, own: OwnCode, baked: Baked) -> Surroundings:
@@ -50,11 +43,6 @@ class Surroundings:
         attributes: Attributes,
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors.
-
-        Args:
-            run: The part.
-            module: The module that is captured.
-            attributes: Its attributes.
 
         Raises:
             CaptureError: names what it stores, draws from or acts on.

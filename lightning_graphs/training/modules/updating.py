@@ -18,6 +18,7 @@ from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError
+from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
@@ -26,51 +27,32 @@ from lightning_graphs.training.gradients import (
     gradients_set_aside,
 )
 from lightning_graphs.training.interception import StrategyCalls
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.investment import Investment, Moves
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
-from lightning_graphs.training.modules.schedule import Schedule
-from lightning_graphs.training.modules.update_checks import UpdateChecks
-from lightning_graphs.training.moves import Moves
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step import state_as_known
+from lightning_graphs.training.verification import Verification
 
 
 @dataclass(slots=True)
 class UpdatePlan:
-    """A captured optimizer step.
+    """A captured optimizer step."""
 
-    Attributes:
-        gradients: The gradients that it reads.
-        uses: How often it was replayed.
-        graph: Unscales and clips them where nobody looks in between, and takes the step.
-    """
-
-    gradients: AttachedGradients
-    graph: CUDAGraph
-    uses: int = 0
+    gradients: AttachedGradients  # the gradients that it reads
+    graph: CUDAGraph  # unscales and clips them where nobody looks in between, and takes the step
+    uses: int = 0  # how often it was replayed
 
 
 class CapturedUpdate:
     """Takes the optimizer steps of a fit as graph launches.
-
-    Args:
-        trainer: The trainer, with one optimizer.
-        module: Its module, with automatic optimization.
-        calls: The strategy's own methods.
-        options: The callback's options.
-        pool: Captures and owns the graphs.
-        gradients: Where captured modules write the gradients of their parameters.
-        statistics: Where it is said why the step runs eagerly.
-        schedule: Which steps are verified.
-        investment: Decides what is worth a capture.
 
     Attributes:
         is_new: The last step had no graph before it: no other step has run beside its memory.
@@ -85,7 +67,7 @@ class CapturedUpdate:
         pool: GraphPool,
         gradients: PersistentGradients,
         statistics: Statistics,
-        schedule: Schedule,
+        agreement: Agreement,
         investment: Investment,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
@@ -97,7 +79,7 @@ class CapturedUpdate:
         self._pool = pool
         self._gradients = gradients
         self._statistics = statistics
-        self._schedule = schedule
+        self._agreement = agreement
         self._raises = options.on_failure == "raise"
         self._observers = Observers.of(trainer, module)
         self._moves = Moves(trainer)
@@ -132,9 +114,7 @@ class CapturedUpdate:
             self.capturable,
             self._observers,
         )
-        self._checks = UpdateChecks(
-            self._schedule, self._trainer, self._body, self.optimizer, self.capturable
-        )
+        self._checks = Verification(self._agreement, self._body, self.capturable)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
@@ -203,8 +183,8 @@ class CapturedUpdate:
             if plan is None:
                 plan = self._captured(capturable)
                 self._cache.add(key, plan)
-            if is_new or self._checks.is_due:
-                self._checks.check(partial(self._replay, capturable, plan))
+            if is_new or self._agreement.is_due:
+                self._checks.check_update(partial(self._replay, capturable, plan))
         except GraphError as error:
             if self._raises and isinstance(error, VerificationError):
                 raise
