@@ -20,17 +20,11 @@ _RECENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the captures of a cache have led to.
+    """What the captures of a cache have led to."""
 
-    Attributes:
-        lost: How many of them were refused or dropped, or gave way to another one of their shape.
-        uses: How often their plans were used.
-        moved: There are plans for the shape in question, for other values.
-    """
-
-    lost: int
-    uses: int
-    moved: bool
+    lost: int  # how many of them were refused or dropped, or gave way to another one of their shape
+    uses: int  # how often their plans were used
+    moved: bool  # there are plans for the shape in question, for other values
 
 
 class Worth(Protocol):

@@ -21,6 +21,7 @@ from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.driver import count_kinds
 from lightning_graphs.core.inspect import GraphInfo, from_cuda
+from lightning_graphs.core.known_causes import known_remedy
 from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
@@ -343,6 +344,9 @@ def _explained(error: BaseException) -> CaptureError:
     return CaptureError(
         "CUDA refused an operation inside the capture.",
         f"{site.describe()} ({reason})",
-        "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
-        "boolean indexing, torch.tensor(...), a copy from pageable host memory",
+        known_remedy(
+            error,
+            "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
+            "boolean indexing, torch.tensor(...), a copy from pageable host memory",
+        ),
     )

@@ -37,26 +37,22 @@ class BackwardPass:
     """The captured backward of a callable.
 
     Attributes:
-        graph: Computes the gradients from ``output_gradients``.
-        output_gradients: Its static inputs, one for each output that requires grad.
         reach: For each of these outputs, the leaves of autograd that it depends on.
-        targets: The leaves whose gradients autograd is given, in their order.
         input_positions: Positions, among the call's tensor leaves, of the inputs that require grad.
         parameters: The parameters whose gradients autograd is given; none if they are direct.
         handed: Hands autograd the gradients of those inputs and then of those parameters.
         direct: Writes the parameters' gradients itself; None where autograd does.
-        place: Its place in the order of captures.
     """
 
-    graph: CUDAGraph
-    output_gradients: OutputGradients
+    graph: CUDAGraph  # computes the gradients from ``output_gradients``
+    output_gradients: OutputGradients  # its static inputs, one for each output that requires grad
     reach: tuple[frozenset[Tensor], ...]
-    targets: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]  # the leaves whose gradients autograd is given, in their order
     input_positions: tuple[int, ...]
     parameters: tuple[Parameter, ...]
     handed: LentGradients
     direct: DirectGradients | None
-    place: int
+    place: int  # its place in the order of captures
 
     def reached(self, gradients: Sequence[Tensor | None]) -> frozenset[Tensor]:
         """The leaves that outputs with a gradient depend on."""
@@ -69,36 +65,23 @@ class CapturedCall:
     """What the capture of a callable leaves; filled while it goes on.
 
     Attributes:
-        original: What ran when it was captured.
-        module: Whose forward that is, if it is a module's.
-        plan: What calls must be like.
-        pool: Owns the graphs.
-        order: The order of captures over that pool.
-        inputs: Static inputs for the tensors of a call.
-        parameters: Those that may get a gradient.
-        modules: All modules that it holds.
-        guards: Over their parameters and buffers.
-        outputs: What it returned.
-        forward: Its graph.
-        backward: The backward pass, if there is one.
-        place: The place of the forward graph in the order.
         borrowed: By the index of a tensor of the call, the memory where it is read in place.
         shared: Likewise, what tells later calls whether they are given the same tensor.
     """
 
-    original: Callable[..., Any]
-    module: nn.Module | None
-    plan: CallPlan
-    pool: GraphPool
-    order: ReplayOrder
-    inputs: StaticInputs
-    parameters: list[Parameter]
-    modules: Sequence[nn.Module] = ()
-    guards: Sequence[AddressGuard] = ()
-    outputs: OutputPlan | None = None
-    forward: CUDAGraph | None = None
-    backward: BackwardPass | None = None
-    place: int = -1
+    original: Callable[..., Any]  # what ran when it was captured
+    module: nn.Module | None  # whose forward that is, if it is a module's
+    plan: CallPlan  # what calls must be like
+    pool: GraphPool  # owns the graphs
+    order: ReplayOrder  # the order of captures over that pool
+    inputs: StaticInputs  # static inputs for the tensors of a call
+    parameters: list[Parameter]  # those that may get a gradient
+    modules: Sequence[nn.Module] = ()  # all modules that it holds
+    guards: Sequence[AddressGuard] = ()  # over their parameters and buffers
+    outputs: OutputPlan | None = None  # what it returned
+    forward: CUDAGraph | None = None  # its graph
+    backward: BackwardPass | None = None  # the backward pass, if there is one
+    place: int = -1  # the place of the forward graph in the order
     borrowed: dict[int, Source] = field(default_factory=dict)
     shared: dict[int, SharedArgument] = field(default_factory=dict)
 

@@ -38,20 +38,15 @@ class Operation:
     """One operator of the host half.
 
     Attributes:
-        func: The operator.
-        args: Its arguments, registers in place of tensors that are computed anew.
-        kwargs: Likewise.
-        results: The registers of the tensors that it returns.
         draws: The generator that it draws from; None if it draws nothing.
-        read: What it told Python, for an operator that returns no tensor.
     """
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[int]
+    func: Callable[..., Any]  # the operator
+    args: tuple[Any, ...]  # its arguments, registers in place of tensors that are computed anew
+    kwargs: dict[str, Any]  # likewise
+    results: list[int]  # the registers of the tensors that it returns
     draws: torch.Generator | None = None
-    read: Any = None
+    read: Any = None  # what it told Python, for an operator that returns no tensor
 
 
 class HostHalf:

@@ -27,16 +27,11 @@ REMEDY = "compute it on the device, or hand it in with the batch"
 
 @dataclass(slots=True)
 class _Known:
-    """A tensor of the host that was seen while code was captured; kept, so that its id stays.
-
-    Attributes:
-        register: Where a replay computes it; None if it is a constant.
-        born: It was made by the captured code.
-    """
+    """A tensor of the host that was seen while code was captured; kept, so that its id stays."""
 
     tensor: Tensor
-    register: Register | None
-    born: bool
+    register: Register | None  # where a replay computes it; None if it is a constant
+    born: bool  # it was made by the captured code
 
 
 class HostTape:

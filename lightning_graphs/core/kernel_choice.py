@@ -15,17 +15,14 @@ class KernelChoice(NamedTuple):
     """What all threads have in common, and neither autocast nor grad mode tells.
 
     Attributes:
-        products: The precision of float32 products, as torch names it.
         attention: Whether flash, memory-efficient, cuDNN's and plain attention may be used, as
             ``torch.nn.attention.sdpa_kernel`` sets it.
-        deterministic: Whether algorithms must be deterministic.
-        dtype: The default data type.
     """
 
-    products: str
+    products: str  # the precision of float32 products, as torch names it
     attention: tuple[bool, bool, bool, bool]
-    deterministic: bool
-    dtype: torch.dtype
+    deterministic: bool  # whether algorithms must be deterministic
+    dtype: torch.dtype  # the default data type
 
     @classmethod
     def now(cls) -> KernelChoice:

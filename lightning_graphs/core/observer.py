@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
+from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -148,7 +149,7 @@ class Observer(Recorder):
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
         hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
         if not self._silent and not hidden:
-            self._note(operator, obstacle, self._sites.here())
+            self._note(operator, with_known_remedy(obstacle), self._sites.here())
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import returned_alone, written_position
 from lightning_graphs.core.generators import GeneratorWatch
+from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COMPILED,
     FUNCTION_RULES,
@@ -299,8 +300,8 @@ class Recorder(OperatorMode):
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         """Raise for an operator that cannot be captured, naming the user's line."""
-        site = self._sites.here()
-        raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", obstacle.remedy)
+        site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
+        raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", remedy)
 
     def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
         """The entry of the tensor's storage, made when it is met for the first time."""
