@@ -24,8 +24,9 @@ demo: export OMP_WAIT_POLICY := passive
 demo: $(DEMO_INSTALLED)
 	$(PY) examples/finetune_classifier.py
 
+# Side by side where pytest-xdist is there. ROWS=--every-row runs the long tables of fits as a whole.
 test: $(INSTALLED)
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests $(ROWS) $$($(PY) -c "import importlib.util as u; print('-n auto' * bool(u.find_spec('xdist')))")
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

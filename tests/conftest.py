@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 if torch.cuda.device_count() < 2:
     collect_ignore.append("gpu/test_ddp.py")
 
+_ROWS = 4
+"""So many rows of a table of fits run on a CPU by default: five minutes on two cores."""
 _BACKENDS = ["emulated"]
 if torch.cuda.is_available():
     _BACKENDS.append("cuda")
@@ -36,14 +39,45 @@ def _nothing_was_compiled() -> None:
         compiler.counters.clear()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks everything that runs on a GPU, so that ``-m gpu`` selects exactly that."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-row",
+        action="store_true",
+        default=torch.cuda.is_available(),
+        help="run every row of the long tables of fits, as a machine with a GPU does",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--every-row"):
+        return "tables of fits: every row"
+    return f"tables of fits: {_ROWS} rows of each; --every-row, or a GPU, runs them all"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Thins out long tables, and marks what runs on a GPU: ``-m gpu`` selects exactly that."""
     here = Path(__file__).parent
+    if not config.getoption("--every-row"):
+        left_out = set(_further_rows(items, here))
+        config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+        items[:] = [i for i in items if i not in left_out]
     for item in items:
         callspec = getattr(item, "callspec", None)
         on_cuda = callspec is not None and callspec.params.get("backend") == "cuda"
         if on_cuda or here / "gpu" in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+
+
+def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]:
+    """Of each table of fits all rows but a few, which lie as far apart as they can."""
+    tables: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.path.relative_to(here).parts[0] in ("training", "failures"):
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for rows in tables.values():
+        kept = {round(i * (len(rows) - 1) / (_ROWS - 1)) for i in range(_ROWS)}
+        if len(rows) > _ROWS:
+            yield from (item for i, item in enumerate(rows) if i not in kept)
 
 
 @pytest.fixture(params=_BACKENDS)

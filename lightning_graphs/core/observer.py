@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
             continue
         for first, second in zip(before[i:i_end], now[j:j_end], strict=True):
             pairs = zip(first.numbers, second.numbers, strict=False)
-            differing = [(a, b) for a, b in pairs if a != b and not (a != a and b != b)]
+            differing = [(a, b) for a, b in pairs if a == a and b == b and a != b]
             if differing:
                 a, b = differing[0]
                 what = f"{a!r} in one step, {b!r} in another"
@@ -89,6 +90,11 @@ class Observer(Recorder):
 
     On a CPU, where all memory is the host's, a tensor counts as the host's that a factory made
     without ``device=``, or that is neither born here nor among the :meth:`begin` tensors.
+
+    Args:
+        note: Called with operator, obstacle and the user's line.
+        look: Called with every Python function of torch and its arguments; the numbers that it
+            returns are no part of the capture, here and in the backward pass.
     """
 
     raises = False
@@ -96,7 +102,7 @@ class Observer(Recorder):
     def __init__(
         self,
         note: Callable[[str, Obstacle, CallSite], None],
-        look: Callable[[Any], None],
+        look: Callable[[Any, Any, Any], Iterable[float]],
         generators: Sequence[torch.Generator],
         *,
         until: types.CodeType,
@@ -114,10 +120,12 @@ class Observer(Recorder):
         self._resident: set[int] = set()
         self._host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
+        self._anew: set[float] = set()
 
     def begin(self, resident: Sequence[Tensor]) -> None:
         """Begin another step."""
         self.calls = []
+        self._anew.clear()
         self._host.clear()
         self._resident = {self.know(t).id for t in resident if t.layout is torch.strided}
 
@@ -154,7 +162,7 @@ class Observer(Recorder):
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if not self._silent:
-            self._look((args, kwargs))
+            self._anew.update(self._look(func, args, kwargs))
         rule = FUNCTION_RULES.get(name)
         obstacle = rule(args, kwargs) if rule is not None else None
         if obstacle is not None:
@@ -192,7 +200,8 @@ class Observer(Recorder):
             self._host.update(operation.writes)
         if not self._silent:
             values = (*operation.args, *operation.kwargs.values())
-            numbers = tuple(v for v in values if type(v) in _NUMBERS)
+            found = [v for v in values if type(v) in _NUMBERS]
+            numbers = tuple(math.nan if v in self._anew else v for v in found)
             self.calls.append(Call(operation.name, numbers, operation.site))
 
     def _meet_constant(self, tensor: Tensor) -> None:

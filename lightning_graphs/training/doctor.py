@@ -46,7 +46,8 @@ from lightning_graphs.training.frozen import (
 from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
-from lightning_graphs.training.logs import LOGGED_NUMBER, LoggedNumbers, is_live
+from lightning_graphs.training.live_numbers import is_followed
+from lightning_graphs.training.logs import LOGGED_NUMBER, LoggedNumbers
 from lightning_graphs.training.metrics import METRIC_EARLY, METRIC_VALUE, metrics_of
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.obstacles import (
@@ -71,9 +72,8 @@ from lightning_graphs.training.python_state import (
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
 from lightning_graphs.training.watched import (
-    WatchedInt,
+    WatchedNumbers,
     draws_watched,
-    watched_counter,
     watched_in,
 )
 
@@ -126,9 +126,8 @@ class Doctor:
         )
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
-        self._numbers = LoggedNumbers(
-            functools.partial(is_live, trainer), self._observer.looking_away
-        )
+        self._counters = WatchedNumbers(self._followed, self._used)
+        self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._signatures: list[Signature] = []
@@ -161,7 +160,7 @@ class Doctor:
         self.diagnosis.steps += 1
         batch, *rest = args
         self._judge_batch(batch)
-        watched = [WatchedInt(v, "batch_idx", self._used) if type(v) is int else v for v in rest]
+        watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
         attributes, generators = Attributes(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
         tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
@@ -222,7 +221,7 @@ class Doctor:
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
             stored = functools.partial(self._used, obstacle=STORED)
-            counter = functools.partial(watched_counter, self._used)
+            counter = self._counters.counter
             stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
             stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
@@ -270,11 +269,26 @@ class Doctor:
         else:
             self.diagnosis.add(obstacle, operator, site, effect=self._effect)
 
-    def _look(self, arguments: Any) -> None:
-        for number in watched_in(arguments):
-            number.used()
+    def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
+        """Look at a call of torch; the numbers in it that every replay would have anew."""
+        numbers = list(watched_in((args, kwargs)))
+        if numbers and not self._only_submodules and is_followed(function, args, kwargs):
+            return [number.plain for number in numbers]
+        for number in numbers:
+            number.escapes()
         if self._only_submodules and not self._is_inside:
             self._between.add(self._observer.here())
+        return []
+
+    def _followed(self, name: str) -> None:
+        """Note what Python makes of a number: in a whole step it is no obstacle."""
+        if self._only_submodules:
+            self._used(name)
+
+    def _is_live(self, number: Any) -> bool:
+        """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
+        groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
+        return self._counters.is_live(number) or any(number is group["lr"] for group in groups)
 
     def _used(
         self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER

@@ -45,10 +45,10 @@ _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
 
 COUNTER = Obstacle(
-    "A captured step runs no Python code: a counter that it reads, or another value that the "
-    "trainer moves, would stand still.",
-    "move what depends on it to on_train_batch_end or another hook, or make it a tensor that "
-    "a hook fills",
+    "A captured step runs no Python code: a counter whose value it takes, or another value that "
+    "the trainer moves, would stand still.",
+    "add, multiply, compare or log counters in training_step alone, which a replay follows; move "
+    "what else depends on them to a hook, or make it a tensor that a hook fills",
     kind="python-state",
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
@@ -102,7 +102,7 @@ class StandIn(abc.ABC):
     __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
     __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __iter__ = __getitem__ = __len__ = _refuse
+    __iter__ = __getitem__ = __len__ = __array__ = __array_ufunc__ = _refuse
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # torch and copy ask whether there is such a protocol
@@ -148,57 +148,119 @@ def refuse_stand_ins(value: Any) -> None:
             leaf.refuse()
 
 
+Places = Sequence[tuple[dict[str, Any], str, Any]]
+"""Tables, a key of each, and what is to be there for a while."""
+
+
 @contextlib.contextmanager
 def rates_exchanged(
     trainer: Trainer, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
-) -> Iterator[dict[int, Callable[[], Any]]]:
+) -> Iterator[None]:
     """While capturing, schedulers and parameter groups give these learning rates, a group each.
 
     What schedulers count by is nobody's to use, and no rate where there are none of these. What
     groups hold is nobody's to set.
 
-    Returns:
-        The ``id`` of each tensor that stands for a rate -> what gives the present rate.
-
     Raises:
         CaptureError: the body has set something in a group; all is as before.
     """
-    numbers: dict[int, Callable[[], Any]] = {}
-    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+
+    def rate(name: str, read: Callable[[], Any], index: int) -> Any:
+        return FrozenNumber(name, read) if rates is None else rates[index].detach()
+
     groups = optimizer.param_groups
     before = [dict(group) for group in groups]
-
-    def stand_in(index: int, read: Callable[[], Any]) -> Any:
-        if rates is None:
-            return FrozenNumber("the learning rate", read)
-        rate = rates[index].detach()
-        numbers[id(rate)] = read
-        return rate
-
-    places: list[tuple[Any, str, Any]] = [
-        (table, key, FrozenNumber(f"{key} of a scheduler", _reading(table, key)))
-        for table in map(vars, schedulers)
-        for key in ("last_epoch", "_step_count")
-        if key in table
-    ]
-    for table in map(vars, schedulers):
-        if table.get("optimizer") is optimizer and "_last_lr" in table:
-            last = [stand_in(i, _reading(table, "_last_lr", i)) for i in range(len(groups))]
-            places.append((table, "_last_lr", last))
-    places += [(group, "lr", stand_in(i, _reading(group, "lr"))) for i, group in enumerate(groups)]
-    with exchanged(places):
+    with exchanged(rate_places(trainer, optimizer, FrozenNumber, rate)):
         given = [_values(group) for group in groups]
         try:
-            yield numbers
+            yield
             left = [_values(group) for group in groups]
         finally:
             for group, known in zip(groups, before, strict=True):
                 group.update(known)
-    moved = {key for a, b in zip(given, left, strict=True) for key in a if a[key] != b[key]}
-    if moved:
+    _refuse_set({key for a, b in zip(given, left, strict=True) for key in a if a[key] != b[key]})
+
+
+def rate_places(
+    trainer: Trainer,
+    optimizer: Optimizer,
+    count: Callable[[str, Callable[[], Any]], Any],
+    rate: Callable[[str, Callable[[], Any], int], Any],
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where learning rates stand, and what schedulers count by, with a stand-in for each.
+
+    Args:
+        trainer: The trainer.
+        optimizer: Its optimizer.
+        count: Makes the stand-in for a count, of its name and what gives it.
+        rate: Makes the one for a rate; it also gets the index of the parameter group.
+    """
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    groups = range(len(optimizer.param_groups))
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        table = vars(config.scheduler)
+        owner = f"scheduler {number}" if number else "a scheduler"
+        for key in ("last_epoch", "_step_count"):
+            if key in table:
+                places.append((table, key, count(f"{key} of {owner}", _reading(table, key))))
+        if table.get("optimizer") is optimizer and "_last_lr" in table:
+            name = f"the learning rate of {owner}"
+            reads = [_reading(table, "_last_lr", i) for i in groups]
+            last = [rate(_of_group(name, i), read, i) for i, read in enumerate(reads)]
+            places.append((table, "_last_lr", last))
+    for i, group in enumerate(optimizer.param_groups):
+        read = _reading(group, "lr")
+        places.append((group, "lr", rate(_of_group("the learning rate", i), read, i)))
+    return places
+
+
+def group_places(
+    optimizer: Optimizer,
+    keys: Sequence[Collection[str]],
+    number: Callable[[str, Callable[[], Any]], Any],
+) -> Places:
+    """Where other numbers of parameter groups stand, with a stand-in for each.
+
+    Args:
+        optimizer: The optimizer.
+        keys: Of each group, those that move without another capture.
+        number: Makes a stand-in, of its name and what gives the number.
+    """
+
+    def stand_in(index: int, key: str) -> Any:
+        group = optimizer.param_groups[index]
+        name, value = _of_group(f"{key} of the optimizer", index), group[key]
+        if isinstance(value, (tuple, list)):  # betas
+            reads = [_reading(group, key, i) for i in range(len(value))]
+            return tuple(number(f"{name}[{i}]" if i else name, r) for i, r in enumerate(reads))
+        return number(name, _reading(group, key))
+
+    groups = optimizer.param_groups
+    return [(groups[i], key, stand_in(i, key)) for i, names in enumerate(keys) for key in names]
+
+
+def _of_group(name: str, index: int) -> str:
+    return f"{name} (group {index})" if index else name
+
+
+@contextlib.contextmanager
+def numbers_exchanged(places: Places) -> Iterator[None]:
+    """While capturing a forward pass, these numbers are nobody's to set.
+
+    Raises:
+        CaptureError: the body has set one; all is as before.
+    """
+    with exchanged(places):
+        yield
+        moved = {key for table, key, value in places if table[key] is not value}
+    _refuse_set(moved)
+
+
+def _refuse_set(keys: Collection[str]) -> None:
+    if keys:
         raise CaptureError(
             "A captured step runs no Python code: what it sets in the optimizer would stand still.",
-            f"the step sets {', '.join(sorted(moved))} in param_groups",
+            f"the step sets {', '.join(sorted(keys))} in param_groups",
             "set it in on_train_batch_start or another hook, or by a scheduler",
         )
 
@@ -214,35 +276,13 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def numbers_exchanged(
-    optimizer: Optimizer, keys: Sequence[Collection[str]]
-) -> contextlib.AbstractContextManager[None]:
-    """While capturing a forward pass, these numbers of the parameter groups are nobody's to use.
-
-    Args:
-        optimizer: The optimizer.
-        keys: Of each group, those that move without another capture.
-    """
-
-    def stand_in(group: dict[str, Any], key: str) -> Any:
-        name, value = f"{key} of the optimizer", group[key]
-        if isinstance(value, (tuple, list)):  # betas
-            return tuple(FrozenNumber(name, _reading(group, key, i)) for i in range(len(value)))
-        return FrozenNumber(name, _reading(group, key))
-
-    pairs = zip(optimizer.param_groups, keys, strict=False)
-    return exchanged(
-        [(group, key, stand_in(group, key)) for group, names in pairs for key in names]
-    )
-
-
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
     """Gives what a table holds, or an item of it, when it is asked."""
     return lambda: table[key][index[0]] if index else table[key]
 
 
 @contextlib.contextmanager
-def exchanged(places: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+def exchanged(places: Places) -> Iterator[None]:
     """Put values into tables, and take them back."""
     before = [table[key] for table, key, _ in places]
     try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
@@ -28,7 +28,6 @@ from lightning_graphs.training.lightning_private import (
 )
 from lightning_graphs.training.metrics import METRIC_EARLY, MetricCall, metrics_of
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.watched import WatchedInt
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -109,12 +108,14 @@ class _LogCall:
         results.update_metrics(self._key, value.to(entry.value.device), size)
         return size
 
-    def reissue(self) -> None:
-        """Make the call again, after a replay."""
+    def reissue(self, progress: ProgressValues | None) -> None:
+        """Make the call again, after a replay; a number of the host goes to the progress bar."""
         value = self.value if self._scalar is None else self._scalar
         if self._now is not None:
             value = self._now()
             if isinstance(value, Number):
+                if progress is not None and self.options.get("prog_bar"):
+                    progress.show(self.name, value)
                 value = _tensor_of(value, self._module.device)
         self._size = self.log(value, self._size)
 
@@ -128,8 +129,8 @@ class LogRecorder:
         numbers: Knows which Python numbers change from step to step.
 
     Attributes:
-        live: The ``id`` of each tensor that stands for a number of the trainer -> what gives the
-            present number.
+        live: Gives what tells the present value of something that is logged; None where that is the
+            captured one.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class LogRecorder:
         state = (*module.parameters(), *module.buffers())
         self._state = frozenset(t.untyped_storage().data_ptr() for t in state)
         self._dtype = torch.get_default_dtype()
-        self.live: Mapping[int, Callable[[], Any]] = {}
+        self.live: Callable[[Any], Callable[[], Any] | None] = _of_stand_in
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -169,10 +170,8 @@ class LogRecorder:
         arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
         refuse_stand_ins(arguments)
-        device, now = self._module.device, self.live.get(id(value))
-        if isinstance(value, StandIn):
-            now = value.now
-        elif now is None and isinstance(value, Number):
+        device, now = self._module.device, _of_stand_in(value) or self.live(value)
+        if now is None and isinstance(value, Number):
             if self._numbers is not None:
                 self._numbers.refuse_changing(name)
             value = _tensor_of(value, device)
@@ -227,13 +226,13 @@ class LogRecorder:
         """Make the recorded calls again, on the values that the replay computed."""
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
-        try:
-            for call in self._calls:
-                call.reissue()
-        finally:
-            torch.set_default_dtype(dtype)
         if self._progress is not None:
             self._progress.mirrored = self._mirrored
+        try:
+            for call in self._calls:
+                call.reissue(self._progress)
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 class QuickLog:
@@ -312,10 +311,8 @@ class LoggedNumbers:
             )
 
 
-def is_live(trainer: Trainer, number: Any) -> bool:
-    """Whether a number is a counter of the trainer, or a rate of an optimizer, as it is read."""
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return isinstance(number, WatchedInt) or any(number is group["lr"] for group in groups)
+def _of_stand_in(value: Any) -> Callable[[], Any] | None:
+    return value.now if isinstance(value, StandIn) else None
 
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:

@@ -65,7 +65,7 @@ class MetricCall:
         """What the call returns while a step is captured."""
         return self._result if self._items is None else dict(self._items)
 
-    def reissue(self) -> None:
+    def reissue(self, _: object) -> None:
         args, kwargs = substitute(self._template, clone_all(self._tensors))
         value = self._function(*args, **kwargs)
         self._result.value = value

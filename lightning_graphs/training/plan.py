@@ -16,6 +16,7 @@ from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
+from lightning_graphs.training.live_numbers import NumberOnDevice
 from lightning_graphs.training.logs import LogRecorder
 
 
@@ -46,6 +47,7 @@ class StepPlan:
         unverified: It is yet to be compared with the eager step.
         host: What its code computes on the host; None if that is nothing.
         number: The same on all ranks.
+        numbers: Numbers of the trainer that its graphs read, to be refreshed before every replay.
     """
 
     call: CallPlan
@@ -69,6 +71,7 @@ class StepPlan:
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostHalf | None = None
     number: int = 0
+    numbers: Sequence[NumberOnDevice] = ()
 
     def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
         """Compute on the host what the coming replay needs; whether it goes the captured way.

@@ -63,16 +63,23 @@ class ProgressValues:
         """Copy scalars to the host, as part of a capture; the names that found a place."""
         return frozenset(name for name in values if self._copied(name, values[name]))
 
+    def show(self, name: str, number: Any) -> None:
+        """Show a number that the host knows."""
+        if self._has_place(name):
+            self._values[self._slots[name]] = number
+            self.mirrored |= {name}
+
     def _copied(self, name: str, value: Tensor) -> bool:
         """Copy a scalar to its place on the host; False if there is none left."""
-        if name not in self._slots:
-            if len(self._slots) == _SLOTS:
-                return False
+        if has_place := self._has_place(name):
+            place = self._host[self._slots[name] :][:1]
+            place.copy_(value.detach().float().reshape(1), non_blocking=True)
+        return has_place
+
+    def _has_place(self, name: str) -> bool:
+        if name not in self._slots and len(self._slots) < _SLOTS:
             self._slots[name] = len(self._slots)
-        slot = self._slots[name]
-        place = self._host[slot : slot + 1]
-        place.copy_(value.detach().float().reshape(1), non_blocking=True)
-        return True
+        return name in self._slots
 
     def _metrics(self, on_step: bool) -> Any:
         """What the collection returns, with mirrored numbers instead of a read for each."""

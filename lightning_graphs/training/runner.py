@@ -393,6 +393,8 @@ class StepRunner:
         self._moves.replayed()
         if self._in_graph is not None:
             self._in_graph.refresh()
+        for number in plan.numbers:
+            number.refresh()
         if plan.backward is None:
             plan.adopt()
         plan.forward.replay()
@@ -429,7 +431,8 @@ class StepRunner:
         if signature is not None:
             self._cache.refuse(signature)
         # What finds no memory as a whole finds none for the arguments of its submodules.
-        self._fails(not (len(self._cache) or isinstance(error, NoRoomError)))
+        is_branch = self._capture.was_in_a_branch()
+        self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))
         self._notices.refused(error, has_graphs=not self._failing)
 
     def _fails(self, failing: bool) -> None:

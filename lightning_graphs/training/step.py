@@ -29,7 +29,7 @@ from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.frozen import (
-    FrozenNumber,
+    Places,
     counters_watched,
     numbers_exchanged,
     old_gradients_watched,
@@ -42,6 +42,7 @@ from lightning_graphs.training.gradients import (
     gradients_set_aside,
 )
 from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LoggedNumbers, LogRecorder
 from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
@@ -124,6 +125,9 @@ class StepCapture:
         self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
         self._host: AbstractContextManager[object] = nullcontext()
+        self._numbers = StepNumbers(trainer, reads, module.device)
+        self._has_branched = False
+        self._places: Places = ()
 
     def capture(
         self,
@@ -195,7 +199,8 @@ class StepCapture:
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
             own = substitute(batch, inputs.tensors)
-            arguments = (own, *map(self._frozen, rest))
+            self._numbers = StepNumbers(self._trainer, self._reads, self._module.device)
+            arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             targets = GradientTargets(
                 self._optimizer,
@@ -208,6 +213,7 @@ class StepCapture:
                 reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
             recorder = LogRecorder(self._module, self._progress, self._logged)
+            recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
@@ -223,6 +229,7 @@ class StepCapture:
                         cut=cut,
                         keep=targets.keep,
                     )
+                self._numbers.finish()
                 gradients, others = targets.attached()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
@@ -264,7 +271,14 @@ class StepCapture:
             stores=segments.stores,
             scaling=scaling,
             host=host,
+            numbers=self._numbers.on_device,
         )
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only where numbers of the trainer are these."""
+        first = not self._has_branched
+        self._has_branched |= self._numbers.has_guards
+        return first and self._has_branched
 
     def _keeps_gradients(self, phase: Phase) -> bool:
         """Whether gradients of one step must survive the forward pass of the next."""
@@ -283,13 +297,13 @@ class StepCapture:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            counters = counters_watched(self._trainer, reads=self._reads, counter=FrozenNumber)
-            stack.enter_context(counters)
+            counter = self._numbers.counter
+            stack.enter_context(counters_watched(self._trainer, reads=self._reads, counter=counter))
             stack.enter_context(replaced(self._body, "forward", self._forward))
             stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates = None if self._capturable is None else self._capturable.live_rates()
-            exchanged = rates_exchanged(self._trainer, self._optimizer, rates)
-            recorder.live = stack.enter_context(exchanged)
+            self._places = self._numbers.places(self._optimizer, self._open_keys(), rates)
+            stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
@@ -299,7 +313,7 @@ class StepCapture:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
-        numbers = numbers_exchanged(self._optimizer, self._open_keys())
+        numbers = numbers_exchanged(self._places)
         with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
             return StepBody.forward(self._body, arguments, recorder)
 
@@ -311,12 +325,6 @@ class StepCapture:
             {key for key in _HYPER_PARAMETERS if _is_plain(group.get(key))}
             for group in self._optimizer.param_groups
         ]
-
-    def _frozen(self, value: Any) -> Any:
-        if type(value) is not int:
-            return value
-        loop = self._trainer.fit_loop.epoch_loop
-        return FrozenNumber("batch_idx", lambda: loop.batch_idx)
 
     def _backward(self, loss: Tensor) -> None:
         with self._casts.together(loss), self._unseen():

@@ -19,6 +19,7 @@ from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.plan import StepPlan
@@ -111,6 +112,8 @@ class Verification:
         plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
+        for number in plan.numbers:
+            number.refresh()
         for graph in plan.graphs:
             if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
                 plan.adopt()
@@ -128,9 +131,12 @@ class Verification:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
-            if self._capturable is not None:
-                stack.enter_context(self._rates())
+            stack.enter_context(replaced(self._body, "update", self._update))
             yield
+
+    def _update(self, *args: Any) -> None:
+        with self._rates():
+            StepBody.update(self._body, *args)
 
     @staticmethod
     def _tensors(plan: StepPlan, args: tuple[Any, ...]) -> Sequence[Tensor]:

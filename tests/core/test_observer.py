@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Notes:
     def __init__(self) -> None:
         self.rows: list[tuple[str, str, int]] = []
         self.arguments: list[object] = []
+        self.anew: list[float] = []
 
     def observer(self, device: torch.device, *, rehearsal: bool = False) -> Observer:
         generators = [torch.default_generator]
@@ -37,12 +38,16 @@ class Notes:
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         return Observer(
             lambda operator, obstacle, site: self.rows.append((operator, obstacle.kind, site.line)),
-            self.arguments.append,
+            self._look,
             generators,
             until=_outside.__code__,
             device_type=device.type,
             rehearsal=rehearsal,
         )
+
+    def _look(self, function: object, args: object, kwargs: object) -> list[float]:
+        self.arguments.append((args, kwargs))
+        return self.anew
 
 
 def _outside(observer: Observer, body: Callable[[], object]) -> None:
@@ -147,10 +152,19 @@ class TestObserver:
 
 class TestChanges:
     @staticmethod
-    def _calls(device: torch.device, body: Callable[[], object]) -> list[Call]:
-        observer = Notes().observer(device)
+    def _calls(
+        device: torch.device, body: Callable[[], object], anew: Sequence[float] = ()
+    ) -> list[Call]:
+        notes = Notes()
+        notes.anew.extend(anew)
+        observer = notes.observer(device)
         _outside(observer, body)
         return observer.calls
+
+    def test_a_number_that_every_replay_has_anew(self, device: torch.device) -> None:
+        x = torch.ones(2, device=device)
+        runs = [self._calls(device, lambda f=f: x * f, [f]) for f in (0.5, 0.25)]  # type: ignore[misc]
+        assert list(changes(*runs)) == []
 
     def test_a_number_that_differs(self, device: torch.device) -> None:
         x, factors = torch.ones(2, device=device), iter([0.5, 0.25])

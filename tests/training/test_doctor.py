@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,9 @@ class Many(Net):
         kinds = torch.unique(batch["y"]).sum()  # unique
         loss = loss + 1e-3 * (chosen + places + selected + kinds) + len(first)
         loss = loss + 1e-3 * (logits * weights * table * ramp).sum()
-        loss = loss * (1 + batch_idx)  # batch_idx
-        loss = loss / (1 + self.global_step)  # global_step
+        loss = loss * math.exp(batch_idx)  # batch_idx
+        loss = loss / math.exp(self.global_step)  # global_step
+        loss = loss * (1 + batch_idx) + min(1.0, self.global_step / 7)
         self.calls += 1  # counter
         loss = loss * random.random()  # random
         share = float(numpy.random.rand())  # numpy.random

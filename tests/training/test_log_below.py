@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -287,11 +288,11 @@ def test_a_rate_beside_its_scheduler(backend: str, tmp_path: Path) -> None:
 
 def reads_decay(self: Any, batch: Any, batch_idx: int) -> Any:
     decay = self.trainer.optimizers[0].param_groups[0]["weight_decay"]
-    return self.loss(batch) + decay * self.net[0].weight.square().sum()
+    return self.loss(batch) + math.exp(decay) * self.net[0].weight.square().sum()
 
 
 def adds_to_index(self: Any, batch: Any, batch_idx: int) -> Any:
-    self.log("index", float(batch_idx))
+    self.log("index", math.sqrt(batch_idx))
     return self.loss(batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,7 @@ class ByScheduler(Weighted):
 
 class BySchedulersCount(ByScheduler):
     def weight(self) -> Any:
-        return self.lr_schedulers().last_epoch / 64  # type: ignore[union-attr]
+        return math.exp(self.lr_schedulers().last_epoch / 64)  # type: ignore[union-attr]
 
 
 class ByLoop(Weighted):
@@ -85,7 +86,7 @@ REFUSED = [
     (ByLoggedMetric, "trainer.logged_metrics"),
     (ByMetricOfTheBar, "trainer.progress_bar_metrics"),
     (ByScheduler, "trainer.lr_scheduler_configs"),
-    (BySchedulersCount, "last_epoch of a scheduler"),
+    (BySchedulersCount, r"\(last_epoch of a scheduler\) / 64"),
     (ByLoop, "trainer.fit_loop"),
 ]
 
@@ -263,14 +264,16 @@ MOVING = [
     ("grad", ".grad of a parameter is read at"),
     ("norm", ".grad of a parameter is read at"),
     ("store", "trainer.counted is set at"),
+    ("rate", "the learning rate is read at"),
 ]
+LIVE = ("global_step", "owner", "rate")  # in whole steps they are
 
 
 @pytest.mark.parametrize(
     ("what", "said", "scope"),
     [
-        *((*case, scope) for case in MOVING for scope in ("modules", "auto")),
-        ("rate", "the learning rate is read at", "modules"),  # in whole steps it is live
+        *((*case, "modules") for case in MOVING),
+        *((*case, "auto") for case in MOVING if case[0] not in LIVE),
     ],
 )
 def test_a_submodule_that_uses_what_moves_runs_eagerly(
@@ -286,6 +289,13 @@ def test_a_submodule_that_uses_what_moves_runs_eagerly(
         captured.run()
     compare(eager, captured, replayed=False)
     assert getattr(captured.trainer, "counted", 0) == getattr(eager.trainer, "counted", 0)
+
+
+@pytest.mark.parametrize("what", LIVE)
+def test_in_a_whole_step_it_is_live(backend: str, tmp_path: Path, what: str) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=layered(what), max_epochs=3)
+    compare(eager, captured)
+    assert captured.statistics.captures == 1
 
 
 def test_a_submodule_that_reads_a_setting_of_the_trainer(backend: str, tmp_path: Path) -> None:

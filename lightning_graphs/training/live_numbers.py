@@ -1,0 +1,401 @@
+"""Numbers of the trainer in a captured step: inputs of it, and what Python's arithmetic makes of
+them.
+
+Counters, learning rates and other numbers of the optimizer are other ones in other steps. While a
+step is captured its code gets stand-ins for them, which remember what is computed from them. Where
+one is compared, the outcome is a value that the step has read: steps for which it turns out
+otherwise are not this graph's. Where one is logged, every replay logs its own. Where one meets a
+tensor, it is a number on the device that every replay fills. Code that asks for the bare number
+cannot be followed further.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_graphs.core.torch_private import out_of_sight
+from lightning_graphs.core.values import Absence
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.frozen import (
+    COUNTER,
+    FrozenNumber,
+    Places,
+    group_places,
+    rate_places,
+    refuse_stand_ins,
+)
+from lightning_graphs.training.logged_floats import LoggedFloats, constants_around
+from lightning_graphs.training.python_state import AttributeReads
+
+_ROOM = 64  # numbers on the device, in one step
+_LONGEST = 300  # characters of an expression; loops make longer ones
+_PLAIN = (int, float, bool)
+LASTING = "trainer.current_epoch"
+"""It is the same for many steps: code that needs its bare value may have it, as a guard."""
+
+
+class NumberOnDevice:
+    """A scalar on the device that every replay fills with the present value of a number."""
+
+    def __init__(self, memory: Tensor, read: Callable[[], Any]) -> None:
+        self.memory = memory
+        self._read = read
+        self._filled: Any = math.nan
+
+    def refresh(self) -> None:
+        """Fill it; no work while the number stands still."""
+        value = self._read()
+        if value != self._filled or not value:  # zeros have a sign
+            self._filled = value
+            self.memory.fill_(value)
+
+
+class StepNumbers:
+    """The numbers of the trainer in the capture of one step.
+
+    Args:
+        trainer: The trainer.
+        reads: Learns what the step has made of them, and compares that before every step.
+        device: Where the step runs.
+
+    Attributes:
+        has_guards: The step has gone a way that these numbers decide.
+    """
+
+    def __init__(self, trainer: Trainer, reads: AttributeReads, device: torch.device) -> None:
+        self.has_guards = False
+        self._trainer = trainer
+        self._reads = reads
+        # What a graph allocates itself is written by what ran before, in every replay.
+        self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
+        self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
+        self._bounds: list[float] = []
+        self._floats = LoggedFloats()
+
+    @property
+    def on_device(self) -> list[NumberOnDevice]:
+        """Those that a replay must refresh."""
+        return list(self._known.values())
+
+    # ------------------------------------------------------------------ what code gets
+
+    def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
+        """What stands for a number of the trainer.
+
+        Args:
+            name: What messages call it.
+            read: Gives the present one.
+            lasts: It is the same for many steps.
+        """
+        value = read()
+        if type(value) is bool:
+            return self.guarded(name, read, value)
+        if type(value) not in _PLAIN:
+            return FrozenNumber(name, read)
+        return LiveNumber(self, name, read, value, lasts)
+
+    def counter(self, name: str, read: Callable[[], Any]) -> Any:
+        """What stands for a counter of the trainer."""
+        return self.number(name, read, lasts=name == LASTING)
+
+    def argument(self, value: Any) -> Any:
+        """What ``training_step`` gets for an argument beside the batch."""
+        if type(value) is not int:
+            return value
+        loop = self._trainer.fit_loop.epoch_loop
+        return self.number("batch_idx", lambda: loop.batch_idx)
+
+    def places(
+        self,
+        optimizer: Optimizer,
+        keys: Sequence[Collection[str]],
+        rates: Sequence[Tensor] | None,
+    ) -> Places:
+        """Where numbers of the optimizer and of schedulers stand, with what stands for them.
+
+        Args:
+            optimizer: The optimizer.
+            keys: Of each parameter group, the numbers that may move without another capture.
+            rates: Stand for learning rates that are tensors.
+        """
+
+        def rate(name: str, read: Callable[[], Any], index: int) -> Any:
+            if rates is not None and isinstance(read(), Tensor):
+                return rates[index].detach()
+            return self.number(name, read)
+
+        places = rate_places(self._trainer, optimizer, self.number, rate)
+        return [*places, *group_places(optimizer, keys, self.number)]
+
+    # ------------------------------------------------------------------ what becomes of it
+
+    def guarded(self, name: str, read: Callable[[], Any], value: Any) -> Any:
+        """A value that the captured code sees: it is for steps that would see the same."""
+        self.has_guards = True
+        self._reads.add(name, functools.partial(_present, read), name, self._reads)
+        return value
+
+    def bounded(self, bound: float) -> None:
+        """Note what a number is compared with: ``min`` and ``max`` may return this very object."""
+        self._bounds.append(bound)
+
+    def bare(self, number: LiveNumber) -> float:
+        """A plain float for code that asks for one, as ``self.log("step", float(step))`` does."""
+        made = self._floats.made(number.name, number.value, number.now, sys._getframe(2))
+        return float(number.seen(number.value)) if made is None else made
+
+    def logged(self, value: Any) -> Callable[[], Any] | None:
+        """What gives the present value of a plain number that is logged; None if it is not ours.
+
+        To be called by what stands for ``LightningModule.log``.
+        """
+        if type(value) is not float:
+            return None
+        # What the code has in its text is what it is by the outcome of a guard.
+        if self.has_guards and any(b is value for b in (*self._bounds, *constants_around())):
+            return lambda: value
+        return self._floats.logged(value)
+
+    def finish(self) -> None:
+        """To be called at the end of the step's code.
+
+        Raises:
+            CaptureError: a bare number went elsewhere than to the log.
+        """
+        for name, site in self._floats.elsewhere():
+            observed = f"{name} is read at {site.describe()}"
+            raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+
+    def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
+        """An operator of a tensor and a number, as the eager one rounds it.
+
+        CUDA multiplies with the reciprocal of a divisor that is a number of the host
+        (``BinaryDivTrueKernel.cu``).
+        """
+        if tensor.device != self._room.device:
+            number.refuse()
+        if name == "__rdiv__":  # as torch's own does
+            return self.with_tensor("mul", tensor.reciprocal(), number)
+        if tensor.dtype in _SMALL:  # as kernels do inside
+            return self.with_tensor(name, tensor.float(), number).to(tensor.dtype)
+        memory = self._memory(number, tensor.dtype)
+        if name in _DIVISIONS and tensor.is_cuda:
+            name, memory = _DIVISIONS[name], memory.reciprocal()
+        result: Tensor = getattr(tensor, name)(memory)
+        return result
+
+    def _memory(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
+        known = self._known.get((number.name, dtype))
+        if known is not None:
+            return known.memory
+        place = len(self._known)
+        if place == _ROOM:
+            number.refuse()
+        with out_of_sight():
+            memory = self._room[place : place + 1].view(dtype)[0].data  # autograd counts its writes
+            self._known[number.name, dtype] = NumberOnDevice(memory, number.now)
+            if not memory.is_cuda:  # there the captured code runs
+                memory.fill_(number.value)
+        return memory
+
+
+class LiveNumber(FrozenNumber):
+    """Stands for a number of the trainer while a whole step is captured, or for what follows.
+
+    Args:
+        numbers: Those of the step.
+        name: What messages call it: an expression.
+        read: Gives the present value.
+        value: What it is in the step that is captured.
+        lasts: It is the same for many steps: code that needs the bare value may have it.
+    """
+
+    def __init__(
+        self,
+        numbers: StepNumbers,
+        name: str,
+        read: Callable[[], Any],
+        value: Any,
+        lasts: bool,
+    ) -> None:
+        super().__init__(name, read)
+        self.numbers = numbers
+        self.value = value
+        self.lasts = lasts
+        self.now = read  # type: ignore[method-assign]
+
+    def seen(self, value: Any) -> Any:
+        """The bare value, for code that cannot be followed."""
+        if not self.lasts:
+            self.refuse()
+        self.numbers.guarded(self.name, self.now, self.value)
+        return value
+
+    def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
+        """What a function of Python makes of it and of other numbers."""
+        if len(name) > _LONGEST:
+            self.refuse()
+        operands = [n if isinstance(n, LiveNumber) else _Constant(n) for n in (self, *others)]
+        lasts = all(operand.lasts for operand in operands)
+        value = function(*(operand.value for operand in operands))
+        # Guards outlive the capture, and hold nothing of it.
+        read = functools.partial(_computed, function, [operand.now for operand in operands])
+        return LiveNumber(self.numbers, name, read, value, lasts)
+
+    def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
+        """The outcome of a comparison, which is a guard."""
+        if type(other) is float:
+            self.numbers.bounded(other)
+        found = self.computed(_infix(self, symbol, other), function, other)
+        return self.numbers.guarded(found.name, found.now, found.value)
+
+    def is_true(self) -> Any:
+        """Whether it is, which is a guard."""
+        found = self.computed(f"bool({self.name})", bool)
+        return self.numbers.guarded(found.name, found.now, found.value)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of torch with one number in them."""
+        if is_followed(function, args, kwargs) and not torch.compiler.is_compiling():
+            tensor, number = args
+            if isinstance(number, LiveNumber):
+                return number.numbers.with_tensor(function.__name__, tensor, number)
+        refuse_stand_ins((args, kwargs))
+        return NotImplemented
+
+
+def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether an operator of a tensor and a number is the same with the number on the device.
+
+    For a tensor of 32 or 64 bits all kernels have the number in the tensor's own type, wherever
+    they get it from. For smaller ones those that multiply and divide compute in 32 bits; those that
+    add round the number first on a CPU.
+    """
+    if kwargs or len(args) != 2 or type(args[0]) not in (Tensor, Parameter):
+        return False
+    name, dtype = getattr(function, "__name__", ""), args[0].dtype
+    return name in (_EXACT_IN_SMALL if dtype in _SMALL else _EXACT) and dtype in _FLOATS
+
+
+_DIVISIONS = {"div": "mul", "div_": "mul_", "true_divide": "mul", "divide": "mul"}
+_EXACT_IN_SMALL = frozenset({"mul", "multiply", "div", "true_divide", "divide", "__rdiv__"})
+_EXACT = _EXACT_IN_SMALL | {"mul_", "div_", "add", "add_", "sub", "sub_", "subtract", "__rsub__"}
+_SMALL = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *_SMALL)
+
+
+def _operand(value: Any) -> str:
+    name = value.name if isinstance(value, LiveNumber) else repr(value)
+    return f"({name})" if " " in name else name
+
+
+def _infix(left: Any, symbol: str, right: Any) -> str:
+    return f"{_operand(left)} {symbol} {_operand(right)}"
+
+
+class _Constant:
+    """An operand that is the same in every step."""
+
+    lasts = True
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.now = lambda: value
+
+
+def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) -> Any:
+    return function(*[read() for read in reads])
+
+
+def _present(read: Callable[[], Any], _: object) -> Any:
+    """What a guard compares: nothing that the captured code has seen, where there is no value."""
+    try:
+        return read()
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return Absence.ABSENT
+
+
+def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: function(b, a)
+
+
+def _of_numbers(method: Callable[[LiveNumber, Any], Any]) -> Callable[[LiveNumber, Any], Any]:
+    """A binary operation that leaves tensors, and all else, to the other operand."""
+
+    def operation(self: LiveNumber, other: Any) -> Any:
+        if type(other) in _PLAIN or isinstance(other, LiveNumber):
+            return method(self, other)
+        return NotImplemented
+
+    return operation
+
+
+def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
+    def forth(self: LiveNumber, other: Any) -> Any:
+        return self.computed(_infix(self, symbol, other), function, other)
+
+    def back(self: LiveNumber, other: Any) -> Any:
+        return self.computed(_infix(other, symbol, self), _swapped(function), other)
+
+    return _of_numbers(forth), _of_numbers(back)
+
+
+def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
+    return _of_numbers(lambda self, other: self.compared(symbol, function, other))
+
+
+def _alone(function: Callable[..., Any]) -> Any:
+    def method(self: LiveNumber, *digits: Any) -> Any:
+        given = ", ".join([self.name, *map(repr, digits)])
+        return self.computed(f"{function.__name__}({given})", function, *digits)
+
+    return method
+
+
+def _as_float(number: LiveNumber) -> float:
+    return number.numbers.bare(number)
+
+
+def _seen(function: Callable[..., Any]) -> Any:
+    return lambda self, *args: self.seen(function(self.value, *args))
+
+
+_ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
+_ARITHMETIC |= {"**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
+for _symbol, _name in _ARITHMETIC.items():
+    _forth, _back = _both_ways(_symbol, getattr(operator, f"__{_name}__"))
+    setattr(LiveNumber, f"__{_name}__", _forth)
+    setattr(LiveNumber, f"__r{_name}__", _back)
+for _symbol, _name in {
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+    "==": "eq",
+    "!=": "ne",
+}.items():
+    setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
+for _name in ("neg", "pos", "abs"):
+    setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
+for _function in (round, math.trunc, math.floor, math.ceil):
+    setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
+for _name, _method in {"bool": LiveNumber.is_true, "float": _as_float}.items():
+    setattr(LiveNumber, f"__{_name}__", _method)
+_BARE: dict[str, Callable[..., Any]] = {"int": int, "index": operator.index, "hash": hash}
+_BARE |= {"str": str, "repr": repr, "format": format}
+for _name, _plain in _BARE.items():
+    setattr(LiveNumber, f"__{_name}__", _seen(_plain))

@@ -1,0 +1,360 @@
+"""Numbers of the trainer in a step: logged, in a branch, and as a factor, as an eager step does."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.fits import Net, compare, fit_twice, prepare
+
+pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
+
+Batch = dict[str, Tensor]
+
+
+def net(step: Any, *, lr: float = 0.0123) -> type[Net]:
+    """A module with this ``training_step``, and a rate that moves at every step."""
+
+    class Stepping(Net):
+        training_step = step
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("teacher", torch.zeros(8, 16).T)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=lr, fused=True)
+            moving = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+            return [optimizer], [{"scheduler": moving, "interval": "step"}]
+
+    return Stepping
+
+
+# ------------------------------------------------------------------ logged
+
+
+def logs_floats(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    self.log("index", float(batch_idx))
+    self.log("step", float(self.global_step + 1), on_step=True, on_epoch=True)
+    self.log(
+        "epoch_number",
+        float(self.current_epoch),
+        prog_bar=True,
+    )
+    self.log_dict({"steps": float(self.global_step), "indices": float(batch_idx), "loss": loss})
+    return loss
+
+
+def logs_arithmetic(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+    self.log("share", (batch_idx + 1) / self.trainer.num_training_batches, prog_bar=True)
+    self.log("beta", min(1.0, self.global_step / 12))
+    self.log("temperature", max(0.5, 1 - 0.05 * self.global_step))
+    self.log_dict({"twice": 2 * rate, "third": abs(rate / 3 - 1), "root": rate**0.5})
+    self.log("last", self.lr_schedulers().get_last_lr()[0] * 10)
+    self.log("rest", abs(math.floor(self.global_step / 3) - 100) % 7)
+    return self.loss(batch)
+
+
+LOGGED = [logs_floats, logs_arithmetic]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("step", LOGGED)
+def test_logged_numbers_are_those_of_the_replay(
+    backend: str, tmp_path: Path, step: Any, window: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=net(step), max_epochs=3, accumulate_grad_batches=window,
+        capture={"on_failure": "eager"},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.replayed > 8
+
+
+# ------------------------------------------------------------------ in a branch
+
+
+def every_fourth(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    if batch_idx % 4 == 3:
+        loss = loss * 2
+        self.log("fourth", loss)
+    return loss
+
+
+def late_loss(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    if self.current_epoch >= 2:
+        loss = loss + self.net[0].weight.square().sum()
+    return loss
+
+
+def last_batch(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * (3.0 if self.trainer.is_last_batch else 1.0)
+
+
+def by_the_rate(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    rate = self.optimizers().param_groups[0]["lr"]
+    return self.loss(batch) * (1.0 if rate > 0.005 else 2.0)
+
+
+def first_step(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    if self.global_step == 0:
+        self.example = batch["x"].clone()
+    if not batch_idx:
+        return 2 * self.loss(batch)
+    return self.loss(batch)
+
+
+def milestones(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) / (2.0 if self.current_epoch in (1, 2) else 1.0)
+
+
+def value_of_the_epoch(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    weights, named = [1.0, 0.5, 0.25, 0.125], {0: 1.0, 1: 2.0}
+    epoch = self.current_epoch
+    return self.loss(batch) * weights[epoch] * named.get(epoch, 3.0) * math.exp(-epoch)
+
+
+def divides_later(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    if batch_idx > 0 and 4 / batch_idx < 1:
+        loss = loss * 0.5
+    return loss
+
+
+BRANCHES = [every_fourth, late_loss, last_batch, by_the_rate, first_step, milestones]
+BRANCHES += [value_of_the_epoch, divides_later]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("step", BRANCHES)
+def test_a_branch_on_a_number(backend: str, tmp_path: Path, step: Any, window: int) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=net(step), max_epochs=4, accumulate_grad_batches=window
+    )
+    compare(eager, captured)
+    assert captured.statistics.replayed > 12
+
+
+def shows(first: int) -> Any:
+    """A step that reads the device once in three steps."""
+
+    def shows_images(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx % 3 == first:
+            self.shown = [float(value) for value in loss.detach().reshape(1)]
+        return loss
+
+    return shows_images
+
+
+@pytest.mark.parametrize("first", range(3))
+@pytest.mark.parametrize("scope", ["step", "auto"])
+def test_a_branch_that_cannot_be_captured_runs_eagerly(
+    backend: str, tmp_path: Path, scope: str, first: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=net(shows(first)), max_epochs=4,
+        capture={"on_failure": "eager", "scope": scope},
+    )  # fmt: skip
+    compare(eager, captured, replayed=False)
+    assert captured.module.shown == eager.module.shown
+    assert captured.statistics.replayed > 16
+    assert captured.statistics.captures >= 1
+    (line,) = captured.statistics.fallbacks
+    assert "a step runs eagerly" in line
+    assert "test_trainer_numbers.py" in line
+
+
+# ------------------------------------------------------------------ as a factor
+
+
+def annealed(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    beta = min(1.0, self.global_step / 12)
+    penalty = self.net[0].weight.square().sum()
+    self.log("beta", beta)
+    self.log("penalty", beta * penalty)
+    return self.loss(batch) + beta * penalty
+
+
+def warmed_up(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    weight = self.global_step / 8 if self.global_step < 8 else 1.0
+    self.log("weight", weight)
+    return self.loss(batch) * weight
+
+
+def tempered(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    temperature = max(0.5, 3.0 - 0.07 * self.global_step)
+    logits = self.net(batch["x"]) / temperature
+    return nn.functional.cross_entropy(logits, batch["y"]) * (1 / 3 + batch_idx)
+
+
+def taught(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    momentum = 1 - 0.3 / (1 + self.global_step)
+    with torch.no_grad():
+        self.teacher.mul_(momentum).add_((1 - momentum) * self.net[0].weight)
+    distance = (self.net[0].weight - self.teacher).square().mean()
+    return self.loss(batch) + (1 - momentum) * distance
+
+
+def all_operators(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss, number = self.loss(batch), 0.3 + 0.1 * self.global_step
+    loss = (loss * number - number / 7) / number + number
+    loss = number - (number + loss - number) * number / (1 + loss)
+    loss = loss.add(batch_idx).sub(self.global_step).clone().div_(number)
+    loss += number
+    loss -= self.current_epoch
+    return torch.mul(loss, -number)
+
+
+def by_the_rates(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    rate = self.optimizers().param_groups[0]["lr"]
+    return self.loss(batch) * (1 - 10 * rate) + rate
+
+
+PRECISIONS = ["64-true", "bf16-mixed", "bf16-true"]
+FACTORS = [annealed, warmed_up, tempered, taught, all_operators, by_the_rates]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("step", FACTORS)
+def test_a_number_as_a_factor(backend: str, tmp_path: Path, step: Any, window: int) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=net(step), max_epochs=4, accumulate_grad_batches=window
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures <= 3 * window
+    assert captured.statistics.replayed >= 17
+
+
+@pytest.mark.parametrize(
+    ("step", "precision"),
+    [
+        *((step, precision) for step in (annealed, tempered) for precision in PRECISIONS),
+        *((all_operators, precision) for precision in PRECISIONS[:2]),
+    ],
+)
+def test_a_factor_in_other_precisions(
+    backend: str, tmp_path: Path, step: Any, precision: str
+) -> None:
+    compare(*fit_twice(backend, tmp_path, module=net(step), max_epochs=3, precision=precision))
+
+
+def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Has a host half, too."""
+    share = torch.rand((), device="cpu").to(self.device)
+    loss = nn.functional.cross_entropy(self.net[4](self.net[0](batch["x"])), batch["y"])
+    return loss * share * (1 - batch_idx / 20)
+
+
+def test_a_factor_beside_a_host_half(backend: str, tmp_path: Path) -> None:
+    compare(*fit_twice(backend, tmp_path, module=net(drawn), max_epochs=3))
+
+
+# ------------------------------------------------------------------ refused
+
+
+def stores(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.index = batch_idx
+    return self.loss(batch)
+
+
+def sine(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * math.sin(self.global_step)
+
+
+def bare(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    index = float(batch_idx)
+    self.log("index", index)
+    return self.loss(batch) * (1.0 + index)
+
+
+def largest(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.log("most", max(2.0, float(batch_idx)))
+    return self.loss(batch)
+
+
+def indexed(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * [1.0, 2.0][self.global_step % 2]
+
+
+def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return (self.loss(batch).bfloat16() + self.global_step).float()
+
+
+def scaled_sum(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    return torch.add(loss, loss.detach(), alpha=self.global_step)
+
+
+def schedules_itself(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    self.lr_schedulers().step()
+    return loss
+
+
+class Stored(net(stores)):  # type: ignore[misc]
+    """What it stores is there before, as it happens."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.index = batch_idx
+
+
+def test_a_counter_that_is_stored_over_itself(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": Stored, "capture": {"on_failure": "eager"}}
+    eager, captured = fit_twice(backend, tmp_path, **options)
+    compare(eager, captured, replayed=False)
+    assert type(captured.module.index) is int
+
+
+REFUSED = {
+    sine: "trainer.global_step is read at .*math.sin",
+    bare: "batch_idx is read at .*index = float",
+    largest: "batch_idx is read at .*max",
+    indexed: "trainer.global_step % 2 is read at",
+    in_half: "trainer.global_step is read at .*bfloat16",
+    scaled_sum: "trainer.global_step is read at .*alpha",
+    schedules_itself: "the step sets .*last_epoch",
+    stores: "training_step changes .*index",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
+def test_what_cannot_be_followed_is_refused(backend: str, tmp_path: Path, step: Any) -> None:
+    options: dict[str, Any] = {"module": net(step), "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=REFUSED[step]):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed == 0
+
+
+def overrides_log(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.log("index", float(batch_idx))
+    return self.loss(batch)
+
+
+class Overriding(net(overrides_log)):  # type: ignore[misc]
+    """Looks at what it logs."""
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        super().log(name, max(value, 3.0), **options)
+
+
+def test_a_log_that_looks_at_its_number_is_refused(backend: str, tmp_path: Path) -> None:
+    capture = {"on_failure": "eager", "warmup_steps": 1, "min_repeats": 1}
+    options: dict[str, Any] = {"module": Overriding, "capture": capture}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="batch_idx is read at .*float"):
+        captured.run()
+    compare(eager, captured, replayed=False)
