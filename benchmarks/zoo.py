@@ -40,9 +40,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Timer
@@ -148,7 +149,7 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
     lab.clean()
     started = time.perf_counter()
     architecture = ARCHITECTURES[name]
-    found: Found = {"row": name, "family": architecture.family}
+    found: Found = {"row": name}
     graphs = GraphCapture(
         only_if_faster=False, warmup_steps=3, backend="emulated" if lab.dry else "auto"
     )
@@ -162,14 +163,14 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
             return {**found, "scope": "eager only", "seconds": time.perf_counter() - started}
         second = fit(net, batches, lab)
     except Exception as error:
-        return {**found, "scope": "unavailable", **_failure(error, lab)}
+        return {**found, "scope": "unavailable", **failure(error, lab)}
     try:
         captured = fit(net, batches, lab, graphs)
     except Exception as error:
-        return {**found, "scope": "crashed", **_failure(error, lab)}
+        return {**found, "scope": "crashed", **failure(error, lab)}
     counted = graphs.statistics
     found |= {
-        "scope": scope_of(graphs),
+        "scope": scope_of(graphs, STEPS),
         "why": reason(counted.fallbacks),
         "captures": sum(record.captures for record in counted.graphs),
         "replayed": counted.replayed,
@@ -184,13 +185,13 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
     return {**found, "seconds": time.perf_counter() - started}
 
 
-def scope_of(graphs: GraphCapture) -> str:
+def scope_of(graphs: GraphCapture, steps: int) -> str:
     """What was replayed; a whole step counts if the fit stayed with it."""
     records = [record for record in graphs.statistics.graphs if record.replays]
     if any(record.scope != "step" for record in records):
         return "submodules"
     whole = sum(record.replays for record in records)
-    return "whole step" if whole >= STEPS // 2 else "eager"
+    return "whole step" if whole >= steps // 2 else "eager"
 
 
 def reason(fallbacks: Sequence[str]) -> str:
@@ -202,7 +203,7 @@ def reason(fallbacks: Sequence[str]) -> str:
     return re.sub(r"\S*/(site|dist)-packages/", "", said)
 
 
-def _failure(error: Exception, lab: Lab) -> Found:
+def failure(error: Exception, lab: Lab) -> Found:
     """An error in words; whether this process can go on."""
     inner = traceback.extract_tb(error.__traceback__)[-1]
     said = str(error).strip().splitlines() or [""]
@@ -224,12 +225,17 @@ def _failure(error: Exception, lab: Lab) -> Found:
 
 
 class Worker:
-    """A process that measures the rows that it is told."""
+    """A process that measures the rows that it is told.
 
-    def __init__(self, flags: Sequence[str]) -> None:
+    Args:
+        script: What it runs.
+        flags: Of the script.
+    """
+
+    def __init__(self, script: str, flags: Sequence[str]) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *flags],
+            [sys.executable, script, "--worker", *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -262,10 +268,9 @@ class Worker:
         why = f"took longer than {limit:.0f} s" if seconds > limit else "its process ended"
         self._errors.seek(0)
         said = self._errors.read()[-4000:]
-        family = ARCHITECTURES[name].family
         return {
-            "row": name, "family": family, "scope": "crashed", "why": why, "traceback": said,
-            "last": True, "seconds": seconds,
+            "row": name, "scope": "crashed", "why": why, "traceback": said, "last": True,
+            "seconds": seconds,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -275,7 +280,9 @@ class Worker:
         self._errors.close()
 
 
-def in_processes(names: Sequence[str], flags: Sequence[str], jobs: int, limit: float) -> list[Any]:
+def in_processes(
+    script: str, names: Sequence[str], flags: Sequence[str], jobs: int, limit: float
+) -> list[Found]:
     """Measure rows in several processes, and print each when it is done."""
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in names:
@@ -289,7 +296,7 @@ def in_processes(names: Sequence[str], flags: Sequence[str], jobs: int, limit: f
                     name = waiting.get_nowait()
                 except Empty:
                     return
-                worker = worker or Worker(flags)
+                worker = worker or Worker(script, flags)
                 found = worker.measure(name, limit)
                 print(line(found), flush=True)
                 if found.get("last"):
@@ -306,14 +313,14 @@ def in_processes(names: Sequence[str], flags: Sequence[str], jobs: int, limit: f
     return [done[name] for name in names]
 
 
-def work(lab: Lab, *, eager: bool) -> None:
+def work(measure: Callable[[str], Found]) -> None:
     """Measure the rows that standard input names; whatever else is printed goes to the errors."""
     gc.freeze()  # what is imported: to look through it takes half a second
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print("ready", file=answers, flush=True)
     for name in sys.stdin:
-        found = measure(name.strip(), lab, eager=eager)
+        found = measure(name.strip())
         print(json.dumps(found), file=answers, flush=True)
         if found.get("last"):
             return
@@ -344,30 +351,33 @@ def equality(found: Found) -> str:
     return "not repeatable"
 
 
-def summary(found: Sequence[Found], *, limits: bool) -> list[Row]:
-    """The counts that have limits."""
+def summary(
+    found: Sequence[Found], *, limits: bool, not_whole: float = NOT_WHOLE_LIMIT, eager: float = 0.0
+) -> list[Row]:
+    """The counts that have limits, which are percentages."""
     tried = [row for row in found if row["scope"] != "unavailable"]
     counts = Counter(row["scope"] for row in tried)
     repeatable = [row for row in tried if row.get("repeatable")]
     wrong = sum(bool(row["differs"]) for row in repeatable)
     other = len(tried) - counts["whole step"]
     share = 100 * other / max(len(tried), 1)
-    limit = NOT_WHOLE_LIMIT if limits else None
+    nothing = 100 * counts["eager"] / max(len(tried), 1)
+    limit = not_whole if limits else None
     return [
         Row("not whole steps", share, "%", limit, True, f"{other} of {len(tried)}"),
-        Row("of them in eager mode", counts["eager"], "", 0 if limits else None, True),
+        Row("in eager mode", nothing, "%", eager if limits else None, True),
         Row("crashed", counts["crashed"], "", 0, True),
         Row("differ", wrong, "", 0, not wrong, f"of {len(repeatable)} that repeat themselves"),
     ]
 
 
-def totals(found: Sequence[Found]) -> str:
+def totals(found: Sequence[Found], what: str = "architectures") -> str:
     """The counts in one sentence."""
     scopes = Counter(row["scope"] for row in found)
     repeatable = [row for row in found if row.get("repeatable")]
     equal = sum(not row["differs"] for row in repeatable)
     return (
-        f"{len(found)} architectures: "
+        f"{len(found)} {what}: "
         + ", ".join(f"{count} {scope}" for scope, count in scopes.most_common())
         + f"; equal to eager training to the last bit: {equal} of {len(repeatable)} that repeat "
         "themselves"
@@ -382,16 +392,22 @@ def markdown(found: Sequence[Found], environment: str) -> str:
         "with and without `GraphCapture()`: `python benchmarks/zoo.py`.",
         f"{totals(found)}.",
     ]
-    for family in dict.fromkeys(row["family"] for row in found):
-        rows = [row for row in found if row["family"] == family]
-        table = ["| architecture | graphs | captures | replays | results | why |"]
-        table.append("| --- | --- | --- | --- | --- | --- |")
-        for row in rows:
-            cells = (row["row"], row["scope"], row.get("captures", ""), row.get("replayed", ""))
-            why = row.get("why", "").replace("|", "\\|")
-            table.append(f"| {' | '.join(map(str, cells))} | {equality(row)} | {why} |")
-        parts += [f"## {family[0].upper()}{family[1:]}", "\n".join(table)]
+    families = {row["row"]: ARCHITECTURES[row["row"]].family for row in found}
+    for family in dict.fromkeys(families.values()):
+        rows = [row for row in found if families[row["row"]] == family]
+        parts += [f"## {family[0].upper()}{family[1:]}", table("architecture", rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def table(what: str, rows: Sequence[Found]) -> str:
+    """Rows as a table."""
+    lines = [f"| {what} | graphs | captures | replays | results | why |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        cells = (row["row"], row["scope"], row.get("captures", ""), row.get("replayed", ""))
+        why = row.get("why", "").replace("|", "\\|")
+        lines.append(f"| {' | '.join(map(str, cells))} | {equality(row)} | {why} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -414,12 +430,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         step.be_quiet()
         torch.set_num_threads(1)  # there are as many processes
-        work(Lab(options.tiny), eager=options.eager)
+        work(partial(measure, lab=Lab(options.tiny), eager=options.eager))
         return 0
     environment = describe_environment()
     print(f"{environment}: {' '.join(sys.argv)}", flush=True)
     flags = [f"--{name}" for name in ("tiny", "eager") if getattr(options, name)]
-    found = in_processes(names, flags, min(options.jobs, len(names)), options.limit)
+    found = in_processes(__file__, names, flags, min(options.jobs, len(names)), options.limit)
     rows = summary(found, limits=not options.tiny)
     verdict = verdict_of(rows)
     print(totals(found))

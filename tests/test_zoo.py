@@ -161,7 +161,7 @@ def test_limits(zoo: Any, counts: dict[str, int], verdict: str) -> None:
 
 
 def test_a_row_that_hangs_or_kills_its_process_loses_only_itself(
-    zoo: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    zoo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -176,10 +176,7 @@ def test_a_row_that_hangs_or_kills_its_process_loses_only_itself(
         "    if name == 'last': break\n"
     )
     names = ["hangs", "good", "dies", "last", "better"]
-    known = dict.fromkeys(names, import_module("architectures").Architecture("", "vision"))
-    monkeypatch.setattr(zoo, "ARCHITECTURES", known)
-    monkeypatch.setattr(zoo, "__file__", str(script))
-    found = zoo.in_processes(names, ["--tiny"], jobs=1, limit=2)
+    found = zoo.in_processes(str(script), names, ["--tiny"], jobs=1, limit=2)
     assert [row["row"] for row in found] == names
     hangs, good, dies, last, better = found
     assert (hangs["scope"], hangs["why"]) == ("crashed", "took longer than 2 s")

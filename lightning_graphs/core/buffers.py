@@ -7,7 +7,7 @@ capture; what runs with every replay is one fused copy or one comparison of list
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from types import MappingProxyType
@@ -138,15 +138,24 @@ class AddressGuard:
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._unmoved: Collection[int] = ()
         self._watch([("", dict(named))])
 
     @classmethod
-    def of_module(cls, module: nn.Module, prefix: str = "") -> AddressGuard:
+    def of_module(
+        cls, module: nn.Module, prefix: str = "", exempt: Collection[tuple[int, Any]] = ()
+    ) -> AddressGuard:
         """Watches every parameter, buffer and submodule where the module keeps it.
 
         So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
         one that appears where None was or where nothing was, and a replaced or added submodule are
         seen too.
+
+        Args:
+            module: The module; submodules shared between parents are watched in every parent.
+            prefix: Put before every name, such as ``"model."``.
+            exempt: What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a
+                tensor whose memory may be, and ``"data"``.
         """
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
@@ -155,6 +164,13 @@ class AddressGuard:
             pairs = zip(kinds, tables_of(owner), strict=True)
             tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
         guard = cls(())
+        if exempt:
+            tables = [
+                (name, _Part(table, keys) if keys else table)
+                for name, table in tables
+                for keys in [{key for key in table if (id(table), key) in exempt}]
+            ]
+            guard._unmoved = {owner for owner, key in exempt if key == "data"}
         guard._watch(tables)
         return guard
 
@@ -187,7 +203,11 @@ class AddressGuard:
         self._known = [(name, table, dict(table)) for name, table in tables]
         self._objects = list(chain.from_iterable(self._values))
         names = [_named(name, key) for name, table in tables for key in table]
-        watched = [i for i, value in enumerate(self._objects) if isinstance(value, Tensor)]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and id(value) not in self._unmoved
+        ]
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._tensor_names = [names[i] for i in watched]
         self._indices = list(range(len(watched)))
@@ -196,6 +216,27 @@ class AddressGuard:
         self._frozen = [t for t in self._tensors if not t.requires_grad]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
+
+    def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
+        """What is another tensor by now, or has other memory, if nothing else has changed.
+
+        Returns:
+            Path, table and key, and the former tensor; without a table it is the same one.
+        """
+        found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
+        for name, table, known in self._known:
+            for key, was in known.items():
+                now = table.get(key)
+                if isinstance(was, Tensor) and isinstance(now, Tensor) and now is not was:
+                    found.append((_named(name, key), table, key, was))
+        for name, tensor, pointer in zip(
+            self._tensor_names, self._tensors, self._pointers, strict=True
+        ):
+            if tensor.data_ptr() != pointer:
+                found.append((name, None, "data", tensor))
+        if len(found) != len(list(self._differences())):
+            return []
+        return [(name.split("`")[1], table, key, was) for name, table, key, was in found]
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(
@@ -224,6 +265,23 @@ class AddressGuard:
                 yield f"{name} changed since capture: {_described(was)} -> {_described(now)}"
 
 
+class _Part(Mapping[str, Any]):
+    """A table without some of its entries, as it is now."""
+
+    def __init__(self, table: Mapping[str, Any], without: Collection[str]) -> None:
+        self._table = table
+        self._without = without
+
+    def __getitem__(self, key: str) -> Any:
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._table if key not in self._without)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def _named(table: str, key: str) -> str:
     return f"{table}{key}`" if table else key
 
@@ -237,6 +295,7 @@ class StateSnapshot:
 
     def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
         self._tensors = list(tensors)
+        self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
         views: dict[torch.device, dict[int, Tensor]] = {}
         with torch.inference_mode(False), torch.no_grad():
@@ -267,14 +326,16 @@ class StateSnapshot:
         """Writes the saved values back in place, one foreach call for each device.
 
         Autograd does not notice: version counters stay as they are.
+
+        Raises:
+            ReplayError: A tensor has been given another storage, which a graph would not reach. It
+                has its former one again.
         """
+        moved = []
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
             if tensor.untyped_storage().data_ptr() != address:
-                raise ReplayError(
-                    "State is restored at the addresses where it was saved.",
-                    f"tensor {i} ({_described(_geometry(tensor))}) moved since the snapshot",
-                    "change values in place between the snapshot and its restoration",
-                )
+                moved.append(i)
+                tensor.data = self._memory[i]
         with torch.no_grad():
             for views, values in self._saved:
                 if values[0].device == views[0].device:
@@ -282,6 +343,12 @@ class StateSnapshot:
                 else:
                     for view, value in zip(views, values, strict=True):
                         view.copy_(value)
+        for i in moved:
+            raise ReplayError(
+                "State is restored at the addresses where it was saved.",
+                f"tensor {i} ({_described(_geometry(self._tensors[i]))}) moved since the snapshot",
+                "change values in place between the snapshot and its restoration",
+            )
 
 
 def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass
 from functools import lru_cache, partial
 from types import CodeType
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.leaves import Constant, Same, SameInside, TensorSpec
+from lightning_graphs.core.leaves import Constant, Leaf, Same, SameInside, TensorSpec
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.tree import (
     Beside,
@@ -26,6 +27,7 @@ from lightning_graphs.core.tree import (
     has_more,
     is_registered,
 )
+from lightning_graphs.core.values import attributes_of
 from lightning_graphs.errors import CaptureError, SignatureError
 
 
@@ -132,14 +134,16 @@ class _Code:
         else:
             self._require("not kwargs")
 
-    def leaves(self, leaves: Sequence[TensorSpec | Constant]) -> None:
+    def leaves(self, leaves: Sequence[Leaf]) -> None:
         tensors = []
         for variable, leaf in zip(self._variables, leaves, strict=True):
             if isinstance(leaf, TensorSpec):
                 self._tensor(variable, leaf)
                 tensors.append(variable)
-            else:
+            elif isinstance(leaf, Constant):
                 self._constant(variable, leaf)
+            elif leaf.kind is not object:
+                self._require(f"type({variable}) is {self._bind(leaf.kind)}")
         self._variables = tensors
 
     def aliases(self, specs: Sequence[TensorSpec], aliases: Sequence[int]) -> None:
@@ -200,9 +204,13 @@ class _Code:
         elif issubclass(node.kind, tuple | list):
             self._require(f"len({variable}) == {len(node.children)}")
             self._unpack(node.children, variable)
-        else:
+        elif is_dataclass(node.kind):
             keys, more = self._attributes(variable, node)
             self._unpack(node.children, "".join(f"{variable}.{k}, " for k in keys) + more)
+        else:
+            self._lines.append(f"{variable} = {self._bind(attributes_of)}({variable})")
+            self._require(f"(*{variable},) == {self._bind(node.context)}")
+            self._unpack(node.children, f"{variable}.values()")
 
     def _attributes(self, variable: str, node: Node) -> tuple[tuple[Any, ...], str]:
         """The keys of entries, and what gives the attributes beside them, if there are any."""

@@ -6,10 +6,12 @@ import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_graphs.core.torch_private import tables_of
 from lightning_graphs.core.values import (
     Absence,
     ArrayValue,
@@ -24,6 +26,26 @@ from lightning_graphs.core.values import (
 _CHANGEABLE = (list, OrderedDict, dict, set, deque)
 
 
+class Change(NamedTuple):
+    """What code has changed.
+
+    Attributes:
+        name: What messages call it.
+        owner: A module, an object or a container.
+        table: The container of what is in it; another value where there is no such.
+        key: Where in there; None: all of it.
+        before: What it was.
+        now: What it is.
+    """
+
+    name: str
+    owner: Any
+    table: Any
+    key: Any
+    before: Any
+    now: Any
+
+
 class Contents:
     """What containers and objects hold.
 
@@ -34,18 +56,21 @@ class Contents:
     """
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
-        self._containers: list[tuple[str, Any, Any]] = []
+        self._containers: list[tuple[str, Any, Any, Any]] = []
         self._arrays: list[tuple[str, Any, Any]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
         self.classes: dict[type, dict[str, Any]] = {}
+        self._tables: set[int] = set()
         for name, value in held:
             self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
         """Look at one more, as it is now."""
-        if isinstance(value, (nn.Module, *_CHANGEABLE)) or is_object(value):
+        if isinstance(value, nn.Module):
+            self._tables.update(map(id, tables_of(value)))
+        if isinstance(value, (nn.Module, FunctionType, *_CHANGEABLE)) or is_object(value):
             table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
-            self._containers.append((name, table, _copy(table)))
+            self._containers.append((name, value, table, _copy(table)))
             if is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
@@ -70,19 +95,43 @@ class Contents:
 
     def changed(self) -> list[str]:
         """The names of what is no longer as it was."""
-        names: set[str] = set()
-        for name, container, before in self._containers:
-            if isinstance(container, dict):
-                if _holds_the_same(container, before):
-                    continue
-                keys = {**before, **container}
-                names.update(f"{name}.{key}" for key in keys if _differs(container, before, key))
-            elif not _same(container, before):
-                names.add(name)
-        names.update(name for name, array, before in self._arrays if _is_written(array, before))
-        slots = ((name, bound(owner, key), before) for name, owner, key, before in self._places())
-        names.update(name for name, now, before in slots if not is_still(now, before))
-        return sorted(names)
+        return sorted({change.name for change in self.changes()})
+
+    def changes(self) -> Iterator[Change]:
+        """What is no longer as it was."""
+        for name, owner, table, before in self._containers:
+            if not isinstance(table, dict):
+                if not _same(table, before):
+                    yield Change(name, owner, table, None, before, _copy(table))
+            elif not _holds_the_same(table, before):
+                for key in {**before, **table}:
+                    if _differs(table, before, key):
+                        pair = (held.get(key, Absence.ABSENT) for held in (before, table))
+                        yield Change(f"{name}{self._label(owner, key)}", owner, table, key, *pair)
+        for name, array, before in self._arrays:
+            if _is_written(array, before):
+                yield Change(name, array, array, None, before, array)
+        for name, owner, key, before in self._places():
+            if not is_still(now := bound(owner, key), before):
+                yield Change(name, owner, owner, key, before, now)
+
+    def is_table(self, value: Any) -> bool:
+        """Whether this is where a module has its parameters, buffers or submodules."""
+        return id(value) in self._tables
+
+    def _label(self, owner: Any, key: Any) -> str:
+        entry = isinstance(owner, dict) and not self.is_table(owner)
+        return f"[{key!r}]" if entry else f".{key}"
+
+    def holder_of(self, value: Any) -> tuple[Any, Any] | None:
+        """What holds this very value first, and its key in there; None if nothing does."""
+        for _, owner, table, _ in self._containers:
+            if isinstance(table, (dict, list, deque)):
+                pairs = table.items() if isinstance(table, dict) else enumerate(table)
+                for key, held in pairs:
+                    if held is value:
+                        return owner, key
+        return None
 
     @contextlib.contextmanager
     def left(self, refuse: Callable[[str], object]) -> Iterator[None]:
@@ -101,7 +150,7 @@ class Contents:
 
     def restore(self) -> None:
         """Put everything back."""
-        for _, container, before in self._containers:
+        for _, _, container, before in self._containers:
             if isinstance(container, dict):
                 if any(_differs(container, before, key) for key in {**before, **container}):
                     _refill(container, before)

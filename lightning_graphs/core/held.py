@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -80,7 +81,7 @@ class Held:
 class Bindings:
     """Which tensors the modules were holding, to notice and undo a rebinding.
 
-    Parameters, buffers and plain attributes count.
+    Parameters, buffers and plain attributes count, and the memory of each (``x.data = ...``).
     """
 
     def __init__(self, held: Held) -> None:
@@ -89,10 +90,19 @@ class Bindings:
             for path, owner in held.owners
             for table in (*tables_of(owner)[:2], vars(owner))
         ]
+        self._memory = [
+            (f"{path}.{key}.data" if path else f"{key}.data", tensor, tensor.detach())
+            for path, _, before in self._tables
+            for key, tensor in before.items()
+        ]
 
     def restore(self) -> list[str]:
         """Bind everything as it was; returns the names of what was bound to something else."""
         rebound = []
+        for name, tensor, was in self._memory:
+            if tensor.layout is torch.strided and tensor.data_ptr() != was.data_ptr():
+                rebound.append(name)
+                tensor.data = was
         for path, table, before in self._tables:
             for key in {**before, **_tensors_of(table)}:
                 if key in before and table.get(key) is before[key]:

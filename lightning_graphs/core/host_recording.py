@@ -301,13 +301,20 @@ class HostRecording(OperatorMode):
     def _index(self, tensor: Tensor, index: Any) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""
         if isinstance(index, tuple):
-            return tuple(self._index(tensor, item) for item in index)
+            return tuple(part for item in index for part in self._parts(tensor, item))
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             given = {"device": tensor.device}
             return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
-        if isinstance(index, Tensor) and index.dim() and self._is_host(index):
-            return self._copied(index, {})
-        return index
+        if not (isinstance(index, Tensor) and index.dim()):
+            return index
+        shadow = self._shadow(index)
+        if shadow is not None and index.dtype is torch.bool and not self._tape.changes(shadow):
+            return index.nonzero(as_tuple=True)  # as many of them at every replay
+        return self._copied(index, {}) if self._is_host(index) else index
+
+    def _parts(self, tensor: Tensor, index: Any) -> tuple[Any, ...]:
+        found = self._index(tensor, index)
+        return found if isinstance(index, Tensor) and isinstance(found, tuple) else (found,)
 
     def _to_python(self, name: str, tensor: Any) -> Tensor | None:
         """The tensor of the host of which Python is told all values; None if there is none."""

@@ -182,11 +182,30 @@ class Constant:
     text: str = field(compare=False)
 
     @classmethod
-    def of(cls, value: Any, inside: bool = True) -> Constant:
-        """The constant that stands for a value, and unless told otherwise for what is inside."""
+    def of(cls, value: Any) -> Constant:
+        """The constant that stands for a value, and for what is inside."""
         # While modules are watched, their classes are exchanged.
         kind = nn.Module if isinstance(value, nn.Module) else type(value)
-        return cls(kind, as_hashable(value, inside), reprlib.repr(value))
+        return cls(kind, as_hashable(value), reprlib.repr(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A Python value that the call does not read, whatever it is.
+
+    Attributes:
+        kind: Its type, which may count; else ``object``.
+    """
+
+    kind: type
+
+    @property
+    def text(self) -> str:
+        """What a diff calls it."""
+        return f"a {self.kind.__name__}"
+
+
+Leaf = TensorSpec | Constant | Unread
 
 
 def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -209,9 +228,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(groups)
 
 
-def leaf_changes(
-    name: str, before: TensorSpec | Constant, after: TensorSpec | Constant
-) -> list[str]:
+def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
     """What changed from one leaf to another that differs, a line each; ``name`` is theirs."""
     if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
         return [f"{name}: {before.against(after)} -> {after.against(before)}"]
@@ -233,16 +250,11 @@ def leaf_changes(
 _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
 
 
-def as_hashable(value: Any, inside: bool = True) -> Hashable:
-    """What stands for a value where values are compared.
-
-    Args:
-        value: The value.
-        inside: What an object or an own container holds counts as well.
-    """
+def as_hashable(value: Any) -> Hashable:
+    """What stands for a value, and for what an object or own container holds, in comparisons."""
     if isinstance(value, nn.Module):
         return Same(value)
-    if inside and (isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value)):
+    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
         with contextlib.suppress(Exception):  # of code of its own
             return SameInside(value)
     try:

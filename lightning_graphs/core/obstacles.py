@@ -47,6 +47,20 @@ DYNAMIC_SHAPE = Obstacle(
     kind="data-dependent-shape",
     code="loss = torch.where(mask, losses, 0.0).sum() / mask.sum()  # for losses[mask].mean()",
 )
+LINEAR_ALGEBRA = Obstacle(
+    "A capture cannot wait for the host to look at what torch.linalg has computed.",
+    "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave that out; svd, eigh, eig and "
+    "matrix_exp run in the code between submodules (scope='modules')",
+    kind="host-read",
+    code="inverse = torch.linalg.inv_ex(x).inverse  # in place of torch.linalg.inv(x)",
+)
+CTC_LOSS = Obstacle(
+    "A capture cannot contain ctc_loss, which lays out its tables by lengths that it reads on the "
+    "host.",
+    "leave it to the code between submodules (scope='modules'), which become graphs",
+    kind="host-read",
+    code='GraphCapture(scope="modules")  # the loss runs eagerly',
+)
 HOST_DATA = Obstacle(
     "A capture cannot build a tensor from Python numbers or NumPy data: that is a copy from "
     "pageable host memory.",
@@ -114,6 +128,13 @@ MOVED_STORAGE = Obstacle(
     code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
     "self.memory[: len(x)].copy_(x)  # in training_step",
 )
+
+_LOOKED_AT = frozenset(
+    {aten._linalg_check_errors.default, aten._linalg_svd.default, aten._linalg_eigh.default}
+    | {aten.linalg_eig.default, aten._linalg_eigvals.default, aten.linalg_matrix_exp.default}
+    | {aten.linalg_pinv.atol_rtol_tensor}
+)
+"""See ``_linalg_check_errors`` and ``mexp`` in aten/src/ATen/native."""
 
 _INDEXING: dict[OpOverload, int] = {
     aten.index.Tensor: 1,
@@ -184,6 +205,10 @@ def operator_obstacle(
     is_constant: Callable[[Tensor], bool],
 ) -> Obstacle | None:
     """The reason why CUDA would refuse this operator in a capture, or None."""
+    if func in _LOOKED_AT:
+        return LINEAR_ALGEBRA
+    if func.overloadpacket is aten._ctc_loss:
+        return CTC_LOSS
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:

@@ -33,6 +33,7 @@ from lightning_graphs.core.obstacles import (
     Obstacle,
     operator_obstacle,
 )
+from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError
 
@@ -296,7 +297,7 @@ class Recorder(OperatorMode):
         rule = FUNCTION_RULES.get(name)
         if rule is not None and (obstacle := rule(args, kwargs)) is not None:
             self.refuse(name, obstacle)
-        return func(*args, **kwargs)
+        return REHEARSED.get(func, func)(*args, **kwargs)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         """Raise for an operator that cannot be captured, naming the user's line."""

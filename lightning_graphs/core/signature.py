@@ -5,7 +5,7 @@ A graph is right only for calls like the one it was captured from: here is said 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_graphs.core.leaves import (
     Constant,
+    Leaf,
     TensorSpec,
+    Unread,
     alias_groups,
     leaf_changes,
 )
@@ -26,6 +28,15 @@ from lightning_graphs.core.tree import (
 )
 
 __all__ = ["Constant", "Modes", "Signature", "TensorSpec", "alias_groups", "substitute"]
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+EVERYTHING = _Everything()
+"""The names of all leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,8 @@ class Signature:
 
     Attributes:
         tree: Structure of ``(args, kwargs)``.
-        leaves: For each leaf, in order, its :class:`TensorSpec` or its :class:`Constant`.
+        leaves: For each leaf, in order, its :class:`TensorSpec`, its :class:`Constant`, or
+            :class:`Unread`.
         aliases: For each tensor leaf the index, among tensor leaves, of the first one that is the
             same tensor (see :func:`alias_groups`).
         modes: Switches of torch.
@@ -80,7 +92,7 @@ class Signature:
     """
 
     tree: Node
-    leaves: tuple[TensorSpec | Constant, ...]
+    leaves: tuple[Leaf, ...]
     aliases: tuple[int, ...]
     modes: Modes
     extra: tuple[Hashable, ...]
@@ -96,7 +108,7 @@ class Signature:
         names: Sequence[str] | None = None,
         modes: Modes | None = None,
         extra: tuple[Hashable, ...] = (),
-        insides: bool = True,
+        unread: Container[str] = (),
     ) -> tuple[Signature, list[Tensor]]:
         """The signature of a call and its tensor leaves, in order.
 
@@ -106,7 +118,8 @@ class Signature:
             names: What messages call the leading positional arguments, instead of ``args[i]``.
             modes: Switches of torch; those in force now, on the first tensor's device, by default.
             extra: Further hashable things the signature is to depend on.
-            insides: Whether objects must hold what they hold now; else they must be the same.
+            unread: Names of Python values, and of containers of such, that do not count; with
+                ``EVERYTHING`` their types do not count either.
 
         Raises:
             CaptureError: A leaf is a tensor that cannot be a static input.
@@ -114,14 +127,19 @@ class Signature:
         arg_names = tuple(names or ())
         paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
         found: list[tuple[str, Any]] = []
-        nodes = tuple(flatten(v, path, found) for v, path in zip(args, paths, strict=True))
+        nodes = tuple(flatten(v, path, found, unread) for v, path in zip(args, paths, strict=True))
         positional = Node(tuple, len(args), nodes, paths)
         keyword = flatten(dict(kwargs), "kwargs", found)
         tree = Node(tuple, 2, (positional, keyword), ("", "kwargs"))
-        leaves = tuple(
-            TensorSpec.of(leaf, name) if isinstance(leaf, Tensor) else Constant.of(leaf, insides)
-            for name, leaf in found
-        )
+
+        def leaf_of(name: str, value: Any) -> Leaf:
+            if isinstance(value, Tensor):
+                return TensorSpec.of(value, name)
+            if name in unread:
+                return Unread(object if unread is EVERYTHING else type(value))
+            return Constant.of(value)
+
+        leaves = tuple(leaf_of(name, value) for name, value in found)
         tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
         if modes is None:
             modes = Modes.current(tensors[0].device.type if tensors else "cpu")

@@ -1,7 +1,8 @@
 """Trees of a call's arguments: containers as hashable nodes, leaves as specs and constants.
 
 Containers are those that ``torch.utils._pytree`` knows, registered ones included, and beyond them
-mutable mappings and dataclasses that nobody registered. Everything else is a leaf.
+mutable mappings, dataclasses and objects that move themselves to a device (``to``), which nobody
+registered. Everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -9,17 +10,28 @@ from __future__ import annotations
 import copy
 import json
 import reprlib
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_graphs.core.leaves import as_hashable
-from lightning_graphs.core.values import attributes_of, is_of_library
+from lightning_graphs.core.values import attributes_of, is_object, is_of_library, slots_of
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -63,15 +75,28 @@ def is_registered(kind: type) -> bool:
     return kind in pytree.SUPPORTED_NODES and kind not in (tuple, list, *_MAPPINGS)
 
 
-def flatten(value: Any, name: str, leaves: list[tuple[str, Any]]) -> Node | None:
-    """The structure of a value; its leaves are appended with their names, depth first."""
+def flatten(
+    value: Any, name: str, leaves: list[tuple[str, Any]], closed: Container[str] = ()
+) -> Node | None:
+    """The structure of a value; its leaves are appended with their names, depth first.
+
+    Args:
+        value: The value.
+        name: What it is called.
+        leaves: Where its leaves go.
+        closed: Names of containers that are leaves themselves, if there is no tensor in them.
+    """
     opened = None if isinstance(value, Tensor) else open_container(value)
     if opened is None:
         leaves.append((name, value))
         return None
+    kind, start = type(value), len(leaves)
     pairs = zip(opened.values, opened.labels, strict=True)
-    children = tuple(flatten(child, name + label, leaves) for child, label in pairs)
-    kind = type(value)
+    inside = () if is_registered(kind) else closed
+    children = tuple(flatten(child, name + label, leaves, inside) for child, label in pairs)
+    if name in closed and not any(isinstance(leaf, Tensor) for _, leaf in leaves[start:]):
+        leaves[start:] = [(name, value)]
+        return None
     context = _frozen(opened.context) if is_registered(kind) else opened.context
     return Node(kind, context, children, tuple(opened.labels))
 
@@ -83,38 +108,64 @@ def leaves_of(value: Any) -> list[Any]:
     return [leaf for _, leaf in found]
 
 
-def substitute(value: Any, tensors: Iterable[Tensor]) -> Any:
+def substitute(
+    value: Any,
+    tensors: Iterable[Tensor],
+    name: str = "",
+    stand_ins: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
 
     The containers are new ones of the same kinds, so that whoever changes them changes no original.
+
+    Args:
+        value: The tree.
+        tensors: What its tensor leaves are replaced by.
+        name: What it is called.
+        stand_ins: What other leaves are replaced by, and containers without a tensor, by name.
     """
-    return _substitute(value, iter(tensors))
+    return _Substitution(iter(tensors), stand_ins).of(value, name)
 
 
-def _substitute(value: Any, supply: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(supply)
-    opened = open_container(value)
-    if opened is None:
-        return value
-    kind: Any = type(value)
-    values = [_substitute(child, supply) for child in opened.values]
-    if kind is tuple or kind is list:
-        return kind(values)
-    if is_registered(kind):
-        return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
-    if isinstance(value, tuple):
-        return kind(*values)
-    clone = copy.copy(value)
-    for key, child in zip(opened.context, values, strict=True):
-        if key is Beside.ATTRIBUTES:
-            attributes_of(clone).update(child)
-        elif isinstance(clone, MutableMapping):
-            clone[key] = child
-        else:
-            # A frozen dataclass refuses plain assignment.
-            object.__setattr__(clone, key, child)
-    return clone
+class _Substitution:
+    def __init__(self, supply: Iterator[Tensor], stand_ins: Mapping[str, Any]) -> None:
+        self._supply = supply
+        self._stand_ins = stand_ins
+        self._clones: dict[int, Any] = {}
+
+    def of(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return next(self._supply)
+        if isinstance(value, weakref.ref) and (clone := self._clones.get(id(value()))) is not None:
+            return weakref.ref(clone)  # a part of an object that knows the whole
+        if name in self._stand_ins:
+            return self._stand_ins[name]
+        opened = open_container(value)
+        if opened is None:
+            return value
+        kind: Any = type(value)
+        clone = None
+        if not (isinstance(value, (tuple, list)) or is_registered(kind)):
+            clone = self._clones[id(value)] = copy.copy(value)
+            if attributes_of(value) is value:  # a dict whose items are its attributes, too
+                object.__setattr__(clone, "__dict__", clone)
+        pairs = zip(opened.values, opened.labels, strict=True)
+        values = [self.of(child, name + label) for child, label in pairs]
+        if kind is tuple or kind is list:
+            return kind(values)
+        if is_registered(kind):
+            return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
+        if isinstance(value, tuple):
+            return kind(*values)
+        for key, child in zip(opened.context, values, strict=True):
+            if key is Beside.ATTRIBUTES:
+                attributes_of(clone).update(child)
+            elif isinstance(clone, MutableMapping):
+                clone[key] = child
+            else:
+                # A frozen dataclass refuses plain assignment.
+                object.__setattr__(clone, key, child)
+        return clone
 
 
 def first_change(path: str, before: Node | None, after: Node | None) -> str:
@@ -151,6 +202,9 @@ def open_container(value: Any) -> Opened | None:
     elif is_dataclass(value) and not isinstance(value, type):
         keys = tuple(f.name for f in fields(value))
         labels, values = [f".{name}" for name in keys], [getattr(value, name) for name in keys]
+    elif moves_itself(value):
+        table = attributes_of(value)
+        return Opened(tuple(table), [f".{key}" for key in table], list(table.values()))
     else:
         return None
     if has_more(kind) and (more := attributes_beside(value)):
@@ -158,6 +212,12 @@ def open_container(value: Any) -> Opened | None:
             (*keys, Beside.ATTRIBUTES), [*labels, f".{Beside.ATTRIBUTES.value}"], [*values, more]
         )
     return Opened(keys, labels, values)
+
+
+def moves_itself(value: Any) -> bool:
+    """Whether a value is an object with a method ``to``: Lightning moves batches of such a kind."""
+    kind = type(value)
+    return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
 
 
 class Beside(Enum):

@@ -269,6 +269,16 @@ class HeldValues:
         self._seen: dict[int, Any] = {}
         self._described: tuple[tuple[str, Any], ...] | None = None
         self._words: frozenset[str] = frozenset()
+        self._left_out: Container[str] = ()
+
+    def leave_out(self, names: Container[str]) -> None:
+        """Look no more at what has these names."""
+        self._left_out = names
+        self._described = None
+
+    def has(self, owner: object, key: Any) -> bool:
+        """Whether a key of this owner was added."""
+        return (id(owner), key) in self._roots
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
         """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is."""
@@ -286,7 +296,7 @@ class HeldValues:
     def without(self, owners: Container[int]) -> HeldValues:
         """These values but for those that are bound in such owners, given by their ``id``."""
         rest = HeldValues()
-        rest._words = self._words
+        rest._words, rest._left_out = self._words, self._left_out
         rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
         return rest
 
@@ -296,6 +306,8 @@ class HeldValues:
             return self._described
         self._checks, self._values, self._seen = [], [], {}
         for name, get, key in self._roots.values():
+            if name in self._left_out:
+                continue
             value = get(key)
             self._checks.append((get, key, value))
             self._describe(name, value, DEPTH, len(self._values) + _MOST)
@@ -353,6 +365,8 @@ class HeldValues:
         self._values.append((name, _Kind(type(value), count)))
         get = table.get if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
+            if name + label in self._left_out:
+                continue
             is_slot = table is not value and key not in table
             self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
             self._describe(name + label, held, depth - 1, most)

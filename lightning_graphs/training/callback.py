@@ -52,8 +52,8 @@ class GraphCapture(Callback):
             captured, each with its backward; manual optimization and code that depends on values
             may run between them. ``"auto"``: the whole step if possible, otherwise submodules.
         modules: Which submodules: patterns of qualified names, matched between dots
-            (``"encoder.layers.*"``), or names of classes. By default the largest that a step calls
-            once and that can be captured.
+            (``"encoder.layers.*"``), or names of classes. By default the largest that can be
+            captured.
         exclude: Submodules that are left out, named likewise. Like ``modules`` it asks for graphs
             of submodules.
         validation: Submodules have graphs in validation steps, too, for calls without autograd.
@@ -278,9 +278,10 @@ class GraphCapture(Callback):
             self.statistics.fallbacks.append("it is inactive on a CPU trainer")
             return False
         reason = _reason_to_stay_out(trainer)
-        if self.options.scope == "step":
+        raises = self.options.on_failure == "raise"
+        if self.options.scope == "step" or (raises and self.options.tries_whole_steps):
             reason = reason or why_no_whole_step(trainer, module)
-        if reason and self.options.on_failure == "raise":
+        if reason and raises:
             raise _refused(reason)
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
@@ -344,7 +345,7 @@ def _refused(reason: str) -> CaptureError:
         "GraphCapture captures training on one device or under DDP; scope='step' one optimizer's "
         "step.",
         reason,
-        "change that, or leave out GraphCapture; on_failure='eager' trains without graphs",
+        "change that, or write scope='modules', or on_failure='eager' to train without graphs",
     )
 
 

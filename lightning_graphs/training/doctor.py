@@ -63,6 +63,7 @@ from lightning_graphs.training.optimizers import capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.places import place_of, trained_parameters
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
@@ -386,7 +387,14 @@ class Doctor:
         """What the step has left behind in Python."""
         step = definition_of(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
-        own = [name for name in attributes.changed() if not name.startswith(ours)]
+        trained, whole = trained_parameters(self._trainer), not self._only_submodules
+        own = [
+            change.name
+            for change in attributes.changes()
+            if not (
+                change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
+            )
+        ]
         found = [(STORED, name, outside.site_of(name)) for name in own]
         found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
         for obstacle, name, site in found:

@@ -14,6 +14,7 @@ from lightning_graphs.core.torch_private import clone_all
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.frozen import StandIn, refuse_stand_ins
+from lightning_graphs.training.held_values import held_in
 
 METRIC_VALUE = Obstacle(
     "The value of a metric is not part of a captured step: metrics are updated after it.",
@@ -74,14 +75,15 @@ class MetricCall:
 
 
 def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
-    """The outermost torchmetrics objects of a module; none if torchmetrics was never imported."""
+    """The outermost torchmetrics objects that a module holds; none if nobody has torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return []
     kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
     found: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(child, kinds) and not inside:
-            found.append((name, child))
+    inside: set[nn.Module] = set()
+    for name, child in held_in(module):
+        if isinstance(child, kinds) and child not in inside:
+            found.append((name.removeprefix("self."), child))
+            inside.update(child.modules())
     return found

@@ -38,19 +38,37 @@ class Notices:
         """Say why every graph was dropped."""
         self._statistics.recaptured(f"recapturing, because {reason}", reason)
 
-    def waiting(self, signature: Signature, why_not: str, *, is_new: bool, at_once: bool) -> bool:
+    def waiting(
+        self,
+        signature: Signature,
+        why_not: str,
+        read: CaptureError | None,
+        *,
+        is_new: bool,
+        at_once: bool,
+    ) -> bool:
         """Say once, when eager steps go on and on, why they are.
 
+        Args:
+            signature: Of the step.
+            why_not: Why it is not captured.
+            read: What reads a Python value of the batch that was another one before, if anything.
+            is_new: No step before had a batch like this one.
+            at_once: Do not wait for more of them.
+
         Returns:
-            Whether it is because attributes take new values: submodules may have graphs then.
+            Whether it is because values that steps read take new ones: submodules may have graphs.
         """
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
         is_time = self._waiting.add(
-            signature, why_not, is_new=is_new, at_once=at_once, say=not moved
+            signature, why_not, is_new=is_new, at_once=at_once, say=not (moved or read)
         )
-        if not moved or not is_time:
+        if not (moved or read) or not is_time:
             return False
+        if read is not None and not moved:
+            self._say_refused(read, has_graphs=False)
+            return True
         error = CaptureError(
             "A captured step freezes the attributes and global variables that it reads: one that "
             "keeps changing gets no graph.",

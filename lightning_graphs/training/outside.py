@@ -205,7 +205,7 @@ class OutsideValues:
             self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
         elif function not in self._functions:
             self._functions[function] = None
-            self._found(function.__name__, vars(function))
+            self._found(function.__name__, function)
             for key in vars(function):
                 self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.gradients import AttachedGradients
 from lightning_graphs.training.live_numbers import NumberOnDevice
 from lightning_graphs.training.logs import LogRecorder
+from lightning_graphs.training.stored import CapturedStores
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class StepPlan:
         adds: Whether its gradients are added to those of earlier steps.
         written: What it writes beside parameters and buffers, by name.
         stores: Attributes that each of its graphs sets, by the graph's name in a capture.
+        places: What it finds in places where it stores something, and leaves there; or None.
         scaling: What the gradient scaler knows between ``unscale`` and ``step``.
         uses: How often it was replayed.
         unverified: It is yet to be compared with the eager step.
@@ -66,6 +68,7 @@ class StepPlan:
     adds: bool = False
     written: dict[str, Tensor] = field(default_factory=dict)
     stores: dict[str, Stores] = field(default_factory=dict)
+    places: CapturedStores | None = None
     uses: int = 0
     unverified: bool = False
     scaling: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +84,23 @@ class StepPlan:
         """
         return self.host is None or self.host.run(batch)
 
+    def fill(self, batch: Sequence[Tensor]) -> None:
+        """Copy the tensors of a batch in, and what steps before have stored."""
+        self.inputs.copy_in(batch)
+        if self.places is not None:
+            self.places.take()
+
+    @property
+    def told(self) -> tuple[Hashable, ...]:
+        """What it depends on beside batch and conditions."""
+        places = () if self.places is None else (self.places.signature,)
+        return (*places, *(() if self.host is None else (self.host.read,)))
+
+    @property
+    def loose(self) -> dict[str, Tensor]:
+        """What it writes beside parameters and buffers now, by name."""
+        return self.written if self.places is None else {**self.written, **self.places.written}
+
     def rewind_host(self) -> None:
         """Let the generators of the host be where they were before: there is no replay."""
         if self.host is not None:
@@ -94,6 +114,8 @@ class StepPlan:
     def hand_out(self, *, copies: bool = True) -> Any:
         """After a replay of ``forward``: set attributes, log, and return what the step returns."""
         self.store("forward")
+        if self.places is not None:
+            self.places.store()
         self.logs.reissue()
         return self.outputs.hand_out() if copies else self.outputs.give_away()
 

@@ -58,6 +58,8 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         tensors = plan.call.match((batch,), {})
         if tensors is None:
             return False
+        if plan.places is not None and not plan.places.take():
+            return False
         if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
             return False
         plan.inputs.copy_in(tensors)
@@ -67,6 +69,11 @@ class StepPlans(PlanCache[Signature, StepPlan]):
         """Keep a captured plan; see :meth:`PlanCache.add`."""
         super().add(key, plan)
         self.last = plan
+
+    def drop_all(self) -> None:
+        """Release every plan; how often each step was seen stays known."""
+        for key in self.keys():
+            self.drop(key)
 
     def drop(self, key: Signature) -> None:
         """Release one plan."""

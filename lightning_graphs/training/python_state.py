@@ -22,11 +22,10 @@ from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import attributes_watched, current_autograd_node
 from lightning_graphs.core.values import Absence, HeldValues, is_plain, value_of_class
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.held_values import OF_ALL_MODULES, held_in, held_in_value
 from lightning_graphs.training.own_code import inside_of_compiled
 
-_LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.", "torchmetrics.")
+_LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")
 _LIVE_IN_LIBRARIES = frozenset(
     {"p", "momentum", "dropout", "label_smoothing", "margin", "negative_slope", "alpha", "beta"}
     | {"delta", "lambd", "threshold", "reduction", "ignore_index", "track_running_stats"}
@@ -66,6 +65,7 @@ class AttributeReads:
         self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._thread = threading.get_ident()
+        self._paths: dict[int, str] = {}
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
         """Look at a value outside of the module, too: ``get(key)``, bound in this owner."""
@@ -81,6 +81,14 @@ class AttributeReads:
     def without(self, owners: Container[int]) -> HeldValues:
         """What was read, but for what is bound in such owners, given by their ``id``."""
         return self._held.without(owners)
+
+    def leave_out(self, names: Container[str]) -> None:
+        """What has these names is no condition; see :meth:`HeldValues.leave_out`."""
+        self._held.leave_out(names)
+
+    def may_have_read(self, owner: object, key: Any) -> bool:
+        """Whether code may have read an attribute, or an entry, before it has set it."""
+        return id(owner) not in self._paths or self._held.has(owner, key)
 
     def keep(self, values: Iterable[Any]) -> None:
         """Keep alive what captured code may have found in caches of others."""
@@ -126,8 +134,9 @@ class AttributeReads:
         self._thread = threading.get_ident()
         closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
-        for path, owner in module.named_modules():
-            name = f"self.{path}" if path else "self"
+        for name, owner in held_in(module):
+            if not isinstance(owner, nn.Module) or _is_metric(type(owner)):
+                continue
             if _author_of(type(owner)).startswith(_LIBRARIES):
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
@@ -137,7 +146,7 @@ class AttributeReads:
                 self._unseen.append((name, owner))
             elif not isinstance(owner, torch.jit.ScriptModule):
                 exchanged.append((owner, type(owner), name))
-        paths = {id(owner): name for owner, _, name in exchanged}
+        self._paths = paths = {id(owner): name for owner, _, name in exchanged}
         watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
         try:
             for owner, kind, _ in exchanged:
@@ -256,28 +265,6 @@ def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) ->
 def _is_inherited(kind: type, key: str) -> bool:
     """Whether every module of Lightning has this attribute, and so not by its author."""
     return value_of_class(kind, key) is value_of_class(LightningModule, key)
-
-
-@contextlib.contextmanager
-def nothing_left_behind(module: LightningModule, generators: Generators) -> Iterator[None]:
-    """Undo what the body leaves in attributes of modules and in random generators.
-
-    Raises:
-        CaptureError: the body has left something: a replay would not leave it again.
-    """
-    with Attributes(module).left(_refuse_stored):
-        try:
-            yield
-        finally:
-            drawn = generators.drawn()
-            generators.restore()
-        if drawn:
-            names = ", ".join(drawn)
-            raise CaptureError(DRAWN.rule, f"training_step draws from {names}", DRAWN.remedy)
-
-
-def _refuse_stored(names: str) -> None:
-    raise CaptureError(STORED.rule, f"training_step changes {names}", STORED.remedy)
 
 
 class Attributes(Contents):

@@ -36,6 +36,8 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.own_batch import BatchValueRead, BatchValues
+from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.plans import StepPlans
 from lightning_graphs.training.precision import scaler_of
@@ -93,6 +95,8 @@ class StepRunner:
         self._warmup_left = options.warmup_steps
         self._numbers = LoggedNumbers()
         self._reads = AttributeReads()
+        self._places = Places(module, self._reads, self._forget_plans)
+        self._values = BatchValues()
         self._active: StepPlan | None = None
         self._kept = KeptGradients()
         self._stepping = False
@@ -140,14 +144,20 @@ class StepRunner:
             self._in_graph,
             self._observers,
             self._reads,
+            self._places,
             self._progress,
             self._numbers,
             copies_gradients=self._kept.are_copied,
         )
-        self._verification = Verification(self._agreement, body, self._in_graph, self._ranks)
-        self._watch = FitWatch(
-            self._trainer, self._module, self._optimizer, self._in_graph, self._reads, self._kept
-        )
+        parts = (self._agreement, body, self._in_graph, self._ranks, self._places)
+        self._verification = Verification(*parts)
+        watched = (self._optimizer, self._in_graph, self._reads, self._kept, self._places)
+        self._watch = FitWatch(self._trainer, self._module, *watched)
+
+    def _forget_plans(self) -> None:
+        """Drop every graph, and not how often steps were seen: none copies in from a new place."""
+        self._cache.drop_all()
+        self._watch.look_again()
 
     def _release(self, plan: StepPlan) -> None:
         self._kept.show(None)
@@ -296,15 +306,16 @@ class StepRunner:
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""
-        if self._investment.measures:
-            with contextlib.suppress(CaptureError):
-                conditions = self._watch.conditions(self._stepping)
-                self._cache.see(_signature_of(args, conditions, self._pool)[0])
+        with contextlib.suppress(CaptureError):
+            conditions = self._watch.conditions(self._stepping)
+            signature, _ = self._signature_of(args, conditions)
+            if self._investment.measures:
+                self._cache.see(signature)
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
         try:
-            signature, _ = _signature_of(args, conditions, self._pool)
+            signature, _ = self._signature_of(args, conditions)
         except CaptureError as error:
             self._refused(None, error)
             return False
@@ -312,7 +323,10 @@ class StepRunner:
             if not self._cache.is_refused(signature):
                 why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
                 full = self._cache.is_full
-                self._fails(self._notices.waiting(signature, why, is_new=is_new, at_once=full))
+                read = self._values.why
+                self._fails(
+                    self._notices.waiting(signature, why, read, is_new=is_new, at_once=full)
+                )
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (
@@ -321,12 +335,20 @@ class StepRunner:
             return False
         return not (conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped)
 
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: Conditions
+    ) -> tuple[Signature, list[Tensor]]:
+        refuse_iterator(args[0])
+        modes = Modes.current(self._pool.backend.device_type)
+        extra = (conditions, *self._places.signature())
+        return self._values.signature(args[0], modes, extra)
+
     def _is_unseen(self, signature: Signature) -> bool:
         return self._investment.measures and self._cache.is_new(signature)
 
     def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
-        signature, tensors = _signature_of(args, conditions, self._pool)
+        signature, tensors = self._signature_of(args, conditions)
 
         def capture() -> StepPlan:
             self._retry.before_capture(args)
@@ -341,21 +363,22 @@ class StepRunner:
             with self._investment.paying(), capture_cost(self._pool.backend) as cost:
                 plan = self._ranks.together(capture, self._release_graphs)
         except GraphError as error:
-            if self._is_unseen(signature):
+            if isinstance(error, BatchValueRead):
+                self._values.read(error)
+            elif self._is_unseen(signature):
                 self._captures_unseen = False
             else:
                 self._refused(signature, error)
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
-        told = () if plan.host is None else (plan.host.read,)
-        signature = replace(signature, extra=(conditions, *told))
+        signature = replace(signature, extra=(conditions, *plan.told))
         plan.call = CallPlan(signature, check_modes=True)
         plan.number = self._ranks.new_number()
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), plan.graphs, cost)
         self._cache.add(signature, plan)
         self._kept.count()
-        plan.inputs.copy_in(tensors)
+        plan.fill(tensors)
         plan.unverified = self._agreement.is_on
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
         affords = self._ranks.all(self._investment.affords_verification)
@@ -439,14 +462,6 @@ class StepRunner:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
         self.has_failed |= self._failing and self._ranks.are_one
-
-
-def _signature_of(
-    args: tuple[Any, ...], conditions: Conditions, pool: GraphPool
-) -> tuple[Signature, list[Tensor]]:
-    modes = Modes.current(pool.backend.device_type)
-    refuse_iterator(args[0])
-    return Signature.of((args[0],), {}, names=("batch",), modes=modes, extra=(conditions,))
 
 
 def _nothing(*_: Any, **__: Any) -> None:

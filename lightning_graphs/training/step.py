@@ -22,7 +22,6 @@ from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
-from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
@@ -49,8 +48,10 @@ from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
-from lightning_graphs.training.own_batch import batch_left
+from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.places import LeftBehindError
+from lightning_graphs.training.places import Places as StoringPlaces
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import (
     resume_scaling,
@@ -58,8 +59,9 @@ from lightning_graphs.training.precision import (
     without_autocast_cache,
 )
 from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import AttributeReads, nothing_left_behind
+from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.transfer import copies_on_host
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
@@ -82,6 +84,7 @@ class StepCapture:
         capturable: Makes its step capturable; None if it cannot be captured.
         observers: Who looks in between.
         reads: Learns which attributes the captured steps read.
+        places: Where steps store something.
         progress: Mirror of the values for the progress bar; None without a GPU.
         logged: Knows which Python numbers change from step to step.
         copies_gradients: Somebody keeps gradients past their step.
@@ -100,6 +103,7 @@ class StepCapture:
         capturable: CapturableOptimizer | None,
         observers: Observers,
         reads: AttributeReads,
+        places: StoringPlaces,
         progress: ProgressValues | None,
         logged: LoggedNumbers,
         *,
@@ -107,6 +111,7 @@ class StepCapture:
     ) -> None:
         self._copies_gradients = copies_gradients
         self._reads = reads
+        self._stores = places
         self._logged = logged
         self._progress = progress
         self._trainer = trainer
@@ -155,17 +160,28 @@ class StepCapture:
             CaptureError: the step cannot be captured, or finds no memory; everything is as before,
                 but for a gradient reducer that waits for the rest of a backward pass.
         """
+        unread = UnreadValues(signature)
         while True:
             self._asked.clear()
             try:
-                return self._captured(batch, tensors, rest, signature, phase)
+                return self._captured(batch, tensors, rest, signature, phase, unread)
             except ArenaFull as error:
                 self._room_on_device = error.needed
                 if waits_for_gradients(self._trainer):
                     raise
+            except PlaceUsedError as error:
+                if waits_for_gradients(self._trainer):
+                    raise
+                self._stores.unlearn(error.place)
             except CaptureError as error:
+                raised = error.observed if isinstance(error, RaisedInCapture) else ""
+                unread.refuse_read(raised)
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
+                    raise
+                if self._stores.learn(self._stores.found):
+                    continue
+                if isinstance(error, LeftBehindError):
                     raise
                 if not (self._has_host_half or has_compiled_anything()):
                     self._has_host_half = True
@@ -181,6 +197,7 @@ class StepCapture:
         rest: Sequence[Any],
         signature: Signature,
         phase: Phase,
+        unread: UnreadValues,
     ) -> StepPlan:
         recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
@@ -189,16 +206,19 @@ class StepCapture:
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(scaling_state(self._plugin, self._optimizer))
+            if stores is not None:
+                stores.look()
             segments.cut(name)
 
         try:
+            stores = self._stores.capturing() if self._stores else None
             inputs = StaticInputs(tensors)
             if self._has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
                 device, room = self._module.device, self._room_on_device
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
-            own = substitute(batch, inputs.tensors)
+            own = unread.left_out(batch, inputs.tensors)
             self._numbers = StepNumbers(self._trainer, self._reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
@@ -218,7 +238,7 @@ class StepCapture:
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 batch_left(own),
-                self._environment(recorder) as (outside, loose),
+                self._environment(recorder, stores) as (outside, loose),
             ):
                 targets.begin()
                 with segments.capturing("forward"):
@@ -229,8 +249,11 @@ class StepCapture:
                         cut=cut,
                         keep=targets.keep,
                     )
+                    if stores is not None:
+                        stores.look()
                 self._numbers.finish()
                 gradients, others = targets.attached()
+            unread.refuse_read()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
@@ -269,6 +292,7 @@ class StepCapture:
             adds=adds,
             written=loose.written(),
             stores=segments.stores,
+            places=stores,
             scaling=scaling,
             host=host,
             numbers=self._numbers.on_device,
@@ -286,12 +310,14 @@ class StepCapture:
         return not whole_window or bool(self._observers.before_backward)
 
     @contextlib.contextmanager
-    def _environment(self, recorder: LogRecorder) -> Iterator[tuple[OutsideValues, LooseTensors]]:
+    def _environment(
+        self, recorder: LogRecorder, stores: CapturedStores | None
+    ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(self._stores.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(self._reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
@@ -307,6 +333,8 @@ class StepCapture:
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
+            if stores is not None:
+                stack.enter_context(stores.exchanged())
             yield outside, loose
 
     def _forward(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.core.values import is_object
 from lightning_graphs.training.profiling import is_profiled
 
 
@@ -73,12 +74,13 @@ class BatchTransfer:
         return None
 
     def _long_way(self, steps: torch.cuda.Stream, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(map(_needs_the_step_stream, leaves_of(batch))):
+        before = leaves_of(batch)  # a batch that moves itself may be moved in place
+        if any(map(_needs_the_step_stream, before)):
             return self._transfer(batch, *args, **kwargs)
         self._wait_for_steps(steps)
         with torch.cuda.stream(self._stream):
             moved = self._transfer(batch, *args, **kwargs)
-        leaves, before = leaves_of(moved), leaves_of(batch)
+        leaves = leaves_of(moved)
         if len(leaves) == len(before):
             pairs = [(t, b) for t, b in zip(leaves, before, strict=True) if isinstance(t, Tensor)]
             self._copied.append([(weakref.ref(t), b) for t, b in pairs if t.is_cuda])
@@ -119,12 +121,11 @@ def _needs_the_step_stream(leaf: Any) -> bool:
     """Whether a leaf must not be copied beside the step.
 
     What computed a tensor on the GPU may still run. Sparse and nested tensors, and those inside an
-    object that moves itself (``to``), cannot be recorded as in use by the step, and their memory
-    would be given away early.
+    object, cannot be recorded as in use by the step, and their memory would be given away early.
     """
     if isinstance(leaf, Tensor):
         return leaf.is_cuda or not _is_strided(leaf)
-    return hasattr(leaf, "to")
+    return hasattr(leaf, "to") or is_object(leaf)
 
 
 def _is_strided(tensor: Tensor) -> bool:

@@ -22,9 +22,10 @@ from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import without_autocast_cache
-from lightning_graphs.training.python_state import Attributes, nothing_left_behind
+from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
 from lightning_graphs.training.state import Restorable, StepState
 from lightning_graphs.training.transfer import copies_on_host
@@ -39,7 +40,9 @@ class Verification:
         body: StepBody,
         capturable: CapturableOptimizer | None,
         ranks: Ranks = ONE_RANK,
+        places: Places | None = None,
     ) -> None:
+        self._places = places
         self._agreement = agreement
         self._module = agreement.root
         self._trainer = agreement.root.trainer
@@ -74,7 +77,7 @@ class Verification:
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
         unread = plan.gradients.parameters if plan.gradients.in_pool else ()
-        state = self._state(plan.written, zeroed=unread)
+        state = self._state(plan.loose, zeroed=unread)
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state)),
             partial(together, partial(self._replayed, plan, args, state)),
@@ -86,7 +89,7 @@ class Verification:
             try:
                 self._agreement.compare(ways, "a captured step was not verified")
             finally:
-                plan.inputs.copy_in(batch)
+                plan.fill(batch)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
 
     def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
@@ -101,14 +104,16 @@ class Verification:
         budget, is_one = self._agreement.budget, self._ranks.are_one
         memory = budget.memory_of(plan.forward) if is_one else nullcontext()
         with self._surroundings(plan, recorder), memory:
+            before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.phase, recorder)
+            stored = [] if plan.places is None else plan.places.results_of(before)
         output.finish_capture()
-        return state.results(output.hand_out())
+        return state.results(output.hand_out()) + stored
 
     def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """The same of a replay."""
         batch = self._tensors(plan, args)
-        plan.inputs.copy_in(batch)
+        plan.fill(batch)
         plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
@@ -119,14 +124,16 @@ class Verification:
                 plan.adopt()
             graph.replay()
         plan.attach()
-        return state.results(plan.outputs.hand_out())
+        stored = [] if plan.places is None else plan.places.results()
+        return state.results(plan.outputs.hand_out()) + stored
 
     @contextlib.contextmanager
     def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
         """What a capture has around it, but for the stand-ins: here every value is real."""
+        assert self._places is not None, "whole steps have places"
         with contextlib.ExitStack() as stack:
             generators = Generators(self._module, torch_too=plan.host is None)
-            stack.enter_context(nothing_left_behind(self._module, generators))
+            stack.enter_context(self._places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())

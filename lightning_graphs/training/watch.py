@@ -24,6 +24,7 @@ from lightning_graphs.training.ddp import syncs
 from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.own_code import CodeOfModules
+from lightning_graphs.training.places import Places
 from lightning_graphs.training.python_state import AttributeReads
 
 _TRAINING = attrgetter("training")
@@ -41,6 +42,7 @@ class FitWatch:
         capturable: What keeps the optimizer capturable; None if its step runs eagerly.
         reads: The attributes that captured steps have read.
         kept: Notices gradients that are kept.
+        places: Where tensors are bound anew.
     """
 
     def __init__(
@@ -51,25 +53,33 @@ class FitWatch:
         capturable: CapturableOptimizer | None,
         reads: AttributeReads,
         kept: KeptGradients,
+        places: Places,
     ) -> None:
         self._kept = kept
+        self._places = places
         self._trainer = trainer
         self._plugin = trainer.precision_plugin
         self._optimizer = optimizer
         self._capturable = capturable
         self._reads = reads
-        self._guard = AddressGuard.of_module(module)
+        self._module = module
+        self.look_again()
         self._modules = list(module.modules())
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
         self._hooks = _Hooks(module)
         self._code = CodeOfModules([module])
+
+    def look_again(self) -> None:
+        """Look at the tensors as they are now."""
+        self._guard = AddressGuard.of_module(self._module, exempt=self._places.exempt)
 
     def reason_to_rebind(self) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are."""
         try:
             self._guard.check(geometry=False)
         except ReplayError as error:
-            return error.observed
+            if not self._places.learn_moved(self._guard.moved()):
+                return error.observed
         if self._hooks.have_changed():
             return "a hook was registered or removed"
         if exchanged := self._code.exchanged():

@@ -103,14 +103,6 @@ def test_objects_that_compare_themselves_are_asked() -> None:
     assert Constant.of(Valued(1)) != Constant.of(Valued(2))
 
 
-def test_insides_may_be_left_out() -> None:
-    assert Constant.of(Valued(1), inside=False) == Constant.of(Valued(1), inside=False)
-    value = SimpleNamespace(n=1)
-    then = Constant.of(value, inside=False)
-    value.n = 2
-    assert Constant.of(value, inside=False) == then
-
-
 class Memory:
     """Remembers what it is given, as a cache of keys and values does."""
 

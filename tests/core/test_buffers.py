@@ -263,13 +263,16 @@ def test_a_snapshot_covers_views_and_parameters() -> None:
     assert parameter.tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
-def test_a_snapshot_refuses_a_tensor_that_moved() -> None:
+def test_a_snapshot_refuses_a_tensor_that_moved_and_puts_it_back() -> None:
     first, second = torch.zeros(2), torch.zeros(3)
     snapshot = StateSnapshot([first, second])
+    address = second.data_ptr()
+    first.fill_(5.0)
     second.data = torch.ones(3)
     with pytest.raises(ReplayError, match=r"tensor 1 \(f32\[3\]\) moved since the snapshot"):
         snapshot.restore()
-    assert second.tolist() == [1.0, 1.0, 1.0]
+    assert (first.tolist(), second.tolist()) == ([0.0, 0.0], [0.0, 0.0, 0.0])
+    assert second.data_ptr() == address
 
 
 def test_a_snapshot_tells_the_saved_values_of_views(device: torch.device) -> None:

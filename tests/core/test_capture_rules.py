@@ -36,6 +36,7 @@ ILLEGAL: dict[str, Callable[[Tensor], object]] = {
     "new_tensor": lambda x: x.new_tensor([1.0, 2.0]),
     "as_tensor": lambda x: torch.as_tensor(np.ones(2), device=x.device),
     "list index": lambda x: x[[0, 2]],
+    "one_hot without classes": lambda x: torch.nn.functional.one_hot(x.long()),
 }
 
 LEGAL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,6 +55,7 @@ LEGAL: dict[str, Callable[[Tensor], Tensor]] = {
     "complex": lambda x: torch.view_as_real(_complex(x).conj() @ _complex(x).mT.conj()),
     "complex, imaginary part": lambda x: (x + 1j * x).conj().imag * 2,
     "as_strided": lambda x: x.clone().as_strided((3, 2), (1, 1)) * 2,
+    "one_hot": lambda x: torch.nn.functional.one_hot(x.long().abs(), num_classes=8).float(),
     "out": lambda x: torch.add(x, 1, out=torch.empty_like(x)),
 }
 
@@ -128,6 +130,34 @@ def test_the_emulated_backend_names_the_operator(name: str, operator: str) -> No
     message = _refused("emulated", lambda: body(x))
     where = f"{__file__}:{body.__code__.co_firstlineno} in <lambda>"
     assert f"observed: {operator} at {where}" in message
+
+
+@pytest.mark.parametrize("name", ["inv", "cholesky", "solve"])
+def test_linear_algebra_that_checks_itself_on_the_host(name: str) -> None:
+    """What it computes is looked at on the host; what ends with ``_ex`` leaves that out."""
+    x = torch.eye(2) * 3
+    function, unchecked = getattr(torch.linalg, name), getattr(torch.linalg, f"{name}_ex")
+    given = (x, x) if name == "solve" else (x,)
+    message = _refused("emulated", lambda: function(*given))
+    assert "observed: aten._linalg_check_errors.default at" in message
+    captured = CUDAGraph(backend="emulated")
+    with graph(captured):
+        y = unchecked(*given)[0]
+    x.mul_(2)
+    captured.replay()
+    assert torch.equal(y, function(*given))
+
+
+@pytest.mark.parametrize("name", ["svd", "eigh", "eigvals", "matrix_exp", "pinv", "matrix_rank"])
+def test_linear_algebra_that_waits_for_the_host(name: str) -> None:
+    message = _refused("emulated", lambda: getattr(torch.linalg, name)(torch.eye(2)))
+    assert "what torch.linalg has computed" in message
+
+
+def test_ctc_loss() -> None:
+    x, lengths = torch.zeros(4, 2, 3).log_softmax(-1), torch.full((2,), 4)
+    loss = lambda: torch.nn.functional.ctc_loss(x, torch.ones(2, 2).long(), lengths, lengths // 2)  # noqa: E731
+    assert "A capture cannot contain ctc_loss" in _refused("emulated", loss)
 
 
 def test_numpy_is_refused_on_the_emulated_backend() -> None:

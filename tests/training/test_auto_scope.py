@@ -353,3 +353,28 @@ if torch.cuda.is_available():
             float(one.trainer.precision_plugin.scaler.get_scale()) for one in (eager, captured)
         ]
         assert scales[0] == scales[1]
+
+
+class Manual(Net):
+    """Takes its optimizer's steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_manual_optimization_is_a_refusal_of_whole_steps(backend: str, tmp_path: Path) -> None:
+    strict = {"scope": "auto", "on_failure": "raise"}
+    with pytest.raises(CaptureError, match="the module optimizes manually"):
+        prepare(backend, tmp_path, True, module=Manual, capture=strict).run()
+    for capture in (AUTO, {**strict, "scope": "modules"}, {**strict, "modules": ["net"]}):
+        eager, captured = fit_twice(backend, tmp_path, module=Manual, capture=capture)
+        compare(eager, captured, replayed=False)
+        assert captured.statistics.replayed > 0

@@ -89,8 +89,6 @@ EXPECTED = [
     ("data-dependent-shape", "unique", "aten._unique2.default", "", "fixed shape"),
     ("python-state", "batch_idx", "batch_idx", "", "on_train_batch_start"),
     ("python-state", "global_step", "trainer.global_step", "", "on_train_batch_start"),
-    ("python-state", "counter", "self.calls", "", "def on_train_batch_end"),
-    ("python-state", "item", "self.losses", "", "def on_train_batch_end"),
     ("python-state", "random", "random.random", "", "torch.rand(()"),
     ("python-state", "numpy.random", "numpy.random.rand", "", "torch.rand(()"),
     ("python-state", "consequence", "aten.mul.Tensor", "", "torch.where"),
@@ -201,9 +199,7 @@ class TestNoObstacle:
         fit = examined(backend, tmp_path, module=Caching)
         found = fit.capture.diagnosis
         assert found is not None
-        assert {(f.kind, f.last_step) for f in found.findings} == {
-            ("host-read", 1), ("python-state", 1),
-        }  # fmt: skip
+        assert {(f.kind, f.last_step) for f in found.findings} == {("host-read", 1)}
         assert found.obstacles == []
         assert "in the first step only" in str(found)
 

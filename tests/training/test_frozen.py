@@ -58,75 +58,6 @@ class ByProgress(Net):
         return self.loss(batch) / (1 + self.trainer.fit_loop.epoch_loop.batch_idx)
 
 
-class Appending(Net):
-    """What Lightning recommends in place of ``training_epoch_end``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.losses.append(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("mean", torch.stack(self.losses).mean())
-        self.log("count", float(len(self.losses)))
-        self.losses.clear()
-
-
-class Assigning(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.last = loss.detach()
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log("last", self.last)
-
-
-class Counting(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.calls += 1
-        return self.loss(batch)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("calls", float(self.calls))
-
-
-class SubmoduleCounting(Net):
-    class Layer(nn.Linear):
-        calls = 0
-
-        def forward(self, x: Any) -> Any:
-            self.calls += 1
-            return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[4] = self.Layer(16, 3)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("calls", float(self.net[4].calls))
-
-
-class RebindingBuffer(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.average = 0.5 * self.average + 0.5 * loss.detach()
-        self.log("average", self.average)
-        return loss
-
-
 class Mixup(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         share = float(numpy.random.beta(1.0, 1.0))
@@ -179,11 +110,6 @@ REFUSED = [
     (IndexLogged, "index"),
     (Stepped, "trainer.global_step"),
     (ByProgress, "trainer.fit_loop"),
-    (Appending, "losses"),
-    (Assigning, "last"),
-    (Counting, "calls"),
-    (SubmoduleCounting, "calls"),
-    (RebindingBuffer, "average"),
     (Mixup, "numpy"),
     (TeacherForcing, "random"),
     (OldGradients, ".grad of a parameter is read"),

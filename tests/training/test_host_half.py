@@ -153,6 +153,19 @@ class IndexedByAList(Plain):
         return x[:, [-2]].detach() + x[torch.arange(8).flip(0)]
 
 
+class ConstantMask(Plain):
+    """As contrastive losses take the positive pairs out of all similarities."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        hidden = self.net[0](batch["x"])
+        similar, pairs = hidden @ hidden.t(), torch.eye(8, dtype=torch.bool, device=loss.device)
+        similar.masked_fill_(pairs, -9e15)
+        pairs = pairs.roll(4, 0)
+        loss = loss - similar[pairs].mean()
+        return loss + similar[pairs[2], 1:3].sum() + similar[[1], pairs[2]].sum()
+
+
 class AsList(Plain):
     def scale(self, x: Tensor) -> float:
         return float(sum((x[:, 0] > -1e9).tolist())) / 8
@@ -168,7 +181,7 @@ class ABranch(Plain):
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
 DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
-READ = [AMask, Lengths, Places, Unique, AsList, Shifted, IndexedByAList]
+READ = [AMask, Lengths, Places, Unique, AsList, Shifted, IndexedByAList, ConstantMask]
 
 
 @pytest.mark.parametrize("module", [*HOISTED, *DRAWN, *READ], ids=lambda kind: kind.__name__)

@@ -183,30 +183,98 @@ def test_modules_that_are_named_are_taken_in_the_default_scope(
     assert fit.statistics.modules == ["generator", "critic"]
 
 
+@pytest.mark.parametrize("module", [Gan, Untoggled, Accumulating])
+def test_each_call_has_graphs_by_default(backend: str, tmp_path: Path, module: Any) -> None:
+    fit = trained(backend, tmp_path, module, capture={"scope": "modules"})
+    assert fit.statistics.modules == ["generator", "critic"]
+    named = trained(backend, tmp_path / "named", module)
+    assert replays(fit) == replays(named)
+    assert fit.statistics.fallbacks == fit.statistics.recaptures == []
+
+
+class Inside(Gan):
+    """The critic is a part of another module, which is called too, and refused at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair(self.generator, self.critic)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        noise = torch.randn(len(real), 4, device=real.device)
+        self.take(generating, judged(self.pair(noise), 1.0))
+        self.take(judging, judged(self.critic(real), 1.0) + judged(self.pair(noise), 0.0))
+
+
+class Pair(nn.Module):
+    def __init__(self, generator: nn.Module, critic: nn.Module, *, reads: bool = False) -> None:
+        super().__init__()
+        self.generator, self.critic, self.reads = generator, critic, reads
+
+    def forward(self, noise: Tensor) -> Tensor:
+        fake = self.generator(noise)
+        if self.reads and fake.sum().item() > 1e6:
+            fake = fake + 1
+        judgement: Tensor = self.critic(fake)
+        return judgement
+
+
+class ReadingInside(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair.reads = True
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_networks_that_are_called_repeatedly_are_not_chosen_unasked(
-    backend: str, tmp_path: Path
+@pytest.mark.parametrize("module", [Inside, ReadingInside])
+def test_a_module_that_is_called_alone_and_inside_of_another(
+    backend: str, tmp_path: Path, module: Any
 ) -> None:
+    """What the graph of the outer one has inside is no call of a replay."""
     capture = {"scope": "modules", "on_failure": "eager"}
-    eager, captured = fit_twice(backend, tmp_path, module=Gan, capture=capture)
-    compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed == 0
-    assert captured.statistics.fallbacks == [
-        f"`{name}` is not graphed: it is called {times} times in a step; "
-        f'modules=["{name}"] names it all the same'
-        for name, times in (("generator", 2), ("critic", 3))
-    ] + [
-        "steps run eagerly: no submodule of them could be captured. "
-        "modules=[...] names some, diagnose=True lists what is in the way"
-    ]
+    fit = trained(backend, tmp_path, module, capture=capture)
+    steps = fit.statistics.replayed
+    assert steps > 10
+    outer, inner = {"module pair": 2 * steps, "module critic": steps}, ["generator", "critic"]
+    if module is Inside:
+        assert replays(fit) == outer
+    else:
+        assert fit.statistics.modules == inner
+        assert replays(fit) == {"module generator": 2 * steps, "module critic": 3 * steps}
 
 
-def test_a_gradient_penalty_stays_eager(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capture", [MODULES, {"scope": "modules"}])
+def test_a_gradient_penalty_stays_eager(
+    backend: str, tmp_path: Path, capture: dict[str, Any]
+) -> None:
     reason = r"a call of `critic` stays eager: it is differentiated twice \(create_graph=True\)"
     with pytest.warns(UserWarning, match=reason):
-        fit = trained(backend, tmp_path, Penalized, tolerance=1e-5)
+        fit = trained(backend, tmp_path, Penalized, tolerance=1e-5, capture=capture)
     steps = fit.statistics.replayed
     assert replays(fit) == {"module generator": 2 * steps, "module critic": 3 * steps}
+
+
+class TakingTurns(Gan):
+    """Judges all of the batch or half of it, with the generator's backward pass still to come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"][: 4 + 4 * (batch_idx % 2)]
+        fake = self.generator(torch.randn(8, 4, device=real.device))
+        loss = judged(self.critic(real), 1.0) + judged(self.critic(fake.detach()), 0.0)
+        self.take(judging, loss)
+        self.take(generating, judged(self.critic(fake), 1.0))
+
+
+def test_steps_that_are_known_to_part_midway_are_not_searched_again(
+    backend: str, tmp_path: Path
+) -> None:
+    capture = {"scope": "modules"}
+    fit = trained(backend, tmp_path, TakingTurns, data=lambda: batches(24), capture=capture)
+    assert fit.statistics.captures == 2
+    assert fit.statistics.eager <= 16
+    assert fit.statistics.fallbacks == []
 
 
 def test_accumulation_by_hand(backend: str, tmp_path: Path) -> None:

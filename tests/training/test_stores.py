@@ -142,11 +142,8 @@ def test_shapes_in_turn(
     assert modules[1].found == modules[0].found
     statistics = fits[1].statistics
     if block is not ReadBefore:
-        refused = sizes is TURNS and scope == "step"
-        assert bool(statistics.replayed) is not refused
-        assert any("samples" in line for line in statistics.fallbacks) is (
-            sizes is TURNS and scope != "modules"
-        )
+        assert statistics.replayed > 0
+        assert statistics.fallbacks == []
 
 
 class Twice(Net):

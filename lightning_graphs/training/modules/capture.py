@@ -44,7 +44,7 @@ def pattern_of(calls: Sequence[ObservedCall], observation: Observation) -> Hasha
     """What tells one step from another with the same batch: which calls, and in which order."""
     number = {call: i for i, call in enumerate(calls)}
     return (
-        tuple(call.key() for call in calls),
+        tuple((call.ordinal, call.key()) for call in calls),
         tuple(
             (number[call], direction) for call, direction in observation.passes if call in number
         ),

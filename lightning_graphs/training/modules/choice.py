@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
@@ -23,8 +22,8 @@ _SHAPES = 3
 class Choice:
     """The submodules that are graphed.
 
-    With ``modules`` those that it names. Without, the largest ones that a step calls once and whose
-    code can be captured; where one is refused, the modules that it calls take its place.
+    With ``modules`` those that it names. Without, the largest ones whose code can be captured;
+    where one is refused, the modules that it calls take its place. Each call has graphs of its own.
 
     Args:
         root: The user's module.
@@ -38,7 +37,7 @@ class Choice:
         self._root = root
         self._by_name = bool(options.modules)
         self._refused: set[nn.Module] = set()
-        self._shown: dict[tuple[nn.Module, int], str] = {}
+        self._shown: dict[Hashable, str] = {}
         self._named: Mapping[str, nn.Module] = {}
         self._left_out: set[str] = set()
         self._keys: dict[Hashable, set[Hashable]] = {}
@@ -63,8 +62,8 @@ class Choice:
         Returns:
             Whether there was one.
         """
-        found = {(c.module, c.ordinal): r for c in observation.calls if (r := c.obstacle())}
-        self._shown |= found
+        found = [(c, reason) for c in observation.calls if (reason := c.obstacle())]
+        self._shown.update(((call.ordinal, call.key()), reason) for call, reason in found)
         return bool(found)
 
     def leave_out_unsteady(
@@ -80,8 +79,11 @@ class Choice:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
             few = 2 if call.follows_values else _SHAPES
-            batch_tells = call.follows_values or kind.signature is not None
-            if batch_tells and len(keys) >= few and call.module not in self._refused:
+            if (
+                (call.follows_values or kind.is_told_by_tensors)
+                and len(keys) >= few
+                and call.module not in self._refused
+            ):
                 found[call.module] = call.name
         if found:
             first, *others = found.values()
@@ -95,7 +97,7 @@ class Choice:
         return list(found)
 
     def _reason(self, call: ObservedCall) -> str | None:
-        return call.obstacle() or self._shown.get((call.module, call.ordinal))
+        return call.obstacle() or self._shown.get((call.ordinal, call.key()))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first, those without autograd among them.
@@ -104,22 +106,29 @@ class Choice:
             observation: An observed step.
             note: Says what is left out, and why.
         """
-        times = Counter(call.module for call in observation.calls)
         if not self._by_name:
-            found = []
+            found: list[ObservedCall] = []
+            alone: list[ObservedCall] = []
             for call in observation.calls:
                 if has_own_dropout(call.module):  # all the same where its siblings are graphed
                     note(_left_out(call.name, _obstacle(call.module, observation)))
                 if call.shaped_by and not any(c.shaped_by for c in self._inside(call, observation)):
                     note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
                 if call.parent is None:
-                    inside = self._largest([call], times, observation)
+                    inside = self._largest([call], observation)
                     found += inside
                     if not inside and call.module not in self._refused:
-                        note(_left_out(call.name, self._obstacle(call, times, observation)))
+                        alone.append(call)
+            graphed = {call.module for call in found}
+            for call in alone:
+                if call.module in graphed:
+                    note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
+                else:
+                    note(_left_out(call.name, self._obstacle(call, observation)))
             return found
+        called = {call.module for call in observation.calls}
         for name, module in self._named.items():
-            if module not in times:
+            if module not in called:
                 note(_left_out(name, _not_called(name, module)))
         chosen = []
         for call in observation.calls:
@@ -140,35 +149,26 @@ class Choice:
         left = [call for call in calls if call.module is not refused.module]
         if self._by_name:
             return left
-        times = Counter(call.module for call in observation.calls)
-        chosen = {*left, *self._largest(self._inside(refused, observation), times, observation)}
+        inside = [i for c in calls if c not in left for i in self._inside(c, observation)]
+        chosen = {*left, *self._largest(inside, observation)}
         return [call for call in observation.calls if call in chosen]
 
     @staticmethod
     def _inside(call: ObservedCall, observation: Observation) -> list[ObservedCall]:
         return [inner for inner in observation.calls if inner.parent is call]
 
-    def _largest(
-        self, calls: Sequence[ObservedCall], times: Mapping[nn.Module, int], observed: Observation
-    ) -> list[ObservedCall]:
+    def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
         """These calls, or what they call where they cannot be graphs, in the order of the step."""
         found: list[ObservedCall] = []
         for call in calls:
-            if call.module in self._refused or self._obstacle(call, times, observed) is not None:
-                found += self._largest(self._inside(call, observed), times, observed)
+            if call.module in self._refused or self._obstacle(call, observed) is not None:
+                found += self._largest(self._inside(call, observed), observed)
             else:
                 found.append(call)
         return found
 
-    def _obstacle(
-        self, call: ObservedCall, times: Mapping[nn.Module, int], observed: Observation
-    ) -> str | None:
+    def _obstacle(self, call: ObservedCall, observed: Observation) -> str | None:
         reason = _shaped(call) if call.shaped_by else self._reason(call)
-        if reason is None and times[call.module] > 1:
-            reason = (
-                f"is called {times[call.module]} times in a step; "
-                f'modules=["{call.name}"] names it all the same'
-            )
         return _obstacle(call.module, observed) or (reason and f"it {reason}")
 
 

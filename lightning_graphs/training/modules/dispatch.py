@@ -54,6 +54,7 @@ class Stage:
         elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
             and goes on with them; None while a step runs eagerly.
         missed: Why a call of the present step found no graph; empty if all did.
+        foreseen: Another captured step makes the call that found none: it is no reason to search.
     """
 
     options: Options
@@ -67,6 +68,7 @@ class Stage:
     astray: bool = False
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
     missed: str = ""
+    foreseen: bool = False
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -153,7 +155,7 @@ class GraphedForward(Entry):
             site = elsewhere(self._module, index, (args, kwargs))
             if site is not None:
                 answer = self._replayed(site, args, kwargs)
-            else:
+            elif not (self._stage.missed or self._stage.foreseen):  # others follow from it
                 self._stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return self.original(*args, **kwargs) if answer is _NONE else answer
 

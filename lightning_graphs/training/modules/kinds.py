@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.kernel_choice import KernelChoice
-from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.signature import EVERYTHING, Modes, Signature
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     gradient_hooks,
@@ -65,6 +65,12 @@ class StepKind(NamedTuple):
 
     signature: Signature | None  # of its batch; None for batches that have none
     flags: Flags
+
+    @property
+    def is_told_by_tensors(self) -> bool:
+        """Whether there is nothing but tensors in the batch on which shapes could depend."""
+        signature = self.signature
+        return signature is not None and len(signature.specs) == len(signature.leaves)
 
     def change(self, to: StepKind) -> list[str]:
         """What is different in another kind, for a person to read."""
@@ -133,8 +139,8 @@ def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | Non
     """The signature of a batch; None where it has none, and the modules' own arguments decide."""
     try:
         modes = Modes.current(device_type)
-        # What objects hold is a matter of the calls that are given them.
-        return Signature.of(batch, {}, names=("batch",), modes=modes, insides=False)[0]
+        # What is no tensor is a matter of the calls that are given it.
+        return Signature.of(batch, {}, names=("batch",), modes=modes, unread=EVERYTHING)[0]
     except CaptureError:
         return None
 

@@ -196,7 +196,11 @@ class CapturedCalls:
         self._index: dict[ObservedCall, int] = {}
         self.sites: dict[nn.Module, list[Site | None]] = {}
         self.captured: list[Site] = []
+        inside = set(calls)  # a replay makes no calls
         for call in observation.calls:
+            if call.parent in inside:
+                inside.add(call)
+                continue
             sites = self.sites.setdefault(call.module, [])
             if call.grad_enabled:
                 self._index[call] = len(sites)
@@ -267,6 +271,8 @@ class CapturedCalls:
 
     def release(self, statistics: Statistics) -> None:
         """Release every graph."""
+        for site in self.captured:  # one stands for all calls of its module: none is empty yet
+            statistics.released(site.graphed.forward_graph)
         for site in self.captured:
             site.release(statistics)
         self.abandon()

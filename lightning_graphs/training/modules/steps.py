@@ -228,22 +228,27 @@ class ModuleGraphs:
 
     def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> Site | None:
         """Go on with another captured step of this kind that makes this call, if one does."""
-        assert self._last is not None
+        last = self._last
+        assert last is not None
         # Every graph is whole in itself as long as no backward pass needs another's memory.
-        if self._last.captured.is_waiting or self._last.captured.is_kept:
-            return None
+        is_free = not (last.captured.is_waiting or last.captured.is_kept)
+        self.stage.foreseen = False
         for step in self._cache.plans():
             sites = step.captured.sites.get(module, ())
-            site = sites[index] if index < len(sites) else None
-            same = step.kind == self._last.kind and step.is_current
-            hooked = any(step.captured.hook_tables)
-            if same and not hooked and site is not None and site.accepts(*call):
+            if index >= len(sites) or step.kind != last.kind or not step.is_current:
+                continue
+            site = sites[index]
+            if site is None or not site.accepts(*call):
+                self.stage.foreseen |= site is None and step is not last  # it stays eager there
+            elif is_free and not any(step.captured.hook_tables):
                 self._last = self._cache.get(step.key)
                 self._replayed = step.captured
                 step.captured.begin()
                 for other, forward in self._forwards.items():
                     forward.sites = step.captured.sites.get(other, ())
                 return site
+            else:
+                self.stage.foreseen |= step is not last
         return None
 
     def asked(self, inputs: Sequence[Any]) -> None:
