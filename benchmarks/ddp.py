@@ -3,52 +3,80 @@
 As ``step.py``, with the same loop, progress bar and two logged keys, on one GPU and on ``--gpus``:
 eager, captured, for GPT-2 with ``torch.compile(mode="reduce-overhead")``, and the floor of the
 captured step, which all ranks replay back to back at the same time. Each rank has batches of its
-own, always as many samples. The slowest rank counts.
+own, always as many samples. The slowest rank counts. One process for each GPU makes all fits, and
+what each of them takes is printed as soon as it is known.
 
 Weak scaling is the time of a step on one GPU over that on several.
 
-    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--gpus 2]
+    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--sharded gpt2] [--gpus 2]
     python benchmarks/ddp.py --exchange
+    python benchmarks/ddp.py --overlap
 
-``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--tiny`` trains a
-model of eight weights in every row, on the CPU and the emulated backend.
+``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--exchange`` measures
+what it costs to agree ahead of a step, on the host. ``--overlap`` traces GPT-2 on several GPUs, and
+counts which part of the time of NCCL's kernels other kernels run beside them: eagerly, captured as
+a whole, and by submodules. ``--tiny`` trains a model of eight weights in every row, on the CPU and
+the emulated backend.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import json
 import os
 import queue
 import socket
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Lab, Row, measure_rows, verdict_of
+from harness import Lab, Row, describe_environment, verdict_of
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from step import (
     LOSSES_DIFFER,
+    TIMED,
+    WARMUP,
     WORKLOADS,
     Batches,
     Probe,
     TalkativeModule,
     be_quiet,
-    whole_steps,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+
+from lightning_graphs import GraphCapture
 
 LIMIT = 1.05
 AHEAD = {"gpt2": 3.0}
 """How far captured steps are ahead of ``reduce-overhead``, at least."""
 SECONDS = 600
+STEPS = WARMUP + 4 * TIMED
+TRACED = 5
 _EXCHANGES = 2000
+
+Fit = tuple[str, str, int, bool]
+"""Row (with ``compiled`` or ``sharded`` behind it), way, number of ranks, whether it is traced."""
+
+
+class ShardedModule(TalkativeModule):
+    """With FSDP2: each block of a list of modules is a unit, and the whole is one."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for blocks in self.net.modules():
+            if isinstance(blocks, nn.ModuleList):
+                for block in blocks:
+                    fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
 
 
 class Alike(Callback):
@@ -57,59 +85,144 @@ class Alike(Callback):
     equal = True
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        if trainer.world_size > 1:
+        if isinstance(trainer.strategy, DDPStrategy):
             mine = nn.utils.parameters_to_vector([p.detach() for p in module.parameters()])
             first = trainer.strategy.broadcast(mine.cpu())
             self.equal = torch.equal(mine.cpu(), first)
 
 
-def fit(rank: int, ranks: int, row: str, how: str, tiny: bool) -> dict[str, Any]:
+class Overlap(Callback):
+    """Traces the last steps: which part of NCCL's time other kernels run beside it."""
+
+    part = float("nan")
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == STEPS:
+            torch.cuda.synchronize()
+            kinds = [torch.profiler.ProfilerActivity.CUDA]
+            self.profiler = torch.profiler.profile(activities=kinds)
+            self.profiler.start()
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        torch.cuda.synchronize()
+        self.profiler.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self.profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        kernels = [e for e in events if e.get("cat") == "kernel"]
+        spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in kernels]
+        self.part = beside([s[:2] for s in spans if s[2]], [s[:2] for s in spans if not s[2]])
+
+
+def beside(these: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """Which part of the time of some intervals at least one of the others takes, too."""
+    shared, reached = 0.0, [(begin, end) for begin, end in merged(others)]
+    for begin, end in merged(these):
+        shared += sum(max(0.0, min(end, e) - max(begin, b)) for b, e in reached)
+    return shared / max(sum(end - begin for begin, end in merged(these)), 1e-9)
+
+
+def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time in intervals that do not touch."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def fits(rank: int, ranks: int, plan: Sequence[Fit], tiny: bool) -> Iterator[Any]:
+    """Make all fits of a plan on this rank; None for those that it is not one of."""
+    for row, how, number, traced in plan:
+        yield fit(rank, number, row, how, tiny, traced) if rank < number else None
+        torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _as_if_alone(ranks: int) -> Iterator[None]:
+    """Without the environment of a launcher, whose number of ranks Lightning insists on."""
+    saved = dict(os.environ)
+    if ranks == 1:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+            os.environ.pop(name)
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+def fit(
+    rank: int, ranks: int, row: str, how: str, tiny: bool, traced: bool = False
+) -> dict[str, Any]:
     """Train once on this rank; see ``step.fit``.
 
     Args:
         rank: The rank.
         ranks: How many there are.
-        row: Name of the workload, and ``compiled`` behind it.
-        how: ``eager``, ``captured`` or ``reduce-overhead``.
+        row: Name of the workload, and ``compiled`` or ``sharded`` behind it.
+        how: ``eager``, ``captured``, ``modules`` or ``reduce-overhead``.
         tiny: In a rehearsal.
+        traced: Trace some more steps.
     """
     lab = Lab(tiny)
-    name, _, compiled = row.partition(" ")
+    name, _, variant = row.partition(" ")
     seed_everything(1, verbose=False)
     net, batch = WORKLOADS["tiny" if tiny else name]()
     torch.manual_seed(rank)
     items = [batch() for _ in range(4)]
-    module = TalkativeModule(net, bool(compiled))
+    kind = ShardedModule if variant == "sharded" else TalkativeModule
+    module = kind(net, variant == "compiled")
+    strategy: Any = "ddp" if ranks > 1 else "auto"
+    if variant == "sharded":
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if how == "reduce-overhead":
         module.call = torch.compile(net, mode=how)
-    graphs = whole_steps(lab) if how == "captured" else None
-    probe, alike = Probe(graphs, lab), Alike()
+    graphs = None
+    if how in ("captured", "modules"):
+        graphs = GraphCapture(
+            scope="step" if how == "captured" else "modules",
+            on_failure="raise" if how == "captured" else "eager",
+            backend="emulated" if tiny else "cuda",
+            only_if_faster=False,  # so few steps may not repay a capture
+        )
+    probe, alike, overlap = Probe(graphs, lab), Alike(), Overlap()
     if not tiny:
         items = [tuple(t.pin_memory() for t in item) for item in items]
-    trainer = Trainer(
-        accelerator="cpu" if tiny else "gpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        use_distributed_sampler=False,
-        max_epochs=1,
-        precision="bf16-mixed",
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=rank == 0,
-        callbacks=[probe, alike, *([graphs] if graphs is not None else [])],
-    )
-    trainer.fit(module, DataLoader(Batches(items), batch_size=None))
+    with _as_if_alone(ranks):
+        trainer = Trainer(
+            accelerator="cpu" if tiny else "gpu",
+            devices=ranks,
+            strategy=strategy,
+            use_distributed_sampler=False,
+            max_epochs=1,
+            limit_train_batches=STEPS + traced * TRACED,
+            precision="bf16-mixed",
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=rank == 0,
+            callbacks=[
+                probe,
+                alike,
+                *([graphs] if graphs is not None else []),
+                *([overlap] if traced else []),
+            ],
+        )
+        trainer.fit(module, DataLoader(Batches(items), batch_size=None))
     return {
         "ms": min(probe.blocks),
         "usual_ms": statistics.median(probe.blocks),
         "floor": min(probe.floors, default=0.0),
         "losses": torch.stack(probe.losses).tolist(),
         "equal": alike.equal,
+        "overlap": overlap.part,
     }
 
 
-def exchange(rank: int, ranks: int) -> float:
+def exchange(rank: int, ranks: int) -> Iterator[float]:
     """Microseconds of one agreement between the ranks, the usual one."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     times = []
@@ -120,14 +233,17 @@ def exchange(rank: int, ranks: int) -> float:
         numbers.tolist()
         times.append(time.perf_counter() - start)
     torch.distributed.destroy_process_group()
-    return statistics.median(times) * 1e6
+    yield statistics.median(times) * 1e6
 
 
 # ---------------------------------------------------------------------- processes
 
 
-def on_ranks(function: Any, ranks: int, *args: Any) -> list[Any]:
-    """What ``function(rank, ranks, *args)`` returns on each rank, in processes of their own."""
+def on_ranks(function: Any, ranks: int, *args: Any) -> Iterator[list[Any]]:
+    """What ``function(rank, ranks, *args)`` yields, one after another, on all ranks.
+
+    Each rank has a process of its own.
+    """
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
     with socket.socket() as one:
@@ -137,10 +253,10 @@ def on_ranks(function: Any, ranks: int, *args: Any) -> list[Any]:
     processes = [context.Process(target=_run, args=(rank, *target)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    found: dict[int, Any] = {}
+    found: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
     deadline = time.monotonic() + SECONDS
     try:
-        while len(found) < ranks:
+        while any(found.values()) or any(process.is_alive() for process in processes):
             try:
                 rank, value = results.get(timeout=1)
             except queue.Empty:
@@ -148,12 +264,13 @@ def on_ranks(function: Any, ranks: int, *args: Any) -> list[Any]:
                 if gone or time.monotonic() > deadline:
                     raise RuntimeError(f"a rank has ended with {gone}, or takes too long") from None
                 continue
-            found[rank] = value
+            found[rank].append(value)
+            if all(found.values()):
+                yield [values.pop(0) for values in found.values()]
     finally:
         for process in processes:
             process.join(10)
             process.kill()
-    return [found[rank] for rank in range(ranks)]
 
 
 def _run(rank: int, function: Any, ranks: int, port: int, args: Any, results: Any) -> None:
@@ -168,53 +285,57 @@ def _run(rank: int, function: Any, ranks: int, port: int, args: Any, results: An
         TORCHELASTIC_RUN_ID="benchmark",
     )
     be_quiet()
-    results.put((rank, function(rank, ranks, *args)))
+    for value in function(rank, ranks, *args):
+        results.put((rank, value))
 
 
 # ---------------------------------------------------------------------- rows
 
 
-def measure(row: str, gpus: int, tiny: bool) -> dict[str, Any]:
-    """All fits of one row."""
+def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
+    """All fits, those that compile last; variants are measured on several GPUs only."""
+    plain = [name for name in names if " " not in name]
+    plan = [
+        (name, how, ranks, False)
+        for name in plain
+        for ranks in (1, gpus)
+        for how in ("eager", "captured")
+    ]
+    plan += [(name, "reduce-overhead", gpus, False) for name in plain if name in AHEAD and not tiny]
+    variants = [name for name in names if name not in plain]
+    return plan + [(name, how, gpus, False) for name in variants for how in ("eager", "captured")]
+
+
+def judge(row: str, gpus: int, tiny: bool, found: dict[Fit, list[Any]]) -> dict[str, Any]:
+    """Figures and verdicts of one row."""
     name = row.partition(" ")[0]
-    ways = ["eager", "captured", *(["reduce-overhead"] if name in AHEAD and not tiny else [])]
-    ms: dict[tuple[str, int], float] = {}
-    many: dict[str, list[dict[str, Any]]] = {}
-    for how, ranks in itertools.product(ways, (1, gpus)):
-        if how == "reduce-overhead" and ranks == 1:
-            continue
-        found = on_ranks(fit, ranks, row, how, tiny)
-        ms[how, ranks] = max(one["ms"] for one in found)
-        many[how] = found
+    mine = {
+        (how, ranks): [one for one in results if one is not None]
+        for (which, how, ranks, _), results in found.items()
+        if which == row or (which == name and how == "reduce-overhead" and "sharded" not in row)
+    }
+    ms = {key: max(one["ms"] for one in results) for key, results in mine.items()}
+    captured = mine["captured", gpus]
     differences = [
         abs(a - b)
-        for eager, captured in zip(many["eager"], many["captured"], strict=True)
-        for a, b in zip(eager["losses"], captured["losses"], strict=True)
+        for eager, ours in zip(mine["eager", gpus], captured, strict=True)
+        for a, b in zip(eager["losses"], ours["losses"], strict=True)
     ]
-    equal = all(one["equal"] for one in many["captured"])
-    correct = equal and max(differences) <= LOSSES_DIFFER
-    floor = max(one["floor"] for one in many["captured"])
-    captured = ms["captured", gpus]
-    scaling = {how: ms[how, 1] / ms[how, gpus] for how in ("eager", "captured")}
-    rows = [
-        Row("ratio", captured / floor, "x", None if tiny else LIMIT, correct),
-        Row(
-            "weak scaling of eager over ours",
-            scaling["eager"] / scaling["captured"],
-            "x",
-            None if tiny else 1.0,
-            correct,
-        ),
-    ]
-    if "reduce-overhead" in ways:
-        behind = captured / ms["reduce-overhead", gpus]
+    correct = all(one["equal"] for one in captured) and max(differences) <= LOSSES_DIFFER
+    floor = max(one["floor"] for one in captured)
+    rows = [Row("ratio", ms["captured", gpus] / floor, "x", None if tiny else LIMIT, correct)]
+    if ("eager", 1) in ms:
+        eager, ours = (ms[how, 1] / ms[how, gpus] for how in ("eager", "captured"))
+        limit = None if tiny else 1.0
+        rows.append(Row("weak scaling of eager over ours", eager / ours, "x", limit, correct))
+    if ("reduce-overhead", gpus) in ms:
+        behind = ms["captured", gpus] / ms["reduce-overhead", gpus]
         rows.append(Row("over reduce-overhead", behind, "x", 1 / AHEAD[name], correct))
     return {
         "row": row,
         "ms": {f"{how} on {ranks}": value for (how, ranks), value in ms.items()},
         "floor_ms": floor,
         "largest_loss_difference": max(differences),
-        "weak_scaling": scaling,
         **{found.name: found.figure for found in rows},
         "verdicts": {found.name: found.verdict for found in rows},
         "verdict": verdict_of(rows),
@@ -223,41 +344,63 @@ def measure(row: str, gpus: int, tiny: bool) -> dict[str, Any]:
 
 def line(found: dict[str, Any]) -> str:
     """What is printed of a row."""
-    row = f"{found['row']:>16}: {found['verdict']}"
-    if "error" in found:
-        return f"{row}\n{found['error']}"
     times = ", ".join(f"{how} {ms:.3f} ms" for how, ms in found["ms"].items())
-    scaling = ", ".join(f"{how} {part:.2f}" for how, part in found["weak_scaling"].items())
     shown = [f"{name} {found[name]:.3f} {which}" for name, which in found["verdicts"].items()]
     return (
-        f"{row}: {times}, floor {found['floor_ms']:.3f}, {', '.join(shown)}, weak scaling "
-        f"{scaling}, largest loss difference {found['largest_loss_difference']:.1e}"
+        f"{found['row']:>16}: {found['verdict']}: {times}, floor {found['floor_ms']:.3f}, "
+        f"{', '.join(shown)}, largest loss difference {found['largest_loss_difference']:.1e}"
     )
+
+
+def measure(plan: Sequence[Fit], gpus: int, tiny: bool) -> dict[Fit, list[Any]]:
+    """The results of all fits, which are printed as they come."""
+    found, start = {}, time.monotonic()
+    for one, results in zip(plan, on_ranks(fits, gpus, plan, tiny), strict=True):
+        found[one] = results
+        row, how, ranks, traced = one
+        present = [result for result in results if result is not None]
+        ms = max(result["ms"] for result in present)
+        said = f", beside other kernels {present[0]['overlap']:.2f} of NCCL" if traced else ""
+        seconds = time.monotonic() - start
+        print(f"{row}, {how} on {ranks}: {ms:.3f} ms{said} ({seconds:.0f} s)", flush=True)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", default="gpt2,resnet50")
     parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
+    parser.add_argument("--sharded", default="", help="rows to measure with FSDP2, too")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--exchange", action="store_true", help="measure an agreement only")
+    parser.add_argument("--overlap", action="store_true", help="trace NCCL's kernels only")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args(arguments)
+    gpus, tiny = options.gpus, options.tiny
     if options.exchange:
-        found = max(on_ranks(exchange, options.gpus))
-        print(f"an agreement between {options.gpus} ranks takes {found:.0f} us on the host")
+        (found,) = on_ranks(exchange, gpus)
+        print(f"an agreement between {gpus} ranks takes {max(found):.0f} us on the host")
+        return 0
+    if not (tiny or torch.cuda.device_count() >= gpus):
+        print(f"This benchmark needs {gpus} GPUs.")
+        return 0
+    environment = describe_environment()
+    print(f"{environment}: {' '.join(sys.argv)}", flush=True)
+    print(f"{gpus} GPUs, bf16-mixed, fused AdamW, prog_bar=True, two logged keys", flush=True)
+    if options.overlap:
+        measure([("gpt2", how, gpus, True) for how in ("eager", "captured", "modules")], gpus, tiny)
         return 0
     names = [name for name in options.rows.split(",") if name]
+    names += [f"{name} sharded" for name in options.sharded.split(",") if name]
     names += [f"{name} compiled" for name in options.compiled.split(",") if name]
-    if not (options.tiny or torch.cuda.device_count() >= options.gpus):
-        print(f"This benchmark needs {options.gpus} GPUs.")
-        return 0
-    be_quiet()
-    heading = f"{options.gpus} GPUs, bf16-mixed, fused AdamW, prog_bar=True, two logged keys"
-    flags = [f"--gpus={options.gpus}", *(["--tiny"] if options.tiny else [])]
-    here = partial(measure, gpus=options.gpus, tiny=options.tiny)
-    return measure_rows(__file__, names, flags, here, line, heading, jobs=1, path=options.json)
+    results = measure(plan_of(names, gpus, tiny), gpus, tiny)
+    rows = [judge(name, gpus, tiny, results) for name in names]
+    print(*map(line, rows), sep="\n")
+    if options.json is not None:
+        written = {"environment": environment, "command": sys.argv, "rows": rows}
+        options.json.write_text(json.dumps(written, indent=1))
+    return 0 if all(row["verdict"] == "PASS" for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from lightning_graphs import GraphCapture
 # count of what was shown.
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 if torch.cuda.device_count() < 2:
-    collect_ignore.append("gpu/test_ddp.py")
+    collect_ignore += ["gpu/test_ddp.py", "gpu/test_fsdp.py"]
 
 _ROWS = 4
 """So many rows of a table of fits run on a CPU by default: five minutes on two cores."""

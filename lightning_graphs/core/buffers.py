@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.leaves import TensorSpec, alias_groups
 from lightning_graphs.core.torch_private import clone_all, same_pointers, tables_of
 from lightning_graphs.errors import ReplayError
@@ -189,7 +190,7 @@ class AddressGuard:
             any(self._empty)
             or len(found) != len(self._objects)
             or not all(map(is_, found, self._objects))
-            or not same_pointers(self._tensors, self._pointers, self._indices)
+            or not same_pointers(self._local, self._pointers, self._indices)
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
             or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
@@ -209,9 +210,10 @@ class AddressGuard:
             if isinstance(value, Tensor) and id(value) not in self._unmoved
         ]
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
+        self._local = list(map(local, self._tensors))
         self._tensor_names = [names[i] for i in watched]
         self._indices = list(range(len(watched)))
-        self._pointers = list(map(Tensor.data_ptr, self._tensors))
+        self._pointers = list(map(Tensor.data_ptr, self._local))
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
@@ -257,7 +259,7 @@ class AddressGuard:
             if list(table) != list(known):
                 yield f"{_named(name, next(iter(table), ''))} changed its place since capture"
         for i, (name, tensor) in enumerate(zip(self._tensor_names, self._tensors, strict=True)):
-            if tensor.data_ptr() != self._pointers[i]:
+            if self._local[i].data_ptr() != self._pointers[i]:
                 yield f"{name} moved since capture"
             if tensor.requires_grad is not self._requires_grad[i]:
                 yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
-from lightning_graphs.core.collectives import returned_alone, written_position
+from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
+from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
@@ -169,6 +170,8 @@ class KnownStorage:
         device_type: ``"cuda"`` or ``"cpu"``.
         scalar: Whether that tensor had no dimensions.
         site: The user's line that touched it first.
+        address: Where it is; None where the recorded code lets go of it and gets it again, as FSDP2
+            does with the parameters that it gathers.
         freed: Where it was freed; None while it lives.
     """
 
@@ -178,7 +181,7 @@ class KnownStorage:
     device_type: str
     scalar: bool
     site: CallSite
-    address: int
+    address: int | None
     constant: bool = False
     ref: weakref.ref[UntypedStorage] | None = None
     freed: CallSite | None = None
@@ -186,6 +189,12 @@ class KnownStorage:
     def storage(self) -> UntypedStorage | None:
         """The storage, or None when it was freed."""
         return self.ref() if self.ref is not None else None
+
+    def note_release(self) -> None:
+        """Note whether its memory was let go of, while the storage itself lives."""
+        storage = self.storage()
+        if storage is not None and self.address and not storage.nbytes():
+            self.address = None
 
     def watch(self, storage: UntypedStorage) -> None:
         """Hold ``storage`` weakly and note the user's line that frees it."""
@@ -221,6 +230,10 @@ class OperatorMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if asks_for_shapes():
+            return func(*args, **(kwargs or {}))
+        if unwraps_itself(types):
+            return NotImplemented  # the operators on its shards are seen
         return self.operator(func, types, args, kwargs or {})
 
     def operator(
@@ -400,7 +413,7 @@ class Recorder(OperatorMode):
         with self._generator_watch.around(call.func) as was_set:
             if was_set:
                 self.refuse(str(call.func), SET_GENERATOR)
-            if self._strict and self.raises and call.func.namespace == "c10d":
+            if self._strict and self.raises and is_collective(call.func):
                 return returned_alone(call.func, call.args)
             if not self._strict or call.func.namespace in ("aten", "prims"):
                 return call.run()

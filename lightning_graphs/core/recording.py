@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_graphs.core.collectives import wait_for
+from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.obstacles import MOVED_STORAGE
 from lightning_graphs.core.recorder import (
     KnownStorage,
@@ -85,7 +85,8 @@ class ExternalTensor:
     def resolve(self) -> Tensor:
         """The tensor."""
         storage = self.storage.storage()
-        if storage is None or storage.data_ptr() != self.storage.address:
+        self.storage.note_release()
+        if storage is None or self.storage.address not in (None, storage.data_ptr()):
             raise ReplayError(
                 "Every tensor that a graph reads must live, at its address, until the last replay.",
                 describe_dead(self.storage),
@@ -174,7 +175,7 @@ class Recording:
                         *[_resolve(a) for a in operation.args],
                         **{k: _resolve(v) for k, v in operation.kwargs.items()},
                     )
-                if operation.func.namespace == "c10d":
+                if is_collective(operation.func):
                     wait_for(result)
                 if operation.result is not None:
                     _write_back(operation, result)
@@ -241,7 +242,11 @@ class RecordingCapture(Recorder):
     def restore_world(self) -> None:
         """Give every storage that existed before the capture its value back."""
         # Backwards: where two storages share memory, the first one saved has the oldest value.
-        for storage, value in reversed(self._saved.values()):
+        for known in self.storages:
+            known.note_release()
+        for key, (storage, value) in reversed(self._saved.items()):
+            if self.storages[key].address is None:
+                continue
             if storage.nbytes() < value.nbytes():
                 storage.resize_(value.nbytes())
             # A storage that an ``out=`` made larger stays so: its tensors have the new shape.

@@ -16,7 +16,7 @@ from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
-from lightning_graphs.training.ddp import capture_stream, why_not_captured
+from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.interception import calls_of, intercept, release
@@ -164,7 +164,9 @@ class GraphCapture(Callback):
             )
         if self.options.diagnose:
             return
-        if (reason := why_not_captured(trainer)) and self.options.on_failure == "raise":
+        if (
+            reason := why_not_captured(trainer, self.options)
+        ) and self.options.on_failure == "raise":
             raise _refused(reason)
         if device.type == "cuda" and not reason:
             self._stream = capture_stream(trainer, self._fit)
@@ -262,7 +264,7 @@ class GraphCapture(Callback):
             module,
             calls_of(trainer.strategy),
             self.options,
-            reason=_reason_to_stay_out(trainer),
+            reason=_reason_to_stay_out(trainer, self.options),
             no_whole_step=why_no_whole_step(trainer, module),
         )
         self._fit.callback(doctor.finish)
@@ -277,9 +279,10 @@ class GraphCapture(Callback):
             )
             self.statistics.fallbacks.append("it is inactive on a CPU trainer")
             return False
-        reason = _reason_to_stay_out(trainer)
+        reason = _reason_to_stay_out(trainer, self.options)
         raises = self.options.on_failure == "raise"
-        if self.options.scope == "step" or (raises and self.options.tries_whole_steps):
+        whole = self.options.scope == "step" or is_model_parallel(trainer)
+        if whole or (raises and not self.options.by_submodules):
             reason = reason or why_no_whole_step(trainer, module)
         if reason and raises:
             raise _refused(reason)
@@ -295,7 +298,7 @@ class GraphCapture(Callback):
         """Save the optimizer's state in the form that it has without the callback."""
         capturable = self._runner.capturable if self._runner is not None else None
         states = checkpoint.get("optimizer_states")
-        if capturable is not None and states:
+        if capturable is not None and states and states[0]:  # rank 0 alone has one of FSDP2
             checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
 
     @override
@@ -328,12 +331,12 @@ class GraphCapture(Callback):
 _BACKEND_OF: Mapping[str, str] = {"cuda": "cuda", "cpu": "emulated"}
 
 
-def _reason_to_stay_out(trainer: Trainer) -> str:
+def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
     """Why this fit is not captured, in one sentence; empty if it is."""
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if reason := why_not_captured(trainer):
+    if reason := why_not_captured(trainer, options):
         return reason
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
@@ -342,8 +345,8 @@ def _reason_to_stay_out(trainer: Trainer) -> str:
 
 def _refused(reason: str) -> CaptureError:
     return CaptureError(
-        "GraphCapture captures training on one device or under DDP; scope='step' one optimizer's "
-        "step.",
+        "GraphCapture captures training on one device, under DDP or FSDP2; scope='step' one "
+        "optimizer's step.",
         reason,
         "change that, or write scope='modules', or on_failure='eager' to train without graphs",
     )

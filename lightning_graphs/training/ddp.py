@@ -14,12 +14,13 @@ from lightning_graphs.core.ddp_private import (
     reducer_is_warm,
     take_no_more_times,
 )
+from lightning_graphs.core.fsdp_private import ShardedUnits
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
+from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import is_lightnings
 
 _REFUSED = {
     "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",
-    "model_parallel": "FSDP2 gathers parameters on streams of its own, which no capture follows",
     "deepspeed": "DeepSpeed runs steps in an engine of its own",
     "xla": "XLA compiles steps for devices of its own",
 }
@@ -29,23 +30,26 @@ _WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
 """Modules of torch with communication hooks that count steps in Python."""
 
 
-def why_not_captured(trainer: Trainer) -> str:
+def why_not_captured(trainer: Trainer, options: Options) -> str:
     """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
 
     Nothing of the strategy has been set up, or all of it.
     """
     strategy = trainer.strategy
-    kinds = type(strategy).__mro__
     for file, reason in _REFUSED.items():
-        if any(is_lightnings(kind, f"strategies.{file}") for kind in kinds):
+        if _is(strategy, file):
             return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
-    if not is_ddp(strategy):
-        name = type(strategy).__name__
+    if is_model_parallel(trainer) and options.by_submodules:
         return (
-            "" if trainer.world_size == 1 else f"{name} is not DDP; write Trainer(strategy='ddp')"
+            "FSDP2 gathers the parameters of submodules to new addresses in every step; write "
+            "GraphCapture() for whole steps"
         )
-    options, hook = ddp_options(strategy)
-    if options.get("find_unused_parameters"):
+    if is_model_parallel(trainer) or (trainer.world_size == 1 and not is_ddp(strategy)):
+        return ""
+    if not is_ddp(strategy):
+        return f"{type(strategy).__name__} is not DDP; write Trainer(strategy='ddp')"
+    given, hook = ddp_options(strategy)
+    if given.get("find_unused_parameters"):
         return (
             "find_unused_parameters=True reads on the host, in every step, which parameters have a "
             "gradient; write strategy='ddp', and requires_grad_(False) on what the loss leaves out"
@@ -58,9 +62,24 @@ def why_not_captured(trainer: Trainer) -> str:
     return ""
 
 
+def is_model_parallel(trainer: Trainer) -> bool:
+    """Whether the strategy is Lightning's for FSDP2 and tensor parallelism."""
+    return _is(trainer.strategy, "model_parallel")
+
+
+def units_of(trainer: Trainer) -> ShardedUnits | None:
+    """What ``fully_shard`` has made of the module; None where it has not been called."""
+    return (is_model_parallel(trainer) and ShardedUnits(trainer.lightning_module)) or None
+
+
 def is_ddp(strategy: object) -> bool:
-    """Whether a strategy is Lightning's for DDP, or one that an author has derived from it."""
-    return any(is_lightnings(kind, "strategies.ddp") for kind in type(strategy).__mro__)
+    """Whether a strategy is Lightning's for DDP."""
+    return _is(strategy, "ddp")
+
+
+def _is(strategy: object, file: str) -> bool:
+    """Whether it is from a file of Lightning's, or one that an author has derived from that."""
+    return any(is_lightnings(kind, f"strategies.{file}") for kind in type(strategy).__mro__)
 
 
 def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:

@@ -108,7 +108,7 @@ class Doctor:
         self._all = self._left = options.warmup_steps
         self._rehearsal = options.backend == "emulated"
         self._whole_steps_only = options.scope == "step"
-        asked_for = options.scope == "modules" or bool(options.modules or options.exclude)
+        asked_for = options.by_submodules
         no_whole_step = "" if asked_for else no_whole_step
         self._only_submodules = asked_for or (bool(no_whole_step) and not self._whole_steps_only)
         self._between: set[CallSite] = set()

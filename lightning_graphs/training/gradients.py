@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.gradients import empty_gradient
 from lightning_graphs.core.torch_private import clone_all, storage_uses_of, without_ownership
 from lightning_graphs.training.interception import replaced
@@ -87,12 +89,13 @@ class AttachedGradients:
 
     def _use(self, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
-        strided = (buffer for buffer in self.buffers if buffer.layout is torch.strided)
+        strided = (local(b) for b in self.buffers if b.layout is torch.strided)
+        self._are_whole = all(local(b) is b for b in self.buffers)
         self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
 
     def lend(self) -> None:
         """Let the next capture use the memory of the buffers, which every replay writes anew."""
-        if not self.in_pool or self._has_lent:
+        if not (self.in_pool and self._are_whole) or self._has_lent:
             return
         before = self.buffers
         if not all(b.is_cuda and b.layout is torch.strided for b in before):
@@ -140,10 +143,12 @@ class AttachedGradients:
         now = [None if zeroed else p.grad for p in self.parameters]
         targets = [gradient for gradient in now if gradient is not None]
         sources = [b for g, b in zip(now, self.buffers, strict=True) if g is not None]
-        new = iter(clone_all([b for g, b in zip(now, self.buffers, strict=True) if g is None]))
+        missing = [b for g, b in zip(now, self.buffers, strict=True) if g is None]
+        clone = clone_all if self._are_whole else partial(map, Tensor.clone)
+        new = iter(clone(missing))
         if targets:
             with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
         self._attach([next(new) if g is None else g for g in now])
 
     def uses(self, *, attached: bool) -> list[int]:
@@ -184,6 +189,8 @@ class AttachedGradients:
                 targets.append(buffer)
             if not self.copied:
                 parameter.grad = buffer
+        if not self._are_whole:
+            missing, sources, targets = (list(map(local, t)) for t in (missing, sources, targets))
         with torch.no_grad():
             if missing:
                 torch._foreach_zero_(missing)
@@ -331,8 +338,8 @@ class GradientTargets:
             if parameter.grad is not None and parameter.grad is not buffer:
                 adds = self._adds[i] and not self._grows[i]
                 targets, fresh = added if adds else written
-                targets.append(buffer)
-                fresh.append(parameter.grad)
+                targets.append(local(buffer))
+                fresh.append(local(parameter.grad))
             if parameter.grad is not None or self._held[i]:
                 parameter.grad = buffer
         with torch.no_grad():

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.torch_private import current_autograd_node, version_of
 from lightning_graphs.core.tree import leaves_of, substitute
@@ -146,7 +147,7 @@ class LogRecorder:
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
-        self._state = frozenset(t.untyped_storage().data_ptr() for t in state)
+        self._state = frozenset(local(t).untyped_storage().data_ptr() for t in state)
         self._dtype = torch.get_default_dtype()
         self.live: Callable[[Any], Callable[[], Any] | None] = _of_stand_in
 
@@ -199,7 +200,7 @@ class LogRecorder:
         """
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [
-            t.detach().clone() if t.untyped_storage().data_ptr() in self._state else t
+            t.detach().clone() if local(t).untyped_storage().data_ptr() in self._state else t
             for t in tensors
         ]
         self._versions += [(name, t, version_of(t)) for t in own]

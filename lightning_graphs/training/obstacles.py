@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_graphs.core.obstacles import Obstacle
 
 CONFIGURATION = Obstacle(
-    "GraphCapture captures on one device or under DDP, and without a check of every operator on "
-    "the host.",
+    "GraphCapture captures on one device, under DDP or FSDP2, and without a check of every "
+    "operator on the host.",
     "change that, or train without GraphCapture",
     kind="configuration",
     code='Trainer(strategy="ddp", detect_anomaly=False)',

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.gradients import is_dense
 from lightning_graphs.core.torch_private import count_for_schedulers, has_step_hooks
 from lightning_graphs.training.memory import gather
@@ -42,6 +43,8 @@ def capture_obstacle(
         return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
     if _fusable(optimizer):
         return None
+    if _is_sharded(optimizer):
+        return f"over DTensors only a fused step can be captured, and {name} here has none"
     if scaled:
         return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
     if device_type == "cpu":
@@ -69,6 +72,8 @@ def _fusable(optimizer: Optimizer) -> bool:
     """
     if not isinstance(optimizer, _FUSED):
         return False
+    if isinstance(optimizer, torch.optim.SGD) and _is_sharded(optimizer):
+        return False
     return all(
         group.get("fused") is not False
         and not group.get("foreach")
@@ -76,6 +81,14 @@ def _fusable(optimizer: Optimizer) -> bool:
         and (group.get("fused") or all(map(is_dense, group["params"])))
         for group in optimizer.param_groups
     )
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Whether its parameters are DTensors: torch has no fused SGD over them.
+
+    Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
+    """
+    return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
 
 
 class CapturableOptimizer:
@@ -199,7 +212,7 @@ class CapturableOptimizer:
     def gather_state(self) -> None:
         """Move the state together in memory; to be called before the first capture."""
         if self._device.type == "cuda":
-            gather(value for value in self._state_now() if isinstance(value, Tensor))
+            gather(local(value) for value in self._state_now() if isinstance(value, Tensor))
 
     def remember_state(self) -> None:
         """From now on other tensors in the place of these are a replacement; at every capture."""

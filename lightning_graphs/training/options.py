@@ -131,9 +131,9 @@ class Options:
         _require_bool("diagnose", self.diagnose)
 
     @property
-    def tries_whole_steps(self) -> bool:
-        """Whether graphs are of whole steps first, and of submodules where that fails."""
-        return self.scope == "auto" and not (self.modules or self.exclude)
+    def by_submodules(self) -> bool:
+        """Whether graphs of submodules are asked for, and not tried after whole steps."""
+        return self.scope == "modules" or bool(self.modules or self.exclude)
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

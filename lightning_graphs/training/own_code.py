@@ -91,7 +91,8 @@ class OwnCode:
     """
 
     def __init__(self, root: LightningModule) -> None:
-        self._package = type(root).__module__.partition(".")[0]
+        kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
+        self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
         self._finder = CallSiteFinder()
         self._standard = sysconfig.get_paths()["stdlib"]
         self._verdicts: dict[tuple[str, str], bool] = {}

@@ -17,17 +17,32 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_graphs.core.ddp_private import forget_backward
-from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.ddp import is_warm, waits_for_gradients, wrapper_of
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.ddp import (
+    is_model_parallel,
+    is_warm,
+    units_of,
+    waits_for_gradients,
+    wrapper_of,
+)
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 from lightning_graphs.training.memory import is_out_of_memory, no_room
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What a step may be; larger numbers are those of plans, which replay it."""
 
+NOT_REDUCED = (
+    "after set_requires_gradient_sync(False) a step leaves gradients to the next one, of which a "
+    "graph knows nothing; reduce them in every step"
+)
+
 _WELL, _FAILED, _NO_ROOM = range(3)
 
 _Result = TypeVar("_Result")
+
+
+class PartedError(Exception):
+    """Some ranks have failed where others wait for them, and nobody can go on."""
 
 
 class Ranks:
@@ -41,9 +56,11 @@ class Ranks:
 
     Attributes:
         are_one: There is one rank only.
+        whole_steps_only: Submodules cannot be captured.
         ready: Steps may be captured; see :meth:`are_ready`.
         lost: Why no graph is right any longer; empty as long as they are.
         ddp: What reduces gradients over ranks; None if nothing does.
+        units: What FSDP2 gathers and reduces; None if it does nothing.
         left: Called with the reason where one of the ranks :meth:`leave`.
     """
 
@@ -53,6 +70,8 @@ class Ranks:
         self._trainer = trainer
         self._numbers = itertools.count(CAPTURE + 1)
         self.ddp = None if trainer is None else wrapper_of(trainer)
+        self.units = None if trainer is None else units_of(trainer)
+        self.whole_steps_only = trainer is not None and is_model_parallel(trainer)
         self.ready = trainer is None
         self._reason = self.lost = ""
         self._sigterm = Sigterm()
@@ -123,16 +142,23 @@ class Ranks:
         return not self.any(not value)
 
     def together(
-        self, run: Callable[[], _Result], undo: Callable[[_Result], None] = lambda _: None
+        self,
+        run: Callable[[], _Result],
+        undo: Callable[[_Result], None] = lambda _: None,
+        *,
+        exchanges: bool = False,
     ) -> _Result:
         """Run something on all ranks, and raise on all where it raises on one.
 
         Args:
-            run: Exchanges nothing with other ranks before it raises, or all that there is.
+            run: What is run.
             undo: Called with the result where another rank has none.
+            exchanges: It exchanges data with other ranks before it raises. Nobody can go on then,
+                unless all of them raise.
 
         Raises:
             CaptureError: it failed on another rank.
+            PartedError: it failed on some ranks, and others wait for them.
         """
         if self.are_one and self.ddp is None:
             return run()
@@ -141,8 +167,13 @@ class Ranks:
             result = run()
         except Exception as raised:
             error = raised
-        worst, unfinished = self._largest(
+            if self.units is not None:
+                self.units.forget_step()
+            if exchanges and not (isinstance(error, GraphError) or is_out_of_memory(error)):
+                raise
+        worst, least, unfinished = self._largest(
             _outcome(error),
+            -_outcome(error),
             error is not None and self._trainer is not None and waits_for_gradients(self._trainer),
         )
         if unfinished:
@@ -152,6 +183,10 @@ class Ranks:
         if worst != _WELL:
             rank, said = self._first_said(error)
             told = str(said)
+            if exchanges and least == _WELL:
+                raise PartedError(
+                    f"others wait for rank {rank}, which has failed: {told}"
+                ) from error
             try:
                 if error is not None:
                     raise error

@@ -43,7 +43,7 @@ from lightning_graphs.training.plans import StepPlans
 from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, Ranks
+from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED, Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
@@ -102,7 +102,7 @@ class StepRunner:
         self._stepping = False
         self._ranks = ranks
         self._failing = self.has_failed = False
-        self._may_give_up = options.scope == "auto"  # for submodules
+        self._may_give_up = options.scope == "auto" and not ranks.whole_steps_only
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(trainer)
         self._optimizer: Optimizer = trainer.optimizers[0]
@@ -283,6 +283,8 @@ class StepRunner:
                 self._look_ahead(args)
             ranks.settle(EAGER, False)
             return None
+        if ranks.units is not None and not ranks.units.shard():
+            ranks.leave(NOT_REDUCED)
         conditions = self._conditions()
         plan = self._cache.find(args[0], conditions)
         if plan is not None:

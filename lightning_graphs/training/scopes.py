@@ -92,7 +92,7 @@ def runner_for(fit: Fit) -> Runner:
     """The runner that the options ask for."""
     if fit.options.scope == "step":
         return fit.step_runner()
-    if not fit.options.tries_whole_steps:
+    if fit.options.by_submodules:
         return fit.module_runner()
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StateSnapshot
+from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.tree import flatten
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.memory import MemoryBudget
@@ -39,7 +40,7 @@ class Kept:
         budget: MemoryBudget,
         *others: Restorable,
     ) -> None:
-        tensors = [tensor for tensor in tensors if tensor.layout is torch.strided]
+        tensors = [local(tensor) for tensor in tensors if tensor.layout is torch.strided]
         storages = [t.untyped_storage() for t in tensors]
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         self._snapshot = StateSnapshot(tensors, on_host=not budget.has_room(size))
@@ -151,17 +152,17 @@ class StepState:
         found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
         found += [
-            Result(gradients[name], p.grad, is_gradient=True)
+            Result(gradients[name], local(p.grad), is_gradient=True)
             for name, p in self._parameters.items()
             if p.grad is not None
         ]
         for name, parameter in self._parameters.items():
-            found.append(Result(f"parameter `{name}`", parameter, gradients[name]))
+            found.append(Result(f"parameter `{name}`", local(parameter), gradients[name]))
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     title = f"the optimizer's `{key}` of `{name}`"
-                    found.append(Result(title, value, gradients[name]))
+                    found.append(Result(title, local(value), gradients[name]))
         if self._scaler is not None:
             found.append(Result("the loss scale", torch.tensor(self._scaler.get_scale())))
         return found
@@ -174,7 +175,7 @@ def _outputs(returned: Any) -> list[Result]:
     found = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.append(Result("the loss" if name in _LOSSES else name, leaf))
+            found.append(Result("the loss" if name in _LOSSES else name, local(leaf)))
         else:
             found.append(Result(f"{name} = {leaf!r}", torch.empty(0)))
     return found

@@ -26,7 +26,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
-from lightning_graphs.training.ddp import unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.frozen import (
     Places,
     counters_watched,
@@ -124,6 +124,7 @@ class StepCapture:
         self.persistent = PersistentGradients()
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
+        self._units = units_of(trainer)
         self._casts = StepCasts(trainer, module)
         self._is_unseen = True
         self._asked: list[str] = []
@@ -161,6 +162,7 @@ class StepCapture:
                 but for a gradient reducer that waits for the rest of a backward pass.
         """
         unread = UnreadValues(signature)
+        self._refuse_looks_at_shards()
         while True:
             self._asked.clear()
             try:
@@ -190,6 +192,15 @@ class StepCapture:
                 else:
                     raise
 
+    def _refuse_looks_at_shards(self) -> None:
+        if self._units is not None and self._observers.before_backward:
+            raise CaptureError(
+                "Between forward and backward FSDP2 has gathered parameters in a module, where "
+                "replays have shards.",
+                f"{', '.join(self._observers.before_backward)} may look at them",
+                "look at parameters in on_after_backward or later",
+            )
+
     def _captured(
         self,
         batch: Any,
@@ -202,6 +213,11 @@ class StepCapture:
         recording: HostRecording | None = None
         segments = _Segments(self._pool, self._reads)
         scaling: dict[str, Any] = {}
+
+        def abandon() -> None:
+            segments.abandon()
+            if self._units is not None:
+                self._units.forget_step()
 
         def cut(name: str) -> None:
             if name == "step":
@@ -257,7 +273,7 @@ class StepCapture:
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
         except Exception as error:
-            segments.abandon()
+            abandon()
             if isinstance(error, GraphError):
                 raise
             if is_out_of_memory(error):
@@ -269,7 +285,7 @@ class StepCapture:
                 "mend the line, if the eager step raises it too; stand-ins may only be passed on",
             ) from error
         except BaseException:  # KeyboardInterrupt and the like
-            segments.abandon()
+            abandon()
             raise
         if self._capturable is not None:
             self._capturable.remember_state()

@@ -79,8 +79,8 @@ class Verification:
         unread = plan.gradients.parameters if plan.gradients.in_pool else ()
         state = self._state(plan.loose, zeroed=unread)
         ways = BothWays(
-            partial(together, partial(self._eager, plan, args, state)),
-            partial(together, partial(self._replayed, plan, args, state)),
+            partial(together, partial(self._eager, plan, args, state), exchanges=True),
+            partial(together, partial(self._replayed, plan, args, state), exchanges=True),
             state.restore,
             partial(state.kept, together),
             state.moved,

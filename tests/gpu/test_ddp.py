@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from tests.training.rank_differences import (
     KINDS,
     dying,
     failing,
+    failing_when_verified,
     require_together,
     stopped,
 )
@@ -19,26 +22,36 @@ from tests.training.rank_differences import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("case", [*CASES, *ON_A_GPU])
-def test_a_fit_with_graphs_is_one_without(tmp_path: Path, case: str) -> None:
-    require_equal_fits("cuda", tmp_path, case)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_differs(tmp_path: Path, kind: str) -> None:
-    require_together("cuda", tmp_path, kind)
-
-
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
-    first, second = run_on_ranks(stopped, "cuda", tmp_path)
+def _signal(root: Path) -> None:
+    first, second = run_on_ranks(stopped, "cuda", root)
     assert first == second == (18, 18 - 13)
 
 
-def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+def _exception(root: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*broken on one rank"):
-        run_on_ranks(failing, "cuda", tmp_path, seconds=60)
+        run_on_ranks(failing, "cuda", root, seconds=60)
 
 
-def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+def _verified(root: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*broken on one rank"):
+        run_on_ranks(failing_when_verified, "cuda", root, seconds=60)
+
+
+def _killed(root: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: Traceback(.|\n)*rank 1: its process has ended"):
-        run_on_ranks(dying, "cuda", tmp_path, seconds=60)
+        run_on_ranks(dying, "cuda", root, seconds=60)
+
+
+RUNS: dict[str, Callable[[Path], None]] = {
+    "a killed rank ends all": _killed,
+    "an exception on one rank ends all": _exception,
+    "an exception in a verification ends all": _verified,
+    "a signal to one rank stops all after the same step": _signal,
+    **{f"one rank differs: {k}": partial(require_together, "cuda", kind=k) for k in KINDS},
+    **{f"equal: {c}": partial(require_equal_fits, "cuda", case=c) for c in [*CASES, *ON_A_GPU]},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_on_two_gpus(side_by_side: Callable[[str], None], name: str) -> None:
+    side_by_side(name)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.core.fsdp_private import local
 
 Optimizers = Callable[[LightningModule], Any]
 
@@ -95,7 +96,7 @@ class Trace(Callback):
         self.events: list[tuple[Any, ...]] = []
 
     def note(self, name: str, trainer: Trainer, module: LightningModule, *values: Any) -> None:
-        weights = sum(p.detach().double().sum() for p in module.parameters())
+        weights = sum(local(p).detach().double().sum() for p in module.parameters())
         found = map(_plain, (weights, *values))
         self.events.append((name, trainer.global_step, trainer.current_epoch, *found))
 
@@ -153,7 +154,7 @@ def _gradients(module: LightningModule) -> list[Any]:
 def _plain(value: Any) -> Any:
     """A value that ``==`` compares: tensors become lists."""
     if isinstance(value, Tensor):
-        return (str(value.dtype), value.device.type, value.to_dense().tolist())
+        return (str(value.dtype), value.device.type, local(value).to_dense().tolist())
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -348,8 +349,8 @@ def close(mine: Any, theirs: Any, tolerance: float, where: str) -> None:
             close(a, b, tolerance, f"{where}[{i}]")
     elif isinstance(theirs, Tensor):
         torch.testing.assert_close(
-            mine,
-            theirs,
+            local(mine),
+            local(theirs),
             rtol=tolerance,
             atol=tolerance,
             equal_nan=True,

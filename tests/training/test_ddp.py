@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 
 from lightning_graphs import CaptureError
 from lightning_graphs.training.ddp import why_not_captured
+from lightning_graphs.training.options import Options
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import CASES, DDP, of_rank, require_equal_fits
 from tests.training.fits import prepare
@@ -33,18 +34,18 @@ def _without_its_package(kind: type) -> Any:
     ("make", "reason"),
     [
         (strategies.FSDPStrategy, "FSDP frees the memory of parameters within a step"),
-        (strategies.ModelParallelStrategy, "FSDP2 gathers parameters on streams of its own"),
         (partial(_without_its_package, strategies.DeepSpeedStrategy), "an engine of its own"),
         (partial(_without_its_package, strategies.XLAStrategy), "XLA compiles steps"),
         (partial(strategies.DDPStrategy, find_unused_parameters=True), "reads on the host"),
         (partial(strategies.DDPStrategy, ddp_comm_hook=powerSGD_hook), "powerSGD_hook counts"),
         (object, "object is not DDP"),
         (strategies.DDPStrategy, ""),
+        (strategies.ModelParallelStrategy, ""),
         (partial(strategies.DDPStrategy, ddp_comm_hook=bf16_compress_hook), ""),
     ],
 )
 def test_strategies(make: Callable[[], Any], reason: str) -> None:
-    found = why_not_captured(SimpleNamespace(strategy=make(), world_size=2))
+    found = why_not_captured(SimpleNamespace(strategy=make(), world_size=2), Options())
     assert (reason in found and "; " in found) if reason else found == ""
 
 

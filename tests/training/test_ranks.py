@@ -10,7 +10,15 @@ import pytest
 from tests.ranks import RankError, in_folder, run_on_ranks
 from tests.training.ddp_fits import DDP
 from tests.training.fits import prepare
-from tests.training.rank_differences import KINDS, dying, failing, require_together, stopped
+from tests.training.rank_differences import (
+    KINDS,
+    dying,
+    failing,
+    failing_when_verified,
+    parting,
+    require_together,
+    stopped,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,6 +56,16 @@ def test_no_step_waits_for_the_device_to_hear_of_signals(tmp_path: Path) -> None
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*broken on one rank"):
         run_on_ranks(failing, "emulated", tmp_path, seconds=60)
+
+
+def test_an_exception_in_a_verification_ends_all(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*broken on one rank"):
+        run_on_ranks(failing_when_verified, "emulated", tmp_path, seconds=60)
+
+
+def test_no_rank_goes_on_where_others_wait_for_it(tmp_path: Path) -> None:
+    said = ["others wait for rank 1, which has failed: CUDA out of memory"]
+    assert run_on_ranks(parting, tmp_path) == [said, said]
 
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
