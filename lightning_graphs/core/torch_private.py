@@ -473,12 +473,8 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
 
 
 def eager_attention(operator: Any) -> Callable[..., Any] | None:
-    """What ``flex_attention``, or its backward pass, runs in eager mode: operators like others.
-
-    No public API runs it so that a dispatch mode sees them. None for other higher-order operators,
-    and where torch has no such kernel.
-    """
-    if not str(operator).startswith("flex_attention"):
-        return None
+    """What ``flex_attention`` runs in eager mode, where no public API shows it; None for others."""
     kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
-    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    is_attention = str(operator).startswith("flex_attention")  # or its backward pass
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return kernels.get(key) if is_attention else None
