@@ -64,7 +64,7 @@ def test_an_exception_in_a_verification_ends_all(tmp_path: Path) -> None:
 
 
 def test_no_rank_goes_on_where_others_wait_for_it(tmp_path: Path) -> None:
-    said = ["others wait for rank 1, which has failed: CUDA out of memory"]
+    said = ["observed: rank 1: CUDA out of memory"]
     assert run_on_ranks(parting, tmp_path) == [said, said]
 
 
