@@ -15,7 +15,6 @@ from torch._ops import OpOverload
 
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, memory_of
-from lightning_graphs.core.observer import FACTORIES
 from lightning_graphs.core.recorder import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.errors import CaptureError
@@ -27,6 +26,11 @@ _TRANSFERS = (aten._to_copy.default, aten.copy_.default)
 _FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
+_FACTORIES = frozenset(
+    {"arange", "empty", "eye", "full", "linspace", "logspace"}
+    | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
+)
+"""Functions that make a tensor on the host where they are told no device."""
 _UNKNOWN = object()
 _SHAPES = ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim")
 
@@ -290,7 +294,7 @@ class HostRecording(OperatorMode):
         if name in ("to", "cuda") and self._is_host(args[0]) and _names_device(args, kwargs):
             dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
             return self._copied(args[0], {"dtype": dtype})
-        if name in (*FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
+        if name in (*_FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
             self._makes_on_host = True
             try:
                 return func(*args, **kwargs)

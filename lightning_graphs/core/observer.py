@@ -20,24 +20,12 @@ from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
-    HOST_COPY,
     Obstacle,
 )
-from lightning_graphs.core.recorder import (
-    KnownStorage,
-    Operation,
-    OperatorCall,
-    Recorder,
-    tensors_in,
-)
+from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
 from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.tree import leaves_of
 
-FACTORIES = frozenset(
-    {"arange", "empty", "eye", "full", "linspace", "logspace"}
-    | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
-)
-"""Functions that make a tensor on the host where they are told no device."""
 _NUMBERS = (bool, int, float)
 
 
@@ -89,8 +77,7 @@ def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
 class Observer(Recorder):
     """Notes every obstacle of the code that runs under it, and lets the code run.
 
-    On a CPU, where all memory is the host's, a tensor counts as the host's that a factory made
-    without ``device=``, or that is neither born here nor among the :meth:`begin` tensors.
+    On a CPU, where all memory is the host's, copies from there are not seen.
 
     Args:
         note: Called with operator, obstacle and the user's line.
@@ -107,7 +94,6 @@ class Observer(Recorder):
         generators: Sequence[torch.Generator],
         *,
         until: types.CodeType,
-        device_type: str,
         rehearsal: bool,
     ) -> None:
         super().__init__(generators)
@@ -115,20 +101,15 @@ class Observer(Recorder):
         self._note = note
         self._look = look
         self._sites = CallSiteFinder(until)
-        self._on_host = device_type == "cpu"
         self._rehearsal = rehearsal
         self._silent = False
-        self._resident: set[int] = set()
-        self._host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
         self._anew: set[float] = set()
 
-    def begin(self, resident: Sequence[Tensor]) -> None:
+    def begin(self) -> None:
         """Begin another step."""
         self.calls = []
         self._anew.clear()
-        self._host.clear()
-        self._resident = {self.know(t).id for t in resident if t.layout is torch.strided}
 
     def here(self) -> CallSite:
         """The user's line that is being executed."""
@@ -169,36 +150,10 @@ class Observer(Recorder):
         if obstacle is not None:
             self.refuse(name, obstacle)
             with self.looking_away():  # the operators inside of it are the same obstacle
-                result = func(*args, **kwargs)
-            self._resident.update(known.id for known in self._known(result))
-            return result
-        if self._on_host and name in ("to", "cuda") and self._names_device(name, args, kwargs):
-            self._moved(name, args[0])
-        result = REHEARSED.get(func, func)(*args, **kwargs)
-        if self._on_host and name in FACTORIES and kwargs.get("device") is None:
-            self._host.update(known.id for known in self._known(result))
-        return result
-
-    def _known(self, value: Any) -> list[KnownStorage]:
-        return [self.know(t, born=True) for t in tensors_in(value) if t.layout is torch.strided]
-
-    def _names_device(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
-        return name == "cuda" or any(isinstance(a, (torch.device, str, Tensor)) for a in given)
-
-    def _moved(self, name: str, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return
-        known = self.know(tensor)
-        foreign = not known.born and known.id not in self._resident
-        if foreign or known.constant or known.id in self._host:
-            self.refuse(name, HOST_COPY)
-        self._host.discard(known.id)
-        self._resident.add(known.id)
+                return func(*args, **kwargs)
+        return REHEARSED.get(func, func)(*args, **kwargs)
 
     def keep(self, operation: Operation) -> None:
-        if operation.reads and self._host.issuperset(operation.reads):
-            self._host.update(operation.writes)
         if not self._silent:
             values = (*operation.args, *operation.kwargs.values())
             found = [v for v in values if type(v) in _NUMBERS]
@@ -216,6 +171,7 @@ class Observer(Recorder):
         if is_collective(call.func):
             self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
-            for known in self._known(call.inputs):
-                if known.id in self._forbidden:
-                    self.refuse(str(call.func), self._forbidden[known.id])
+            for tensor in call.inputs:
+                strided = tensor.layout is torch.strided
+                if strided and (found := self._forbidden.get(self.know(tensor).id)):
+                    self.refuse(str(call.func), found)

@@ -78,6 +78,12 @@ HOST_COPY = Obstacle(
     code="positions = torch.arange(n, device=self.device)  # in place of torch.arange(n).to(...)\n"
     'self.register_buffer("table", table)  # in __init__, for what stays the same',
 )
+CONTROL_FLOW = Obstacle(
+    "A capture cannot contain torch.cond and its like: the host chooses what they run.",
+    "compute both ways and choose with torch.where, or loop in Python a fixed number of times",
+    kind="control-flow",
+    code="loss = torch.where(condition, a, b)  # in place of torch.cond",
+)
 COLLECTIVE = Obstacle(
     "A graphed submodule talks to no other process: each rank captures and replays it by itself.",
     "leave the exchange to the code around it, or capture the whole step (scope='step')",

@@ -26,6 +26,7 @@ from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COMPILED,
+    CONTROL_FLOW,
     FUNCTION_RULES,
     HOST_DATA,
     SET_GENERATOR,
@@ -36,6 +37,7 @@ from lightning_graphs.core.obstacles import (
 )
 from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.scopes import ScopeStack
+from lightning_graphs.core.torch_private import eager_attention
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
@@ -208,6 +210,7 @@ class OperatorMode(TorchDispatchMode):
     """Sees every operator of the calling thread, and functions that the dispatcher never shows."""
 
     sees_functions = True
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,7 +228,7 @@ class OperatorMode(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: OpOverload,
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -234,7 +237,19 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if unwraps_itself(types):
             return NotImplemented  # the operators on its shards are seen
-        return self.operator(func, types, args, kwargs or {})
+        if isinstance(func, OpOverload):
+            return self.operator(func, types, args, kwargs or {})
+        return self.higher_order(func, args, kwargs or {})
+
+    def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that is given functions; attention is made of others, which are seen."""
+        if (kernel := eager_attention(func)) is None:
+            return func(*args, **kwargs)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def operator(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -312,6 +327,11 @@ class Recorder(OperatorMode):
             self.refuse(name, obstacle)
         return REHEARSED.get(func, func)(*args, **kwargs)
 
+    def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._strict and eager_attention(func) is None:
+            self.refuse(str(func), CONTROL_FLOW)
+        return super().higher_order(func, args, kwargs)
+
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         """Raise for an operator that cannot be captured, naming the user's line."""
         site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
@@ -376,7 +396,7 @@ class Recorder(OperatorMode):
         reads = tuple(dict.fromkeys(self.know(t).id for t in call.inputs))
         for tensor in call.written:
             known = self.know(tensor)
-            if self._strict and known.constant:
+            if self._strict and known.constant and func is not aten.detach_.default:
                 self.refuse(str(func), HOST_DATA)
             self.before_write(tensor, known)
         result = self._run(call)

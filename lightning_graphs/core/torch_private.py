@@ -470,3 +470,11 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
         return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
 
     return uses
+
+
+def eager_attention(operator: Any) -> Callable[..., Any] | None:
+    """What ``flex_attention`` runs in eager mode, where no public API shows it; None for others."""
+    kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
+    is_attention = str(operator).startswith("flex_attention")  # or its backward pass
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return kernels.get(key) if is_attention else None

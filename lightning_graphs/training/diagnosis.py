@@ -14,12 +14,17 @@ from lightning_graphs.core.obstacles import Obstacle
 Effect = Literal[
     "eager step",
     "eager optimizer step",
-    "does not run",
     "further graph",
+    "runs ahead of the graph",
     "submodules become graphs",
     "stays eager between them",
 ]
-_REMARKS = ("further graph", "submodules become graphs", "stays eager between them")
+_REMARKS = (
+    "further graph",
+    "runs ahead of the graph",
+    "submodules become graphs",
+    "stays eager between them",
+)
 """Effects of what need not be mended."""
 
 
@@ -37,8 +42,9 @@ class Finding:
         count: How often it was met in the observed steps.
         last_step: The last observed step that met it; 0 for what shows before any step.
         effect: ``"eager step"``: the step is not captured; ``"eager optimizer step"``: the rest of
-            it is; ``"does not run"``: a replay leaves it out; ``"further graph"``: the step is
-            captured in more than one part, which costs a launch and nothing else;
+            it is; ``"further graph"``: the step is captured in more than one part, which costs a
+            launch and nothing else; ``"runs ahead of the graph"``: the host makes it, and a replay
+            copies what changes;
             ``"submodules become graphs"``: they do in place of the whole step; ``"stays eager
             between them"``: it stands outside of every submodule, where it is in nobody's way.
         rule: What capture demands.

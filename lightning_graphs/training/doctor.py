@@ -26,9 +26,7 @@ from lightning_graphs.core.obstacles import (
 )
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
-    accumulation_hooks,
     announced_as_cuda_capture,
-    gradient_hooks,
     is_compiled,
     module_hooks,
     version_of,
@@ -111,6 +109,8 @@ class Doctor:
         asked_for = options.by_submodules
         no_whole_step = "" if asked_for else no_whole_step
         self._only_submodules = asked_for or (bool(no_whole_step) and not self._whole_steps_only)
+        compiles = any(map(is_compiled, module.modules()))
+        self._has_host_half = not (self._only_submodules or compiles)
         self._between: set[CallSite] = set()
         self._active = self._finished = False
         device = trainer.strategy.root_device
@@ -122,7 +122,6 @@ class Doctor:
             self._look,
             generators,
             until=Doctor._run.__code__,
-            device_type=device.type,
             rehearsal=self._rehearsal,
         )
         self._metrics = metrics_of(module)
@@ -164,8 +163,7 @@ class Doctor:
         watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
         attributes, generators = Attributes(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
-        tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
-        self._observer.begin([*tensors, *self._module.parameters(), *self._module.buffers()])
+        self._observer.begin()
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
@@ -265,7 +263,9 @@ class Doctor:
             return  # one remedy mends both
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
-        if not site.line:
+        if obstacle in (HOST_COPY, HOST_DATA) and self._has_host_half:
+            self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")
+        elif not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
         else:
             self.diagnosis.add(obstacle, operator, site, effect=self._effect)
@@ -333,15 +333,10 @@ class Doctor:
         for path, child in module.named_modules():
             if self._rehearsal and is_compiled(child):
                 add(COMPILED, path or "self")
-            for hook in module_hooks(child):
+            for hook in module_hooks(child) if self._only_submodules else ():
                 site = definition_of(hook)
                 if not finder.is_library(site.file):
-                    add(HOOK, f"hook of {path or 'self'}", site, effect="does not run")
-        for name, parameter in module.named_parameters():
-            hooks = (gradient_hooks(parameter), accumulation_hooks(parameter))
-            for table in hooks:
-                for hook in table.values() if isinstance(table, dict) else ():
-                    add(HOOK, f"hook of {name}", definition_of(hook), effect="does not run")
+                    add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
         self._judge_observers()
 
     def _judge_observers(self) -> None:

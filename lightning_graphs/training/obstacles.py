@@ -27,12 +27,10 @@ OPTIMIZER = Obstacle(
     code="return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)",
 )
 HOOK = Obstacle(
-    "A replay runs no Python code: hooks of modules and tensors run once, while it is captured.",
-    "remove it; values that training_step returns can be looked at in on_train_batch_end, "
-    "gradients in on_after_backward",
+    "A replay of a submodule calls no hook that is inside of it.",
+    "nothing, if it is needed: the modules inside become graphs; a whole step may have hooks",
     kind="hook",
-    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
-    "    self.seen = outputs['hidden']  # training_step returns {'loss': ..., 'hidden': ...}",
+    code='GraphCapture(scope="step")',
 )
 OBSERVER = Obstacle(
     "A hook that looks into a step runs between two graphs.",

@@ -81,8 +81,8 @@ EXPECTED = [
     ("host-read", "tolist", "tolist", "tolist", "keep the value on the device"),
     ("host-read", "repr", "__repr__", "__repr__", "keep the value on the device"),
     ("host-data", "from numbers", "tensor", "tensor", "register_buffer"),
-    ("host-copy", "moved", "to", "aten._to_copy.default", "register_buffer"),
-    ("host-copy", "made and moved", "to", "aten._to_copy.default", "device=self.device"),
+    ("host-copy", "moved", "", "aten._to_copy.default", "register_buffer"),
+    ("host-copy", "made and moved", "", "aten._to_copy.default", "device=self.device"),
     ("data-dependent-shape", "boolean index", "aten.index.Tensor", "", "torch.where(mask, "),
     ("data-dependent-shape", "nonzero", "aten.nonzero.default", "", "fixed shape"),
     ("data-dependent-shape", "masked_select", "aten.masked_select.default", "", "masked_fill"),
@@ -102,6 +102,8 @@ class TestManyObstacles:
     def test_every_obstacle_has_its_line_and_remedy(self, many: Fit, backend: str) -> None:
         for kind, text, rehearsed, on_cuda, remedy in EXPECTED:
             operator = on_cuda if on_cuda and backend == "cuda" else rehearsed
+            if not operator:  # a copy from host to host
+                continue
             number = line(Many.training_step, text)
             (row,) = [
                 row
@@ -111,7 +113,8 @@ class TestManyObstacles:
             assert row.function == "training_step"
             assert row.source.endswith(f"# {text}")
             assert remedy in row.remedy + row.code, (text, row.remedy, row.code)
-            assert row.effect == "eager step"
+            ahead = kind in ("host-data", "host-copy")
+            assert row.effect == ("runs ahead of the graph" if ahead else "eager step")
             assert row.rule
 
     def test_nothing_else_is_listed(self, many: Fit, backend: str) -> None:

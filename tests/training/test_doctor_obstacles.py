@@ -193,12 +193,12 @@ class TestSingleObstacles:
         assert found is not None
         assert found.obstacles == []  # their host reads are outside of the graphs
 
-    def test_hooks_that_would_not_run(self, backend: str, tmp_path: Path) -> None:
-        fit = examined(backend, tmp_path, module=Hooked)
+    def test_hooks_inside_of_submodules(self, backend: str, tmp_path: Path) -> None:
+        fit = examined(backend, tmp_path, module=Hooked, capture={"scope": "modules"})
         assert [(r.operator, r.function, r.effect) for r in rows(fit, "hook")] == [
-            ("hook of net.0", "_forward_hook", "does not run"),
-            ("hook of net.4.bias", "_gradient_hook", "does not run"),
+            ("hook of net.0", "_forward_hook", "further graph"),
         ]
+        assert rows(examined(backend, tmp_path / "whole", module=Hooked), "hook") == []
 
     def test_a_host_read_in_a_backward_pass(self, backend: str, tmp_path: Path) -> None:
         class Reading(Net):

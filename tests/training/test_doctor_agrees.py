@@ -1,0 +1,115 @@
+"""The doctor and the run agree: where nothing stands in the way, the steps are replayed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.examined import examined
+from tests.training.fits import Net, batches, compare, prepare
+
+WEIGHTS = [1.0, 2.0, 3.0]
+
+
+class Weighted(Net):
+    """The host makes tensors of numbers, and moves some that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = torch.tensor(WEIGHTS, device=self.device)
+        ramp = torch.arange(3).float().to(self.device)
+        logits = self.net(batch["x"]).float()
+        factors = weights * self.table.to(self.device) * ramp
+        return nn.functional.cross_entropy(logits * factors, batch["y"])
+
+
+def _kept(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+class Hooked(Net):
+    """Hooks compute in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(_kept)
+        self.net[4].bias.register_hook(lambda gradient: gradient * 0.5)
+
+
+class Adversarial(Net):
+    """Two networks, each called several times, with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+
+    def configure_optimizers(self) -> Any:
+        nets = (self.generator, self.discriminator)
+        return [torch.optim.Adam(net.parameters(), lr=2**-10) for net in nets], []
+
+    def _judged(self, x: Tensor, real: float) -> Tensor:
+        scores = self.discriminator(x)
+        return nn.functional.softplus(-scores if real else scores).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        noise = torch.randn_like(batch["x"])
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self._judged(self.generator(noise), 1.0)
+        self.log("g_loss", loss)
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        loss = self._judged(batch["x"], 1.0) + self._judged(self.generator(noise).detach(), 0.0)
+        self.log("d_loss", loss)
+        self.manual_backward(loss)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+
+class Bootstrapped(Net):
+    """A target network that follows, bound anew at each step (BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for mine, own in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data = 0.75 * mine.data + 0.25 * own.data
+        with torch.no_grad():
+            wanted = self.target(batch["x"])
+        loss = (self.net(batch["x"]) - wanted).square().mean() + self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+class TestAgreement:
+    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped])
+    def test_nothing_stands_in_the_way_of_what_is_replayed(
+        self, backend: str, tmp_path: Path, module: Any
+    ) -> None:
+        options: dict[str, Any] = {"module": module, "data": lambda: batches(20), "validation": 0}
+        capture = {"scope": "auto", "on_failure": "eager"}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed > 0
+        watched = examined(backend, tmp_path, capture=capture, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis is not None
+        assert watched.capture.diagnosis.obstacles == []
