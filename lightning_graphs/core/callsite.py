@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -22,13 +23,12 @@ def _library_roots() -> tuple[str, ...]:
     torch_folder = os.path.dirname(os.path.abspath(torch.__file__))
     # By their names, without importing them: the core knows nothing of lightning.
     lightning = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-    specs = map(importlib.util.find_spec, (*lightning, "torchmetrics"))
-    packages = [
-        os.path.abspath(folder)
-        for spec in specs
-        if spec is not None
-        for folder in spec.submodule_search_locations or ()
-    ]
+    packages = []
+    for name in (*lightning, "torchmetrics"):
+        with contextlib.suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(name)
+            packages += [] if spec is None else spec.submodule_search_locations or []
+    packages = list(map(os.path.abspath, packages))
     standard = [os.path.join(os.path.dirname(os.__file__), n) for n in ("contextlib", "functools")]
     folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
     return (*folders, *(f"{path}.py" for path in standard))
