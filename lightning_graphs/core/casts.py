@@ -35,9 +35,6 @@ def ahead_of_casts(
 
     The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
     read that gradient or write into it, so no Python code may take part in the backward pass.
-
-    Returns:
-        For each parameter the gradient edge into its cast, or the parameter itself.
     """
     users: dict[Tensor, list[Node]] = {parameter: [] for parameter in parameters}
     for node in nodes_behind(outputs):

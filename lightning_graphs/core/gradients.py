@@ -78,10 +78,6 @@ class LentGradients:
     overwrite gradients that are still of use (pytorch#181723). Here the graph ends with one fused
     copy into memory outside of its pool, and that memory is lent to one backward pass at a time. A
     replay that finds any of it still held saves it first; from then on gradients are copies.
-
-    Args:
-        targets: The tensors that may get a gradient. Which of them do, and with which strides, is
-            what the capture shows.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:

@@ -60,11 +60,7 @@ class WatchedArguments:
         return None
 
     def refuse_later_changes(self) -> None:
-        """Refuse a capture where objects hold other values by now than right after the call.
-
-        Raises:
-            CaptureError: names what has changed.
-        """
+        """Refuse a capture where objects hold other values by now than right after the call."""
         for name, key in self._objects:
             now = as_hashable(key.value)
             if isinstance(now, SameInside) and (changes := key.changes(now)):

@@ -53,12 +53,7 @@ def pattern_of(calls: Sequence[ObservedCall], observation: Observation) -> Hasha
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What captures are made with.
-
-    Attributes:
-        direct: Backward graphs write the gradients of parameters themselves. Where somebody asks
-            for the gradients of some parameters only, autograd must know of them.
-    """
+    """What captures are made with."""
 
     root: LightningModule  # the user's module
     own: OwnCode  # tells its author's code from others'
@@ -66,21 +61,16 @@ class Means:
     gradient_buffers: GradientBuffers  # where parameter gradients go
     original: OriginalForward  # gives a module's own forward
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
+    # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
+    # gradients of some parameters only, autograd must know of them.
     direct: bool = True
 
 
 def capture_calls(
     calls: Sequence[ObservedCall], observation: Observation, means: Means, baked: Baked
 ) -> CapturedCalls:
-    """Capture forward and backward of these calls in the order in which the step ran them.
-
-    Args:
-        calls: What is captured; no call is inside of another. Those without autograd are not:
-            they share graphs that are made when they are called.
-
-    Raises:
-        CallRefused: a call cannot be captured; no graph is left and everything is as before.
-    """
+    """Capture forward and backward of these calls in the order in which the step ran them."""
+    # No call is inside of another. Those without autograd share graphs that are made when called.
     for call in calls:
         _refuse_other_submodules(call)
     captured = CapturedCalls(calls, observation)
@@ -138,11 +128,7 @@ def _refuse_other_submodules(call: ObservedCall) -> None:
 
 
 def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
-    """Capture a call without autograd, which any other may follow.
-
-    Raises:
-        CallRefused: it cannot be captured; no graph is left and everything is as before.
-    """
+    """Capture a call without autograd, which any other may follow."""
     pool = means.pool
     own = pool.beside(pool.handle)
     surroundings = Surroundings.of(means.root, means.own, baked)
@@ -176,11 +162,7 @@ def _of_module(name: str, error: ReplayError) -> None:
 
 
 class _Capture:
-    """The capture of one call, as it was observed.
-
-    Args:
-        warm: It has just run, as it is captured.
-    """
+    """The capture of one call, as it was observed."""
 
     def __init__(
         self,
@@ -189,7 +171,7 @@ class _Capture:
         order: ReplayOrder,
         surroundings: Surroundings,
         *,
-        warm: bool,
+        warm: bool,  # it has just run, as it is captured
     ) -> None:
         self._call = call
         self._state = ObservedState(call)

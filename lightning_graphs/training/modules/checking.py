@@ -26,11 +26,7 @@ from lightning_graphs.training.state import Kept
 
 
 class CallDiffers(VerificationError):
-    """The graphs of one call compute something else than the call itself.
-
-    Attributes:
-        call: The call.
-    """
+    """The graphs of one call compute something else than the call itself."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
@@ -52,13 +48,6 @@ class CallChecks:
         """Verify the graphs of a step before it begins.
 
         A call of whose outputs somebody still holds the memory is left out, as by training.
-
-        Args:
-            again: They have been replayed: arguments are the latest ones, not the observed ones.
-
-        Raises:
-            CallDiffers: names the first tensor that differs.
-            ReplayError: a parameter or buffer has moved since the first check.
         """
         for site in captured.captured:
             captured.begin()
@@ -140,11 +129,7 @@ class _CallRun:
     # ------------------------------------------------------------------ the two ways
 
     def eager(self) -> list[Result]:
-        """Run the module's own forward, and its backward pass.
-
-        Raises:
-            CaptureError: by itself it does not run.
-        """
+        """Run the module's own forward, and its backward pass."""
         try:
             return self._run(self._site.graphed.original, direct=False)
         except RuntimeError as error:

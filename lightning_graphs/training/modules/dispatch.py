@@ -39,35 +39,22 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Stage:
-    """What all graphed modules of a fit share.
+    """What all graphed modules of a fit share."""
 
-    Attributes:
-        options: The callback's options.
-        means: For captures of calls without autograd, which may be replayed in any order.
-        statistics: Where decisions are counted and said.
-        checks: Compares new graphs with the modules' own code.
-        investment: Decides what is worth a capture.
-        stepping: A training step's own code is running, and no backward pass.
-        evaluating: A validation step's is, and it shall have graphs.
-        stale: Why no graph may be right any longer; empty if all may.
-        astray: A call was not given the tensor that its graph reads in place.
-        elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
-            and goes on with them; None while a step runs eagerly.
-        missed: Why a call of the present step found no graph; empty if all did.
-        foreseen: Another captured step makes the call that found none: it is no reason to search.
-    """
-
-    options: Options
-    means: Means
-    statistics: Statistics
-    checks: CallChecks
-    investment: Investment
-    stepping: bool = False
-    evaluating: bool = False
-    stale: str = ""
-    astray: bool = False
+    options: Options  # the callback's options
+    means: Means  # for captures of calls without autograd, which may be replayed in any order
+    statistics: Statistics  # where decisions are counted and said
+    checks: CallChecks  # compares new graphs with the modules' own code
+    investment: Investment  # decides what is worth a capture
+    stepping: bool = False  # a training step's own code is running, and no backward pass
+    evaluating: bool = False  # a validation step's is, and it shall have graphs
+    stale: str = ""  # why no graph may be right any longer; empty if all may
+    astray: bool = False  # a call was not given the tensor that its graph reads in place
+    # Finds graphs for a call (the n-th of a module) that the present ones do not fit, and goes on
+    # with them; None while a step runs eagerly.
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
-    missed: str = ""
+    missed: str = ""  # why a call of the present step found no graph; empty if all did
+    # Another captured step makes the call that found none: it is no reason to search.
     foreseen: bool = False
 
     @contextlib.contextmanager
@@ -86,19 +73,11 @@ class GraphedForward(Entry):
 
     In a training step the n-th call of the module under autograd has the n-th of its sites. Calls
     without autograd need no backward and share graphs by signature.
-
-    Args:
-        name: Qualified name of the module.
-        module: The module.
-        stage: Shared with the other modules of the fit.
-
-    Attributes:
-        sites: Graphs of the present step's calls.
     """
 
     def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
         super().__init__(module)
-        self.sites: Sequence[Site | None] = ()
+        self.sites: Sequence[Site | None] = ()  # graphs of the present step's calls
         self._label = name
         self._stage = stage
         self._calls = 0

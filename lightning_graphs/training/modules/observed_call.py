@@ -19,28 +19,7 @@ from lightning_graphs.training.modules.arguments import WatchedArguments
 
 @dataclass(eq=False, slots=True)
 class ObservedCall:
-    """One call of a module in the observed step.
-
-    Attributes:
-        recomputed: The call was made by a backward pass, as activation checkpointing does.
-        sources: For each argument that other observed calls returned, by its index among the
-            tensors of the arguments, these calls and the index of the tensor in what they returned.
-        shared: For each other argument without gradient that earlier calls were given, too: these
-            calls and the argument's index there.
-        outlives: No backward pass went through it in its step, and the outputs' autograd graph was
-            kept: one may come later.
-        arguments: What became of its arguments; None where nobody has looked.
-        transformed: It was made inside of ``torch.func`` or forward-mode autograd; nothing else is
-            known of it.
-        switched: Which of the switches that choose kernels the step has set otherwise for it.
-        rewritten: Memory that an output shares with another one or with an argument was written
-            after the call, before the next step began.
-        gradient_strides: In which strides the gradients of its outputs came, by the index of each.
-        follows_values: Such an operator ran before it in the step: its arguments may have any
-            shape in the next one.
-        written: Which of the tensors among them the call has written, by whatever way; None where
-            nobody could tell.
-    """
+    """One call of a module in the observed step."""
 
     name: str  # qualified name of the module
     module: nn.Module
@@ -53,24 +32,38 @@ class ObservedCall:
     training: tuple[bool, ...]  # the train/eval flag of each of its submodules
     parent: ObservedCall | None  # the call of another observed module that made this one
     requires_grad: bool = False  # whether an output requires grad
+    # The call was made by a backward pass, as activation checkpointing does.
     recomputed: bool = False
     backwards: int = 0  # how often a backward pass went through its outputs
     twice_differentiable: bool = False  # a backward pass was run with ``create_graph=True``
     partial: bool = False  # a backward pass left the module's parameters out
+    # For each argument that other observed calls returned, by its index among the tensors of the
+    # arguments, these calls and the index of the tensor in what they returned.
     sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    # For each other argument without gradient that earlier calls were given, too: these calls and
+    # the argument's index there.
     shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
     ordinal: int = 0  # which call of the module in the step it is, counted from 0
+    # No backward pass went through it in its step, and the outputs' autograd graph was kept: one
+    # may come later.
     outlives: bool = False
+    # What became of its arguments; None where nobody has looked.
     arguments: WatchedArguments | None = None
+    # It was made inside of ``torch.func`` or forward-mode autograd; nothing else is known of it.
     transformed: bool = False
+    # Which of the switches that choose kernels the step has set otherwise for it.
     switched: Sequence[str] = ()
     hands_on: bool = False  # it returns nothing with a gradient but what it was given
+    # Memory that an output shares with another one or with an argument was written after the call,
+    # before the next step began.
     rewritten: bool = False
+    # In which strides the gradients of its outputs came, by the index of each.
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False  # it has drawn random numbers on a GPU
     shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
+    # Such an operator ran before it in the step: its arguments may have any shape in the next one.
     follows_values: bool = False
-    written: list[bool] | None = None
+    written: list[bool] | None = None  # which arguments it has written; None: nobody could tell
 
     @classmethod
     def now(

@@ -42,11 +42,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class CallRefused(CaptureError):
-    """One of the calls cannot be captured.
-
-    Attributes:
-        call: The call.
-    """
+    """One of the calls cannot be captured."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
@@ -57,23 +53,15 @@ class Baked:
     """What of Python's values a capture has read, and its graphs therefore contain; what it sets.
 
     Those are attributes of modules and of the trainer, and global and enclosing variables.
-
-    Args:
-        root: The user's module.
-        own: Tells its author's code from others'.
-
-    Attributes:
-        values: Their names and values at capture.
-        outside: Follows the code of the captures.
     """
 
-    outside: OutsideValues
+    outside: OutsideValues  # follows the code of the captures
 
     def __init__(self, root: LightningModule, own: OwnCode) -> None:
         self._root = root
         self._own = own
         self._reads = AttributeReads()
-        self.values: tuple[tuple[str, Any], ...] = ()
+        self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @contextlib.contextmanager
     def watched(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -125,29 +113,18 @@ class Baked:
 
 @dataclass(slots=True)
 class Site:
-    """The graphs of one call in a step.
-
-    Attributes:
-        call: The observed call.
-        graphed: Its graphs.
-        cost: What their capture took.
-        parameters: The module's parameters.
-        requires_grad: Which of them required a gradient.
-        written: What the call writes beside parameters and buffers, by name.
-        record: Where replays are counted.
-        read: The values of Python's that are in the graphs.
-        values: Their names and values at capture.
-    """
+    """The graphs of one call in a step."""
 
     call: ObservedCall
     graphed: GraphedCallable
-    cost: CaptureCost
-    parameters: list[Parameter]
-    requires_grad: list[bool]
+    cost: CaptureCost  # what their capture took
+    parameters: list[Parameter]  # of the module
+    requires_grad: list[bool]  # which of them required a gradient
+    # What the call writes beside parameters and buffers, by name.
     written: dict[str, Tensor] = field(default_factory=dict)
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
-    read: HeldValues = field(default_factory=HeldValues)
-    values: tuple[tuple[str, Any], ...] = ()
+    read: HeldValues = field(default_factory=HeldValues)  # values of Python's in the graphs
+    values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @property
     def graphs(self) -> list[CUDAGraph]:
@@ -178,24 +155,15 @@ class Site:
 
 
 class CapturedCalls:
-    """The graphs of the calls of one step.
-
-    Args:
-        calls: The calls that are captured.
-        observation: The step that they are of.
-
-    Attributes:
-        sites: For each observed module the graphs of its calls, in their order; None for a call
-            that stays eager.
-        captured: The graphs of every call that has some.
-        hook_tables: Tables of hooks inside of the modules, all empty: a replay calls no hook.
-    """
+    """The graphs of the calls of one step."""
 
     def __init__(self, calls: Sequence[ObservedCall], observation: Observation) -> None:
         chosen = dict.fromkeys(call.module for call in calls)
         self._index: dict[ObservedCall, int] = {}
+        # For each observed module the graphs of its calls, in their order; None for a call that
+        # stays eager.
         self.sites: dict[nn.Module, list[Site | None]] = {}
-        self.captured: list[Site] = []
+        self.captured: list[Site] = []  # the graphs of every call that has some
         inside = set(calls)  # a replay makes no calls
         for call in observation.calls:
             if call.parent in inside:
@@ -205,6 +173,7 @@ class CapturedCalls:
             if call.grad_enabled:
                 self._index[call] = len(sites)
                 sites.append(None)
+        # Tables of hooks inside of the modules, all empty: a replay calls no hook.
         self.hook_tables = [
             table
             for module in chosen
@@ -243,11 +212,7 @@ class CapturedCalls:
         return any(order.is_waiting for order in self._orders)
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
-        """Refuse a backward pass for some gradients only, where graphs write them themselves.
-
-        Raises:
-            ReplayError: names the module to whose parameters these inputs belong.
-        """
+        """Refuse a backward pass for some gradients only, where graphs write them themselves."""
         for site in self.captured:
             if any(tensor is p for tensor in inputs for p in site.parameters):
                 raise ReplayError(
@@ -284,13 +249,7 @@ class CapturedCalls:
 
 
 def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
-    """Enter the graphs of one module in the statistics, and count their replays there.
-
-    Args:
-        sites: The graphs of its calls.
-        statistics: The statistics.
-        remark: Put behind the arguments in words.
-    """
+    """Enter the graphs of one module in the statistics, and count their replays there."""
     call = sites[0].call
     signature, _ = Signature.of(call.args, call.kwargs)
     cost = CaptureCost(sum(site.cost.ms for site in sites))

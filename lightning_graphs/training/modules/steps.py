@@ -49,13 +49,7 @@ _AGAIN = frozenset({"create_graph", "retain_graph"})
 
 
 class ModuleGraphs:
-    """Observes, captures and replays the calls of chosen submodules, step by step.
-
-    Attributes:
-        stage: What decides over the calls while a step runs.
-        watches_requests: Graphs write gradients of which autograd knows nothing.
-        held: What may leave too little memory for a step that was not replayed yet; or empty.
-    """
+    """Observes, captures and replays the calls of chosen submodules, step by step."""
 
     def __init__(
         self,
@@ -73,12 +67,14 @@ class ModuleGraphs:
         own = OwnCode(module)
         words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
         asks = not module.automatic_optimization or bool(words & _ASKING)
+        # Graphs write gradients of which autograd knows nothing.
         self.watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
         self._agreement = agreement
         self._checks = CallChecks(agreement)
         self._budget = agreement.budget
+        # What decides over the calls while a step runs.
         self.stage = Stage(
             options, replace(self._means, pool=apart), statistics, self._checks, investment
         )
@@ -104,6 +100,7 @@ class ModuleGraphs:
         self._complete: set[StepKind] = set()
         self._waiting = Waiting(options, statistics, self._difference)
         self._looks_at_shapes = False
+        # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
 
     def close(self) -> None:
@@ -125,13 +122,7 @@ class ModuleGraphs:
     # ------------------------------------------------------------------ each step
 
     def begin(self, args: tuple[Any, ...]) -> None:
-        """Begin a step with this batch: with graphs, or eagerly and perhaps observed.
-
-        Raises:
-            CaptureError: nothing of the step that was observed can be captured, and
-                ``on_failure="raise"``.
-            VerificationError: graphs compute something else than their modules, and likewise.
-        """
+        """Begin a step with this batch: with graphs, or eagerly and perhaps observed."""
         stage, new = self.stage, None
         if stage.astray:
             self._lend_no_longer("a graphed module is given other tensors, which are copied now")
@@ -252,11 +243,7 @@ class ModuleGraphs:
         return None
 
     def asked(self, inputs: Sequence[Any]) -> None:
-        """A backward pass is started for these tensors only: autograd knows of all from now on.
-
-        Raises:
-            ReplayError: graphs of the present step write one of these gradients.
-        """
+        """A backward pass is started for these tensors only: autograd knows of all from now on."""
         self._means = replace(self._means, direct=False)
         if self.stage.elsewhere is not None and self._replayed is not None:
             self._replayed.refuse_requests(inputs)

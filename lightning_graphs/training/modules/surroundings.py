@@ -42,11 +42,7 @@ class Surroundings:
         module: nn.Module,
         attributes: Attributes,
     ) -> Result:
-        """Run a part of a capture; refuse code that acts on anything but tensors.
-
-        Raises:
-            CaptureError: names what it stores, draws from or acts on.
-        """
+        """Run a part of a capture; refuse code that acts on anything but tensors."""
         try:
             with self.effects.refused(self.baked.outside, "its forward"):
                 result = run()

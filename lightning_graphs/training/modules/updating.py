@@ -52,11 +52,7 @@ class UpdatePlan:
 
 
 class CapturedUpdate:
-    """Takes the optimizer steps of a fit as graph launches.
-
-    Attributes:
-        is_new: The last step had no graph before it: no other step has run beside its memory.
-    """
+    """Takes the optimizer steps of a fit as graph launches."""
 
     def __init__(
         self,
@@ -71,6 +67,7 @@ class CapturedUpdate:
         investment: Investment,
     ) -> None:
         self.optimizer: Optimizer = trainer.optimizers[0]
+        # The last step had no graph before it: no other step has run beside its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
         self._trainer = trainer
@@ -123,11 +120,7 @@ class CapturedUpdate:
             self._rebind("the optimizer was replaced")
 
     def step(self) -> bool:
-        """Take the step on the gradients that there are, with the hooks before it.
-
-        Returns:
-            False if nothing was done, and the strategy has to do it.
-        """
+        """Take the step on the gradients that there are, with the hooks before it."""
         if self.capturable is None or self._moves.obstacle:
             return False
         hooked = bool(self._observers.before_step)
