@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture
@@ -27,6 +27,7 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
+from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
@@ -36,7 +37,6 @@ from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
-OriginalForward = Callable[[nn.Module], Callable[..., Any]]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -59,7 +59,6 @@ class Means:
     own: OwnCode  # tells its author's code from others'
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradient_buffers: GradientBuffers  # where parameter gradients go
-    original: OriginalForward  # gives a module's own forward
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
     # gradients of some parameters only, autograd must know of them.
@@ -203,7 +202,7 @@ class _Capture:
                     allow_unused=True,
                     static_outputs=False,
                     gradient_buffers=means.gradient_buffers,
-                    original=means.original(call.module),
+                    original=original_call(call.module),
                 )
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides

@@ -50,7 +50,7 @@ class Choice:
         return {name: module for name, module in named.items() if module not in inside}
 
     def learn(self, observation: Observation) -> bool:
-        """Keep in mind which calls no backward graph can serve, in any step; whether it has some."""
+        """Keep in mind which calls no backward graph can serve; whether there are any."""
         found = [(c, reason) for c in observation.calls if (reason := c.obstacle())]
         self._shown.update(((call.ordinal, call.key()), reason) for call, reason in found)
         return bool(found)

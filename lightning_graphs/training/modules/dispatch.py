@@ -20,14 +20,12 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.entry import Entry
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
-from lightning_graphs.training.options import Options
-from lightning_graphs.training.statistics import Statistics
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
@@ -41,11 +39,9 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 class Stage:
     """What all graphed modules of a fit share."""
 
-    options: Options  # the callback's options
+    fit: Fit
     means: Means  # for captures of calls without autograd, which may be replayed in any order
-    statistics: Statistics  # where decisions are counted and said
     checks: CallChecks  # compares new graphs with the modules' own code
-    investment: Investment  # decides what is worth a capture
     stepping: bool = False  # a training step's own code is running, and no backward pass
     evaluating: bool = False  # a validation step's is, and it shall have graphs
     stale: str = ""  # why no graph may be right any longer; empty if all may
@@ -83,7 +79,7 @@ class GraphedForward(Entry):
         self._calls = 0
         self._missing = ""
         self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
-            stage.investment, _replays, self._release, capacity=stage.options.max_graphs
+            stage.fit.investment, _replays, self._release, capacity=stage.fit.options.max_graphs
         )
 
     def begin(self, sites: Sequence[Site | None]) -> None:
@@ -189,11 +185,11 @@ class GraphedForward(Entry):
                 self._without_autograd.refuse(signature)
                 raise
         except (CaptureError, CallDiffers) as error:
-            if isinstance(error, CallDiffers) and stage.options.on_failure == "raise":
+            if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
-            stage.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
+            stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
             return None
-        enter([site], stage.statistics, "; without autograd")
+        enter([site], stage.fit.statistics, "; without autograd")
         self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))
         return site
 
@@ -201,11 +197,11 @@ class GraphedForward(Entry):
         try:
             self._stage.checks.check_site(site)
         except BaseException:
-            site.release(self._stage.statistics)
+            site.release(self._stage.fit.statistics)
             raise
 
     def _release(self, plan: tuple[Site, Baked]) -> None:
-        plan[0].release(self._stage.statistics)
+        plan[0].release(self._stage.fit.statistics)
 
     def forget(self) -> None:
         """Release every graph."""

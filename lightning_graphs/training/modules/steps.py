@@ -8,24 +8,22 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.ddp import wrapper_of
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.investment import PATIENCE, Investment, Waiting
+from lightning_graphs.training.investment import PATIENCE, Waiting
 from lightning_graphs.training.memory import SETTLED, NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
-from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.kinds import (
     FlagsReader,
     Observed,
@@ -38,9 +36,7 @@ from lightning_graphs.training.modules.kinds import (
 from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.statistics import Statistics
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
@@ -51,16 +47,9 @@ _AGAIN = frozenset({"create_graph", "retain_graph"})
 class ModuleGraphs:
     """Observes, captures and replays the calls of chosen submodules, step by step."""
 
-    def __init__(
-        self,
-        module: LightningModule,
-        options: Options,
-        pool: GraphPool,
-        gradients: PersistentGradients,
-        statistics: Statistics,
-        agreement: Agreement,
-        investment: Investment,
-    ) -> None:
+    def __init__(self, fit: Fit, gradients: PersistentGradients, agreement: Agreement) -> None:
+        module, options, pool = fit.module, fit.options, fit.pool
+        investment, statistics = fit.investment, fit.statistics
         apart = pool.beside()
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
@@ -70,14 +59,12 @@ class ModuleGraphs:
         # Graphs write gradients of which autograd knows nothing.
         self.watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
-        self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
+        self._means = Means(module, own, pool, gradients.of, direct=direct)
         self._agreement = agreement
         self._checks = CallChecks(agreement)
         self._budget = agreement.budget
         # What decides over the calls while a step runs.
-        self.stage = Stage(
-            options, replace(self._means, pool=apart), statistics, self._checks, investment
-        )
+        self.stage = Stage(fit, replace(self._means, pool=apart), self._checks)
         self._options = options
         self._device_type = pool.backend.device_type
         self._statistics = statistics
