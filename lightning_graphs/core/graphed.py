@@ -223,10 +223,8 @@ class GraphedCallable:
     def run_backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Replay the backward graph; the gradients, of inputs and then of parameters.
-
-        What depends only on outputs that have no gradient has none, as in eager mode.
-        """
+        """Replay the backward graph; the gradients, of inputs and then of parameters."""
+        # What depends only on outputs that have no gradient has none, as in eager mode.
         try:
             self._refuse_unsound_backward(pending)
             backward = self.backward_pass

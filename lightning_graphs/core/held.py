@@ -119,11 +119,9 @@ def trainable_parameters(module: nn.Module | None) -> list[Parameter]:
 def with_leaves_behind(
     outputs: Sequence[Tensor], known: list[Parameter], inputs: Sequence[Tensor]
 ) -> list[Parameter]:
-    """The parameters and every other trainable leaf that the outputs depend on.
-
-    A function does not say which parameters it uses, and a module may use some that are not its
-    own. Without this walk they would silently get no gradient.
-    """
+    """The parameters and every other trainable leaf that the outputs depend on."""
+    # A function does not say which parameters it uses, and a module may use some that are not its
+    # own. Without this walk they would silently get no gradient.
     given = {id(t) for t in inputs}
     found = dict.fromkeys(known)
     found |= {leaf: None for leaf in leaves_behind(outputs) if id(leaf) not in given}  # type: ignore[misc]

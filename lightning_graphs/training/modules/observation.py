@@ -29,9 +29,8 @@ from lightning_graphs.core.torch_private import (
     will_execute,
 )
 from lightning_graphs.core.tree import leaves_of, substitute
-from lightning_graphs.training.modules.arguments import WatchedArguments
 from lightning_graphs.training.modules.entry import Entry
-from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.observed_call import ObservedCall, WatchedArguments
 
 Direction = Literal["forward", "backward"]
 

@@ -18,12 +18,10 @@ _LIKELY = 0.5
 def select(
     root: nn.Module, patterns: Sequence[str], exclude: Sequence[str]
 ) -> dict[str, nn.Module]:
-    """The submodules that ``patterns`` name and ``exclude`` does not.
-
-    A pattern is matched against qualified names, one part between dots at a time, so that
-    ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
-    may be the name of a class, or its dotted path where several classes have that name.
-    """
+    """The submodules that ``patterns`` name and ``exclude`` does not."""
+    # A pattern is matched against qualified names, one part between dots at a time, so that
+    # ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
+    # may be the name of a class, or its dotted path where several classes have that name.
     named = _submodules(root)
     wanted = _all_matches(named, patterns, "modules")
     left_out = _all_matches(named, exclude, "exclude")

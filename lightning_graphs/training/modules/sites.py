@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -28,16 +28,20 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.logs import refuse_log
+from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import CodeOfModules, OwnCode
-from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
+from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
+Result = TypeVar("Result")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -56,6 +60,7 @@ class Baked:
     """
 
     outside: OutsideValues  # follows the code of the captures
+    loose: LooseTensors  # tensors that no module has in a table
 
     def __init__(self, root: LightningModule, own: OwnCode) -> None:
         self._root = root
@@ -78,6 +83,10 @@ class Baked:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
+            self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
+            self.outside.tell(self._generators.add, self.loose.add)
+            self._effects = SideEffects(trainer, self._own)
+            stack.enter_context(self._effects.watched())
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
@@ -91,19 +100,35 @@ class Baked:
         """Their names and present values."""
         return self._reads.values()
 
-    def changed_outside(self, owners: Container[int]) -> list[str]:
-        """Undo what the body has changed in other modules than these; the names."""
-        return self._reads.changed_outside(owners)
+    def left(self) -> tuple[dict[str, Tensor], Stores]:
+        """Tensors that the body has written, and attributes that it has set, since last asked."""
+        return self.loose.written(), self._reads.stored()
 
-    def stored(self) -> Stores:
-        """The attributes that the body has set since this was asked."""
-        return self._reads.stored()
+    def left_alone(
+        self, run: Callable[[], Result], module: nn.Module, attributes: Attributes
+    ) -> Result:
+        """Run a part of a capture; refuse code that acts on anything but tensors."""
+        try:
+            with self._effects.refused(self.outside, "its forward"):
+                result = run()
+        finally:
+            changed = self._reads.changed_outside(set(map(id, module.modules())))
+            if inside := attributes.changed():
+                changed += inside
+                attributes.restore()
+            if drawn := self._generators.drawn():
+                self._generators.restore()
+        if changed:
+            names = ", ".join(changed[:3])
+            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
+        if drawn:
+            observed = f"its forward draws from {', '.join(drawn)}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+        return result
 
     def share(self, sites: Sequence[Site]) -> None:
-        """Let each of these calls look at its part: the code between them may change any value.
-
-        Attributes of a module inside of other calls are no matter of a call.
-        """
+        """Let each of these calls look at its part: the code between them may change any value."""
+        # Attributes of a module inside of other calls are no matter of a call.
         inside = {id(module) for site in sites for module in site.call.module.modules()}
         for site in sites:
             own = {id(module) for module in site.call.module.modules()}
@@ -200,10 +225,8 @@ class CapturedCalls:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a caller still holds an output that was handed out without a copy.
-
-        Any graph over the same memory may overwrite it.
-        """
+        """Whether a caller still holds an output that was handed out without a copy."""
+        # Any graph over the same memory may overwrite it.
         return any(site.graphed.outputs_are_kept for site in self.captured)
 
     @property

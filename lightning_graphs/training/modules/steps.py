@@ -15,6 +15,7 @@ from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.agreement import Agreement
+from lightning_graphs.training.conditions import moved_values
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.gradients import PersistentGradients
@@ -31,7 +32,6 @@ from lightning_graphs.training.modules.kinds import (
     StepKind,
     StepOfModules,
     batch_signature,
-    moved_attributes,
 )
 from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
@@ -195,7 +195,9 @@ class ModuleGraphs:
         return None
 
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
-        return before.change(kind) or moved_attributes(self._plans_of(kind))
+        steps = (step.baked for step in self._plans_of(kind))
+        moved = (line for baked in steps for line in moved_values(baked.values, baked.now()))
+        return before.change(kind) or list(dict.fromkeys(moved))
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
