@@ -49,21 +49,16 @@ def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
 
 def gradients_behind(
     outputs: Sequence[Tensor],
+    # Whose gradients are asked for; None for those that no output depends on.
     targets: Sequence[Tensor | GradientEdge],
     given: Sequence[Tensor],
     *,
+    # Tensors whose own hooks do not run: autograd runs them on what is replayed.
     hooked: Sequence[Tensor],
+    # Leaves whose gradients are copied in time; see :func:`gradients_kept_apart`.
     apart: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` as part of a capture, or of the warm-up before it.
-
-    Args:
-        outputs: Whose gradients are given.
-        targets: Whose gradients are asked for; None for those that no output depends on.
-        given: The gradients of the outputs.
-        hooked: Tensors whose own hooks do not run: autograd runs them on what is replayed.
-        apart: Leaves whose gradients are copied in time; see :func:`gradients_kept_apart`.
-    """
+    """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
     wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
     with contextlib.ExitStack() as stack:
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.

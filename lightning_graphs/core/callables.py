@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.backend import BackendName, PoolHandle, get_backend
-from lightning_graphs.core.capturing import CallableCapture
+from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.lending import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
@@ -111,18 +111,10 @@ def make_graphed_callables(
     kwargs = kwargs or ({},) * len(functions)
     _refuse_misfits(functions, args, kwargs)
     shared = GraphPool(pool, stream=stream, capture_error_mode=capture_error_mode, backend=backend)
-    order = ReplayOrder()
+    direct = param_grads == "direct"
+    settings = CaptureSettings(shared, ReplayOrder(), direct, allow_unused_input, static_outputs)
     captures = [
-        CallableCapture(
-            function,
-            _positional(arguments),
-            keywords or {},
-            pool=shared,
-            order=order,
-            direct=param_grads == "direct",
-            allow_unused=allow_unused_input,
-            static_outputs=static_outputs,
-        )
+        CallableCapture(function, _positional(arguments), keywords or {}, settings)
         for function, arguments, keywords in zip(functions, args, kwargs, strict=True)
     ]
     graphed = _capture_all(captures, shared, num_warmup_iters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,6 +56,18 @@ from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 
 
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """How callables are captured."""
+
+    pool: GraphPool
+    order: ReplayOrder  # of the captures over that pool
+    direct: bool = False  # backward graphs write the gradients of parameters themselves
+    allow_unused: bool = False  # inputs and parameters may get no gradient
+    static_outputs: bool = False  # outputs are handed out without a copy
+    gradient_buffers: GradientBuffers = new_buffers
+
+
 class CallableCapture:
     """The passes of one callable while they are being captured."""
 
@@ -63,32 +76,23 @@ class CallableCapture:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        *,
-        pool: GraphPool,
-        order: ReplayOrder,
-        direct: bool,
-        allow_unused: bool,
-        static_outputs: bool,
-        gradient_buffers: GradientBuffers = new_buffers,
+        settings: CaptureSettings,
         original: Callable[..., Any] | None = None,
     ) -> None:
-        modes = Modes.current(pool.backend.device_type)
+        modes = Modes.current(settings.pool.backend.device_type)
         signature, tensors = Signature.of(args, kwargs, modes=modes)
         module = function if isinstance(function, nn.Module) else None
         self._made = CapturedCall(
             original or original_of(function),
             module,
             CallPlan(signature, check_modes=False),
-            pool,
-            order,
+            settings.pool,
+            settings.order,
             StaticInputs(tensors),
             trainable_parameters(module),
         )
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._tensors)
-        self._direct = direct
-        self._allow_unused = allow_unused
-        self._static_outputs = static_outputs
-        self._gradient_buffers = gradient_buffers
+        self._settings = settings
         self.draws = False  # random numbers, on a GPU
         self.gradient_strides: Mapping[int, tuple[int, ...]] = {}  # of outputs, where known
         self._given = contents_of(args, kwargs)
@@ -200,7 +204,7 @@ class CallableCapture:
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         refuse_sparse_gradients(gradients)
         unused = {id(t) for t, g in zip(self._targets(), gradients, strict=False) if g is None}
-        if not unused or self._allow_unused:
+        if not unused or self._settings.allow_unused:
             return
         inputs = zip(self._made.plan.signature.tensor_names, self._tensors, strict=True)
         names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
@@ -227,10 +231,11 @@ class CallableCapture:
     def capture_forward(self) -> None:
         """Capture the call; nothing executes."""
         before, start = Bindings(self._held), nodes_recorded()
+        static = self._settings.static_outputs
         try:
             with self._made.pool.capture() as captured, contents_left(self._args, self._kwargs):
                 hooks = hooks_registered()
-                self._made.outputs = self._call_leaving_arguments(static=self._static_outputs)
+                self._made.outputs = self._call_leaving_arguments(static=static)
                 self._registers_hooks = hooks_registered() != hooks
             self._look_behind(self._made.outputs, start)
         except CaptureError as error:
@@ -267,9 +272,9 @@ class CallableCapture:
         static, lenders = self._output_gradients(outputs)
         positions = self._differentiable_positions()
         direct = None
-        if self._direct:
+        if self._settings.direct:
             refuse_parameter_hooks(self._named())
-            buffers = self._gradient_buffers(self._made.parameters)
+            buffers = self._settings.gradient_buffers(self._made.parameters)
             direct = DirectGradients(self._made.parameters, buffers)
         to_autograd = len(positions) if direct is not None else len(targets)
         handed = LentGradients(targets[:to_autograd])

@@ -33,19 +33,15 @@ def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """Memory for a gradient in the layout that autograd gives it.
-
-    It is that of the parameter where its elements fill their memory, and else row-major.
-    """
+    """Memory for a gradient in the layout that autograd gives it."""
+    # It is that of the parameter where its elements fill their memory, and else row-major.
     layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
     return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
 
 
 def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Memory for the gradient of an output, in the strides in which it is known to come.
-
-    Kernels round otherwise over another layout. Where none is known it is that of the output.
-    """
+    """Memory for the gradient of an output, in the strides in which it is known to come."""
+    # Kernels round otherwise over another layout. Where none is known it is that of the output.
     zeros = torch.zeros_like(output, requires_grad=False)
     if stride is None or stride == zeros.stride():
         return zeros
@@ -78,10 +74,6 @@ class LentGradients:
     overwrite gradients that are still of use (pytorch#181723). Here the graph ends with one fused
     copy into memory outside of its pool, and that memory is lent to one backward pass at a time. A
     replay that finds any of it still held saves it first; from then on gradients are copies.
-
-    Args:
-        targets: The tensors that may get a gradient. Which of them do, and with which strides, is
-            what the capture shows.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
@@ -159,10 +151,8 @@ class OutputGradients:
 
 
 def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Memory for each device and dtype, and in it the elements for each tensor.
-
-    They share a storage so that one number tells whether anybody holds any of them.
-    """
+    """Memory for each device and dtype, and in it the elements for each tensor."""
+    # They share a storage so that one number tells whether anybody holds any of them.
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, target in enumerate(targets):
         kinds[target.device, target.dtype].append(i)

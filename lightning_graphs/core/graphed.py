@@ -34,23 +34,20 @@ from lightning_graphs.errors import (
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
-    """The captured backward of a callable.
-
-    Attributes:
-        reach: For each of these outputs, the leaves of autograd that it depends on.
-        input_positions: Positions, among the call's tensor leaves, of the inputs that require grad.
-        parameters: The parameters whose gradients autograd is given; none if they are direct.
-        handed: Hands autograd the gradients of those inputs and then of those parameters.
-        direct: Writes the parameters' gradients itself; None where autograd does.
-    """
+    """The captured backward of a callable."""
 
     graph: CUDAGraph  # computes the gradients from ``output_gradients``
     output_gradients: OutputGradients  # its static inputs, one for each output that requires grad
+    # For each of these outputs, the leaves of autograd that it depends on.
     reach: tuple[frozenset[Tensor], ...]
     targets: tuple[Tensor, ...]  # the leaves whose gradients autograd is given, in their order
+    # Positions, among the call's tensor leaves, of the inputs that require grad.
     input_positions: tuple[int, ...]
+    # The parameters whose gradients autograd is given; none if they are direct.
     parameters: tuple[Parameter, ...]
+    # Hands autograd the gradients of those inputs and then of those parameters.
     handed: LentGradients
+    # Writes the parameters' gradients itself; None where autograd does.
     direct: DirectGradients | None
     place: int  # its place in the order of captures
 
@@ -62,12 +59,7 @@ class BackwardPass:
 
 @dataclass(slots=True)
 class CapturedCall:
-    """What the capture of a callable leaves; filled while it goes on.
-
-    Attributes:
-        borrowed: By the index of a tensor of the call, the memory where it is read in place.
-        shared: Likewise, what tells later calls whether they are given the same tensor.
-    """
+    """What the capture of a callable leaves; filled while it goes on."""
 
     original: Callable[..., Any]  # what ran when it was captured
     module: nn.Module | None  # whose forward that is, if it is a module's
@@ -82,7 +74,9 @@ class CapturedCall:
     forward: CUDAGraph | None = None  # its graph
     backward: BackwardPass | None = None  # the backward pass, if there is one
     place: int = -1  # the place of the forward graph in the order
+    # By the index of a tensor of the call, the memory where it is read in place.
     borrowed: dict[int, Source] = field(default_factory=dict)
+    # Likewise, what tells later calls whether they are given the same tensor.
     shared: dict[int, SharedArgument] = field(default_factory=dict)
 
 
@@ -96,11 +90,6 @@ class GraphedCallable:
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
-
-    Attributes:
-        forward_stores: Attributes that its forward sets.
-        backward_stores: Those that its backward sets.
-        explain: Puts the error of a refused backward pass in the words of whoever made the graphs.
     """
 
     def __init__(self, captured: CapturedCall) -> None:
@@ -136,8 +125,9 @@ class GraphedCallable:
         self._witness = captured.parameters[0] if captured.parameters else self._anchor
         self._version = version_of(self._witness)
         self._released = False
-        self.forward_stores: Stores = ()
-        self.backward_stores: Stores = ()
+        self.forward_stores: Stores = ()  # attributes that its forward sets
+        self.backward_stores: Stores = ()  # those that its backward sets
+        # Puts the error of a refused backward pass in the words of whoever made the graphs.
         self.explain: Callable[[ReplayError], object] = _as_it_is
 
     @property
@@ -233,10 +223,8 @@ class GraphedCallable:
     def run_backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Replay the backward graph; the gradients, of inputs and then of parameters.
-
-        What depends only on outputs that have no gradient has none, as in eager mode.
-        """
+        """Replay the backward graph; the gradients, of inputs and then of parameters."""
+        # What depends only on outputs that have no gradient has none, as in eager mode.
         try:
             self._refuse_unsound_backward(pending)
             backward = self.backward_pass

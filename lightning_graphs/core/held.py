@@ -24,23 +24,20 @@ class Held:
     Those are the callable where it is a module, and otherwise what it finds in its closure, its
     globals, ``self`` with its attributes, and the arguments of a ``functools.partial``. What it
     reaches through other functions is not seen.
-
-    Attributes:
-        modules: Root modules by the name that the callable has for them; its own is empty.
-        owners: All modules with their paths, each once, as they were at construction.
-        tensors: Other tensors by name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         found = [("", function)] if isinstance(function, nn.Module) else list(_held(function))
+        # Root modules by the name that the callable has for them; its own is empty.
         self.modules: dict[str, nn.Module] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}  # other tensors by name
         for name, value in found:
             if isinstance(value, nn.Module) and all(value is not m for m in self.modules.values()):
                 self.modules[name] = value
             elif isinstance(value, Tensor):
                 self.tensors[name] = value
         seen: set[nn.Module] = set()
+        # All modules with their paths, each once, as they were at construction.
         self.owners = [
             named
             for name, root in self.modules.items()
@@ -122,11 +119,9 @@ def trainable_parameters(module: nn.Module | None) -> list[Parameter]:
 def with_leaves_behind(
     outputs: Sequence[Tensor], known: list[Parameter], inputs: Sequence[Tensor]
 ) -> list[Parameter]:
-    """The parameters and every other trainable leaf that the outputs depend on.
-
-    A function does not say which parameters it uses, and a module may use some that are not its
-    own. Without this walk they would silently get no gradient.
-    """
+    """The parameters and every other trainable leaf that the outputs depend on."""
+    # A function does not say which parameters it uses, and a module may use some that are not its
+    # own. Without this walk they would silently get no gradient.
     given = {id(t) for t in inputs}
     found = dict.fromkeys(known)
     found |= {leaf: None for leaf in leaves_behind(outputs) if id(leaf) not in given}  # type: ignore[misc]

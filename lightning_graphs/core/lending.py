@@ -65,21 +65,15 @@ class SharedArgument:
 
 
 class PendingBackward:
-    """A forward pass whose backward has not run.
-
-    Attributes:
-        after: Place of its forward graph.
-        before: Place of its backward graph.
-        is_void: Whether a graph has overwritten what the backward pass needs.
-        is_done: Whether the backward pass has run.
-    """
+    """A forward pass whose backward has not run."""
 
     __slots__ = ("after", "before", "is_done", "is_void")
 
     def __init__(self, after: int, before: int) -> None:
-        self.after = after
-        self.before = before
-        self.is_void = self.is_done = False
+        self.after = after  # place of its forward graph
+        self.before = before  # place of its backward graph
+        self.is_void = False  # whether a graph has overwritten what the backward pass needs
+        self.is_done = False
 
 
 class ReplayOrder:
@@ -87,15 +81,12 @@ class ReplayOrder:
 
     What one graph had freed when another was captured, the other may use. So between a forward and
     its backward only such graphs may be replayed as were captured between the two.
-
-    Attributes:
-        last: Place of the graph that was replayed last; -1 at the beginning.
     """
 
     def __init__(self) -> None:
         self._captured = 0
         self._pending: dict[PendingBackward, None] = {}
-        self.last = -1
+        self.last = -1  # place of the graph that was replayed last; -1 at the beginning
 
     def place(self) -> int:
         """The place of a graph that is captured now."""

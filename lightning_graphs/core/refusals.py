@@ -103,10 +103,8 @@ def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
 
 
 def is_changed(tensor: Tensor, before: Tensor) -> Tensor:
-    """Whether any bit of a plain strided tensor is another one: a bool on its device.
-
-    Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
-    """
+    """Whether any bit of a plain strided tensor is another one: a bool on its device."""
+    # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
     return (_bits(tensor) != _bits(before)).any()
 
 

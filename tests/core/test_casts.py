@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.core.autograd_graph import leaves_behind
 from lightning_graphs.core.backend import BackendName
-from lightning_graphs.core.capturing import CallableCapture
+from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.casts import ahead_of_casts, cast_together
 from lightning_graphs.core.lending import ReplayOrder
 from lightning_graphs.core.pool import GraphPool
@@ -225,16 +225,8 @@ def backward_nodes(device: torch.device, backend: BackendName, *, direct: bool) 
     module = Tower().to(device)
     pool = GraphPool(keep_graphs=True, backend=backend)
     with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-        capture = CallableCapture(
-            module,
-            (torch.randn(2, 8, device=device),),
-            {},
-            pool=pool,
-            order=ReplayOrder(),
-            direct=direct,
-            allow_unused=False,
-            static_outputs=False,
-        )
+        settings = CaptureSettings(pool, ReplayOrder(), direct)
+        capture = CallableCapture(module, (torch.randn(2, 8, device=device),), {}, settings)
         capture.warm_up(1)
         capture.capture_forward()
         capture.capture_backward()

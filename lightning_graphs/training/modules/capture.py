@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.capturing import CallableCapture
+from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
 from lightning_graphs.core.lending import ReplayOrder, Source
 from lightning_graphs.core.pool import GraphPool
@@ -27,16 +27,15 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
+from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.modules.surroundings import Surroundings
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
-OriginalForward = Callable[[nn.Module], Callable[..., Any]]
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -53,34 +52,23 @@ def pattern_of(calls: Sequence[ObservedCall], observation: Observation) -> Hasha
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What captures are made with.
-
-    Attributes:
-        direct: Backward graphs write the gradients of parameters themselves. Where somebody asks
-            for the gradients of some parameters only, autograd must know of them.
-    """
+    """What captures are made with."""
 
     root: LightningModule  # the user's module
     own: OwnCode  # tells its author's code from others'
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradient_buffers: GradientBuffers  # where parameter gradients go
-    original: OriginalForward  # gives a module's own forward
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
+    # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
+    # gradients of some parameters only, autograd must know of them.
     direct: bool = True
 
 
 def capture_calls(
     calls: Sequence[ObservedCall], observation: Observation, means: Means, baked: Baked
 ) -> CapturedCalls:
-    """Capture forward and backward of these calls in the order in which the step ran them.
-
-    Args:
-        calls: What is captured; no call is inside of another. Those without autograd are not:
-            they share graphs that are made when they are called.
-
-    Raises:
-        CallRefused: a call cannot be captured; no graph is left and everything is as before.
-    """
+    """Capture forward and backward of these calls in the order in which the step ran them."""
+    # No call is inside of another. Those without autograd share graphs that are made when called.
     for call in calls:
         _refuse_other_submodules(call)
     captured = CapturedCalls(calls, observation)
@@ -95,17 +83,16 @@ def capture_calls(
             apart = pool.beside()
             groups.append((apart, [(call, "forward"), (call, "backward")]))
     captures: dict[ObservedCall, _Capture] = {}
-    surroundings = Surroundings.of(means.root, means.own, baked)
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
     warm = not has_compiled_anything()
     try:
-        with capture_cost(pool.backend) as cost, surroundings.effects.watched():
+        with capture_cost(pool.backend) as cost:
             for memory, passes in groups:
                 own, order = captured.group(memory)
                 for call in dict.fromkeys(call for call, _ in passes):
                     here = replace(means, pool=own)
-                    captures[call] = _Capture(call, here, order, surroundings, warm=warm)
+                    captures[call] = _Capture(call, here, order, baked, warm=warm)
                 for call, direction in passes:
                     if means.lends and direction == "forward":
                         captures[call].read_in_place(captures)
@@ -138,25 +125,18 @@ def _refuse_other_submodules(call: ObservedCall) -> None:
 
 
 def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
-    """Capture a call without autograd, which any other may follow.
-
-    Raises:
-        CallRefused: it cannot be captured; no graph is left and everything is as before.
-    """
+    """Capture a call without autograd, which any other may follow."""
     pool = means.pool
     own = pool.beside(pool.handle)
-    surroundings = Surroundings.of(means.root, means.own, baked)
-    with surroundings.effects.watched():
-        here = replace(means, pool=own)
-        capture = _Capture(call, here, ReplayOrder(), surroundings, warm=False)
-        try:
-            with capture_cost(pool.backend) as cost:
-                capture.run("forward")
-                capture.run("backward")
-        except BaseException:
-            capture.passes.abandon()
-            own.close()
-            raise
+    capture = _Capture(call, replace(means, pool=own), ReplayOrder(), baked, warm=False)
+    try:
+        with capture_cost(pool.backend) as cost:
+            capture.run("forward")
+            capture.run("backward")
+    except BaseException:
+        capture.passes.abandon()
+        own.close()
+        raise
     capture.cost.added.update(cost.added)
     return capture.finish()
 
@@ -176,57 +156,39 @@ def _of_module(name: str, error: ReplayError) -> None:
 
 
 class _Capture:
-    """The capture of one call, as it was observed.
-
-    Args:
-        warm: It has just run, as it is captured.
-    """
+    """The capture of one call, as it was observed."""
 
     def __init__(
         self,
         call: ObservedCall,
         means: Means,
         order: ReplayOrder,
-        surroundings: Surroundings,
+        baked: Baked,
         *,
-        warm: bool,
+        warm: bool,  # it has just run, as it is captured
     ) -> None:
         self._call = call
-        self._state = ObservedState(call)
+        self._state = ObservedState(call, means.pool.backend.device_type)
         with self._state.restored():
             self._attributes = Attributes(call.module)
-        self._surroundings = surroundings
+        self._baked = baked
         self.pool = pool = means.pool
         self.cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
+        direct = means.direct and not hooked and not call.partial
+        here = CaptureSettings(pool, order, direct, True, gradient_buffers=means.gradient_buffers)
 
         def prepare() -> CallableCapture:
             if call.arguments is not None:
                 call.arguments.refuse_later_changes()
-            with torch.autocast(
-                pool.backend.device_type,
-                dtype=call.autocast,
-                enabled=call.autocast is not None,
-                cache_enabled=False,
-            ):
-                capture = CallableCapture(
-                    call.module,
-                    call.args,
-                    call.kwargs,
-                    pool=pool,
-                    order=order,
-                    direct=means.direct and not hooked and not call.partial,
-                    allow_unused=True,
-                    static_outputs=False,
-                    gradient_buffers=means.gradient_buffers,
-                    original=means.original(call.module),
-                )
+            original = original_call(call.module)
+            capture = CallableCapture(call.module, call.args, call.kwargs, here, original)
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
             if not warm or call.written is None:
-                with surroundings.loose.kept():
+                with baked.loose.kept():
                     self._left_alone(partial(capture.warm_up, 1))
             else:
                 refuse_written_arguments(capture.argument_names, call.written)
@@ -254,10 +216,8 @@ class _Capture:
             self.passes.read_in_place(found)
 
     def read_gradients_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy no gradient of an output that only one call of the same pool was given.
-
-        A tensor that is returned twice has two gradients, and no memory of one is for both.
-        """
+        """Copy no gradient of an output that only one call of the same pool was given."""
+        # A tensor that is returned twice has two gradients, and no memory of one is for both.
         given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
             for leaf, makers in other._call.sources.items():
@@ -281,13 +241,11 @@ class _Capture:
         """Capture one pass."""
         passes = self.passes
         started = perf_counter()
-        watched = self._surroundings
-        watched.loose.written()  # by others, since
-        watched.baked.stored()
+        self._baked.left()  # by others, since
         capture = passes.capture_forward if direction == "forward" else passes.capture_backward
         self._explained(partial(self._left_alone, capture))
-        self._written |= watched.loose.written()
-        self._stores[direction] = watched.baked.stored()
+        written, self._stores[direction] = self._baked.left()
+        self._written |= written
         self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
@@ -309,7 +267,7 @@ class _Capture:
             with torch.inference_mode(False), self._state.restored(), capture_unseen([]):
                 return run()
         except GraphError as error:
-            self._surroundings.baked.outside.empty_caches()  # of the run that explains the refusal
+            self._baked.outside.empty_caches()  # of the run that explains the refusal
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
         except Exception as error:
             if is_out_of_memory(error):
@@ -323,4 +281,4 @@ class _Capture:
             ) from error
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:
-        return self._surroundings.left_alone(run, self._call.module, self._attributes)
+        return self._baked.left_alone(run, self._call.module, self._attributes)

@@ -26,11 +26,7 @@ from lightning_graphs.training.state import Kept
 
 
 class CallDiffers(VerificationError):
-    """The graphs of one call compute something else than the call itself.
-
-    Attributes:
-        call: The call.
-    """
+    """The graphs of one call compute something else than the call itself."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
@@ -49,17 +45,8 @@ class CallChecks:
         self._agreement = agreement
 
     def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
-        """Verify the graphs of a step before it begins.
-
-        A call of whose outputs somebody still holds the memory is left out, as by training.
-
-        Args:
-            again: They have been replayed: arguments are the latest ones, not the observed ones.
-
-        Raises:
-            CallDiffers: names the first tensor that differs.
-            ReplayError: a parameter or buffer has moved since the first check.
-        """
+        """Verify the graphs of a step before it begins."""
+        # A call of whose outputs somebody still holds the memory is left out, as by training.
         for site in captured.captured:
             captured.begin()
             self.check_site(site, again=again)
@@ -140,11 +127,7 @@ class _CallRun:
     # ------------------------------------------------------------------ the two ways
 
     def eager(self) -> list[Result]:
-        """Run the module's own forward, and its backward pass.
-
-        Raises:
-            CaptureError: by itself it does not run.
-        """
+        """Run the module's own forward, and its backward pass."""
         try:
             return self._run(self._site.graphed.original, direct=False)
         except RuntimeError as error:
@@ -166,23 +149,16 @@ class _CallRun:
 
     def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
         call = self._site.call
-        device_type = self.device.type
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
-        state = ObservedState(call)
+        state = ObservedState(call, self.device.type)
         with torch.inference_mode(False), state.restored(), without_hooks(self._parameters):
-            with torch.autocast(
-                device_type,
-                dtype=call.autocast,
-                enabled=call.autocast is not None,
-                cache_enabled=False,
-            ):
-                returned = forward(*args, **kwargs)
+            returned = forward(*args, **kwargs)
             leaves: list[tuple[str, Any]] = []
             flatten(returned, "output", leaves)
             outputs = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(self.device.type, enabled=False):
                 gradients = self._pull_back(outputs, tensors, direct=direct)
         module = f"of `{call.name}`"
         found = [

@@ -24,13 +24,6 @@ class Choice:
 
     With ``modules`` those that it names. Without, the largest ones whose code can be captured;
     where one is refused, the modules that it calls take its place. Each call has graphs of its own.
-
-    Args:
-        root: The user's module.
-        options: The callback's options.
-
-    Raises:
-        OptionError: ``modules`` or ``exclude`` name nothing, or a module and its ancestor.
     """
 
     def __init__(self, root: nn.Module, options: Options) -> None:
@@ -57,11 +50,7 @@ class Choice:
         return {name: module for name, module in named.items() if module not in inside}
 
     def learn(self, observation: Observation) -> bool:
-        """Keep in mind which calls no backward graph can serve, in this step or in another.
-
-        Returns:
-            Whether there was one.
-        """
+        """Keep in mind which calls no backward graph can serve; whether there are any."""
         found = [(c, reason) for c in observation.calls if (reason := c.obstacle())]
         self._shown.update(((call.ordinal, call.key()), reason) for call, reason in found)
         return bool(found)
@@ -69,11 +58,7 @@ class Choice:
     def leave_out_unsteady(
         self, kind: StepKind, observation: Observation, note: Callable[[str], None]
     ) -> list[nn.Module]:
-        """Leave out, for good, modules whose arguments change from step to step of one kind.
-
-        Returns:
-            Those that are left out from now on.
-        """
+        """Leave out, for good, modules whose arguments change from step to step of one kind."""
         found: dict[nn.Module, str] = {}
         for call in observation.calls:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
@@ -100,12 +85,7 @@ class Choice:
         return call.obstacle() or self._shown.get((call.ordinal, call.key()))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
-        """The calls to try first, those without autograd among them.
-
-        Args:
-            observation: An observed step.
-            note: Says what is left out, and why.
-        """
+        """The calls to try first, those without autograd among them."""
         if not self._by_name:
             found: list[ObservedCall] = []
             alone: list[ObservedCall] = []

@@ -20,14 +20,12 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
-from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.entry import Entry
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
-from lightning_graphs.training.options import Options
-from lightning_graphs.training.statistics import Statistics
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
@@ -39,35 +37,20 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Stage:
-    """What all graphed modules of a fit share.
+    """What all graphed modules of a fit share."""
 
-    Attributes:
-        options: The callback's options.
-        means: For captures of calls without autograd, which may be replayed in any order.
-        statistics: Where decisions are counted and said.
-        checks: Compares new graphs with the modules' own code.
-        investment: Decides what is worth a capture.
-        stepping: A training step's own code is running, and no backward pass.
-        evaluating: A validation step's is, and it shall have graphs.
-        stale: Why no graph may be right any longer; empty if all may.
-        astray: A call was not given the tensor that its graph reads in place.
-        elsewhere: Finds graphs for a call (the n-th of a module) that the present ones do not fit,
-            and goes on with them; None while a step runs eagerly.
-        missed: Why a call of the present step found no graph; empty if all did.
-        foreseen: Another captured step makes the call that found none: it is no reason to search.
-    """
-
-    options: Options
-    means: Means
-    statistics: Statistics
-    checks: CallChecks
-    investment: Investment
-    stepping: bool = False
-    evaluating: bool = False
-    stale: str = ""
-    astray: bool = False
+    fit: Fit
+    means: Means  # for captures of calls without autograd, which may be replayed in any order
+    checks: CallChecks  # compares new graphs with the modules' own code
+    stepping: bool = False  # a training step's own code is running, and no backward pass
+    evaluating: bool = False  # a validation step's is, and it shall have graphs
+    stale: str = ""  # why no graph may be right any longer; empty if all may
+    astray: bool = False  # a call was not given the tensor that its graph reads in place
+    # Finds graphs for a call (the n-th of a module) that the present ones do not fit, and goes on
+    # with them; None while a step runs eagerly.
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
-    missed: str = ""
+    missed: str = ""  # why a call of the present step found no graph; empty if all did
+    # Another captured step makes the call that found none: it is no reason to search.
     foreseen: bool = False
 
     @contextlib.contextmanager
@@ -86,25 +69,17 @@ class GraphedForward(Entry):
 
     In a training step the n-th call of the module under autograd has the n-th of its sites. Calls
     without autograd need no backward and share graphs by signature.
-
-    Args:
-        name: Qualified name of the module.
-        module: The module.
-        stage: Shared with the other modules of the fit.
-
-    Attributes:
-        sites: Graphs of the present step's calls.
     """
 
     def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
         super().__init__(module)
-        self.sites: Sequence[Site | None] = ()
+        self.sites: Sequence[Site | None] = ()  # graphs of the present step's calls
         self._label = name
         self._stage = stage
         self._calls = 0
         self._missing = ""
         self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
-            stage.investment, _replays, self._release, capacity=stage.options.max_graphs
+            stage.fit.investment, _replays, self._release, capacity=stage.fit.options.max_graphs
         )
 
     def begin(self, sites: Sequence[Site | None]) -> None:
@@ -210,11 +185,11 @@ class GraphedForward(Entry):
                 self._without_autograd.refuse(signature)
                 raise
         except (CaptureError, CallDiffers) as error:
-            if isinstance(error, CallDiffers) and stage.options.on_failure == "raise":
+            if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
-            stage.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
+            stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
             return None
-        enter([site], stage.statistics, "; without autograd")
+        enter([site], stage.fit.statistics, "; without autograd")
         self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))
         return site
 
@@ -222,11 +197,11 @@ class GraphedForward(Entry):
         try:
             self._stage.checks.check_site(site)
         except BaseException:
-            site.release(self._stage.statistics)
+            site.release(self._stage.fit.statistics)
             raise
 
     def _release(self, plan: tuple[Site, Baked]) -> None:
-        plan[0].release(self._stage.statistics)
+        plan[0].release(self._stage.fit.statistics)
 
     def forget(self) -> None:
         """Release every graph."""

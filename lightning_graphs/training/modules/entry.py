@@ -16,10 +16,6 @@ class Entry:
 
     In hooks between steps nobody finds it: there the module can be scripted, traced, exported,
     compiled, copied and pickled as its author made it.
-
-    Attributes:
-        original: What it stands for.
-        own: What the module itself has in its place, unlike its class; None for nothing.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -29,9 +25,10 @@ class Entry:
 
     def _look(self) -> None:
         self._name = COMPILED_CALL if is_compiled_in_place(self._module) else "forward"
+        # What the module itself has in its place, unlike its class; None for nothing.
         self.own: Callable[..., Any] | None = self._attributes.get(self._name)
         self._compiled = self._attributes.get(COMPILED_CALL)
-        self.original: Callable[..., Any] = getattr(self._module, self._name)
+        self.original: Callable[..., Any] = getattr(self._module, self._name)  # what it stands for
         self.__wrapped__ = self.original  # inspect.signature shows the original's arguments
 
     @property

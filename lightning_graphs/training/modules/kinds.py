@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -143,14 +143,3 @@ def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | Non
         return Signature.of(batch, {}, names=("batch",), modes=modes, unread=EVERYTHING)[0]
     except CaptureError:
         return None
-
-
-def moved_attributes(plans: Sequence[StepOfModules]) -> list[str]:
-    """The attributes that have other values now than in these graphs, for a person to read."""
-    moved: dict[str, str] = {}
-    for plan in plans:
-        then = dict(plan.baked.values)
-        for name, now in plan.baked.now():
-            if name in then and then[name] != now:
-                moved[name] = f"{name}: {then[name]!r} -> {now!r}"
-    return list(moved.values())

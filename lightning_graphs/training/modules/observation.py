@@ -29,24 +29,20 @@ from lightning_graphs.core.torch_private import (
     will_execute,
 )
 from lightning_graphs.core.tree import leaves_of, substitute
-from lightning_graphs.training.modules.arguments import WatchedArguments
 from lightning_graphs.training.modules.entry import Entry
-from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.observed_call import ObservedCall, WatchedArguments
 
 Direction = Literal["forward", "backward"]
 
 
 @dataclass(slots=True)
 class Observation:
-    """What one step did.
-
-    Attributes:
-        passes: Forward and backward passes of these calls in the order in which they ran.
-        shaped_by: The first operator whose output shape depends on values; empty if there is none.
-    """
+    """What one step did."""
 
     calls: list[ObservedCall] = field(default_factory=list)  # calls in the order of their beginning
+    # Forward and backward passes of these calls in the order in which they ran.
     passes: list[tuple[ObservedCall, Direction]] = field(default_factory=list)
+    # The first operator whose output shape depends on values; empty if there is none.
     shaped_by: str = ""
 
 
@@ -78,16 +74,12 @@ class WatchedForward(Entry):
     """Tells an observer of every call, with the arguments that the original gets.
 
     It serves all observations of a fit: compiled code that calls the module knows it again.
-
-    Attributes:
-        observer: Who is told.
-        name: Qualified name of the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.observer: StepObserver | None = None
-        self.name = ""
+        self.observer: StepObserver | None = None  # who is told
+        self.name = ""  # qualified name of the module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the module."""
@@ -129,23 +121,20 @@ class _Token:
 
 
 class StepObserver:
-    """Watches the calls of modules; with :meth:`remove` nothing of it is left.
-
-    Args:
-        known: What stands for modules while they are watched; it is added to.
-        is_stepping: Whether a training step's own code is running: other calls, of validation and
-            of hooks, do not count, but for those that a backward pass makes.
-        looks_at_shapes: Operators whose output shape depends on values are looked for, under a
-            dispatch mode, which would let compiled code run eagerly.
-    """
+    """Watches the calls of modules; with :meth:`remove` nothing of it is left."""
 
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
+        # What stands for modules while they are watched; it is added to.
         known: dict[nn.Module, WatchedForward],
         device_type: str,
+        # Whether a training step's own code is running: other calls, of validation and of hooks, do
+        # not count, but for those that a backward pass makes.
         is_stepping: Callable[[], bool] = lambda: True,
         *,
+        # Operators whose output shape depends on values are looked for, under a dispatch mode,
+        # which would let compiled code run eagerly.
         looks_at_shapes: bool = False,
     ) -> None:
         self.observation = Observation()

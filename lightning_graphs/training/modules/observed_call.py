@@ -8,39 +8,86 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_graphs.core.kernel_choice import KernelChoice
+from lightning_graphs.core.leaves import SameInside, as_hashable, special_kind
+from lightning_graphs.core.refusals import is_changed
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import current_autograd_node
+from lightning_graphs.core.tree import flatten
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.modules.arguments import WatchedArguments
+from lightning_graphs.training.modules.entry import has_own_forward
+
+
+class WatchedArguments:
+    """The arguments of a call while it is observed: what becomes of them then, and afterwards.
+
+    Those who write tensors past autograd, as kernels outside of torch and ``x.data`` do, are found
+    by comparing values alone. torch's own layers are not among them. What runs in the middle of the
+    eager step never raises.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves: list[tuple[str, Any]] = []
+        flatten(tuple(args), "args", leaves)
+        flatten(dict(kwargs), "kwargs", leaves)
+        self._tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        self._others = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, Tensor)]
+        self._objects: list[tuple[str, SameInside]] = []
+        self._before: list[Tensor] | None = None
+        self._written: Sequence[Tensor | bool] | None = None
+        if all(map(_runs_torch_alone, module.modules())):
+            self._written = [False] * len(self._tensors)
+        elif not any(map(special_kind, self._tensors)):  # a call with such a one is no graph
+            with torch.no_grad(), contextlib.suppress(Exception):  # no memory, or odd dtypes
+                self._before = [tensor.clone() for tensor in self._tensors]
+
+    def look_again(self) -> None:
+        """Look at them right after the call."""
+        keys = [(name, as_hashable(leaf)) for name, leaf in self._others]
+        self._objects = [(name, key) for name, key in keys if isinstance(key, SameInside)]
+        if self._before is not None:
+            pairs = zip(self._tensors, self._before, strict=True)
+            with torch.no_grad(), contextlib.suppress(Exception):
+                self._written = [_is_written(tensor, before) for tensor, before in pairs]
+        self._before = None
+
+    def written(self) -> list[bool] | None:
+        """Which of the tensors hold other values than before; None if nobody could tell."""
+        if self._written is None:
+            return None
+        with contextlib.suppress(Exception):
+            return list(map(bool, self._written))
+        return None
+
+    def refuse_later_changes(self) -> None:
+        """Refuse a capture where objects hold other values by now than right after the call."""
+        for name, key in self._objects:
+            now = as_hashable(key.value)
+            if isinstance(now, SameInside) and (changes := key.changes(now)):
+                raise CaptureError(
+                    "A graphed module is captured after the step, with its arguments as they are "
+                    "then.",
+                    f"since the call, {name}{changes[0]}",
+                    "pass what changes by itself, as a number or a tensor, or a new object to each "
+                    "call",
+                )
+
+
+def _is_written(tensor: Tensor, before: Tensor) -> Tensor | bool:
+    if tensor.untyped_storage().nbytes() == 0 and before.numel():  # released by the call
+        return True
+    return is_changed(tensor, before)
+
+
+def _runs_torch_alone(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not has_own_forward(module)
 
 
 @dataclass(eq=False, slots=True)
 class ObservedCall:
-    """One call of a module in the observed step.
-
-    Attributes:
-        recomputed: The call was made by a backward pass, as activation checkpointing does.
-        sources: For each argument that other observed calls returned, by its index among the
-            tensors of the arguments, these calls and the index of the tensor in what they returned.
-        shared: For each other argument without gradient that earlier calls were given, too: these
-            calls and the argument's index there.
-        outlives: No backward pass went through it in its step, and the outputs' autograd graph was
-            kept: one may come later.
-        arguments: What became of its arguments; None where nobody has looked.
-        transformed: It was made inside of ``torch.func`` or forward-mode autograd; nothing else is
-            known of it.
-        switched: Which of the switches that choose kernels the step has set otherwise for it.
-        rewritten: Memory that an output shares with another one or with an argument was written
-            after the call, before the next step began.
-        gradient_strides: In which strides the gradients of its outputs came, by the index of each.
-        follows_values: Such an operator ran before it in the step: its arguments may have any
-            shape in the next one.
-        written: Which of the tensors among them the call has written, by whatever way; None where
-            nobody could tell.
-    """
+    """One call of a module in the observed step."""
 
     name: str  # qualified name of the module
     module: nn.Module
@@ -53,24 +100,38 @@ class ObservedCall:
     training: tuple[bool, ...]  # the train/eval flag of each of its submodules
     parent: ObservedCall | None  # the call of another observed module that made this one
     requires_grad: bool = False  # whether an output requires grad
+    # The call was made by a backward pass, as activation checkpointing does.
     recomputed: bool = False
     backwards: int = 0  # how often a backward pass went through its outputs
     twice_differentiable: bool = False  # a backward pass was run with ``create_graph=True``
     partial: bool = False  # a backward pass left the module's parameters out
+    # For each argument that other observed calls returned, by its index among the tensors of the
+    # arguments, these calls and the index of the tensor in what they returned.
     sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    # For each other argument without gradient that earlier calls were given, too: these calls and
+    # the argument's index there.
     shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
     ordinal: int = 0  # which call of the module in the step it is, counted from 0
+    # No backward pass went through it in its step, and the outputs' autograd graph was kept: one
+    # may come later.
     outlives: bool = False
+    # What became of its arguments; None where nobody has looked.
     arguments: WatchedArguments | None = None
+    # It was made inside of ``torch.func`` or forward-mode autograd; nothing else is known of it.
     transformed: bool = False
+    # Which of the switches that choose kernels the step has set otherwise for it.
     switched: Sequence[str] = ()
     hands_on: bool = False  # it returns nothing with a gradient but what it was given
+    # Memory that an output shares with another one or with an argument was written after the call,
+    # before the next step began.
     rewritten: bool = False
+    # In which strides the gradients of its outputs came, by the index of each.
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     draws: bool = False  # it has drawn random numbers on a GPU
     shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
+    # Such an operator ran before it in the step: its arguments may have any shape in the next one.
     follows_values: bool = False
-    written: list[bool] | None = None
+    written: list[bool] | None = None  # which arguments it has written; None: nobody could tell
 
     @classmethod
     def now(
@@ -109,10 +170,8 @@ class ObservedCall:
         return self.name, signature, self.autocast, self.grad_enabled, self.frozen, self.training
 
     def obstacle(self) -> str | None:
-        """Why this call cannot be a graph, in words that follow its name; None if it can.
-
-        What its code does is not looked at.
-        """
+        """Why this call cannot be a graph, in words that follow its name; None if it can."""
+        # What its code does is not looked at.
         if self.transformed:
             return "is made inside of a transform (torch.func, forward-mode autograd)"
         if self.switched:
@@ -137,10 +196,12 @@ class ObservedCall:
 class ObservedState:
     """The state of a module in which an observed call found it.
 
-    Grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters count.
+    Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
     """
 
-    def __init__(self, call: ObservedCall) -> None:
+    def __init__(self, call: ObservedCall, device_type: str) -> None:
+        self._device_type = device_type
+        self._autocast = call.autocast
         self._grad_enabled = call.grad_enabled
         self._dtype = call.kernels.dtype
         self._modules = list(call.module.modules())
@@ -158,7 +219,15 @@ class ObservedState:
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
-            with torch.set_grad_enabled(self._grad_enabled):
+            with (
+                torch.set_grad_enabled(self._grad_enabled),
+                torch.autocast(
+                    self._device_type,
+                    dtype=self._autocast,
+                    enabled=self._autocast is not None,
+                    cache_enabled=False,
+                ),
+            ):
                 yield
         finally:
             torch.set_default_dtype(dtype)

@@ -7,65 +7,37 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.training.agreement import Agreement
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
 from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
-from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.options import Options
-from lightning_graphs.training.retry import EagerRetry
-from lightning_graphs.training.statistics import Statistics
 
 
 class ModuleRunner:
     """Stands in for the strategy's methods where submodules are graphed."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        options: Options,
-        pool: GraphPool,
-        statistics: Statistics,
-        investment: Investment,
-        retry: EagerRetry,
-        *,
-        warmup_steps: int,
-    ) -> None:
-        self._calls = retry.calls
-        self._statistics = statistics
+    def __init__(self, fit: Fit, *, warmup_steps: int) -> None:
+        trainer, module = fit.trainer, fit.module
+        self._calls = fit.retry.calls
+        self._statistics = fit.statistics
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
-        agreement = Agreement(module, options, retry.budget)
+        agreement = Agreement(module, fit.options, fit.retry.budget)
         # First: it may refuse the options, and changes nothing.
-        self._graphs = ModuleGraphs(
-            module, options, pool, gradients, statistics, agreement, investment
-        )
-        if options.validation:
+        self._graphs = ModuleGraphs(fit, gradients, agreement)
+        if fit.options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
-            self._update = CapturedUpdate(
-                trainer,
-                module,
-                retry.own,
-                options,
-                pool.beside(),
-                gradients,
-                statistics,
-                agreement,
-                investment,
-            )
-
+            self._update = CapturedUpdate(fit, gradients, agreement)
         stage = self._graphs.stage
         quick = QuickLog(module, lambda: stage.stepping)
         self._open.enter_context(log_exchanged(module, quick))

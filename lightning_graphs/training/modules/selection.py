@@ -18,22 +18,10 @@ _LIKELY = 0.5
 def select(
     root: nn.Module, patterns: Sequence[str], exclude: Sequence[str]
 ) -> dict[str, nn.Module]:
-    """The submodules that ``patterns`` name and ``exclude`` does not.
-
-    A pattern is matched against qualified names, one part between dots at a time, so that
-    ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
-    may be the name of a class, or its dotted path where several classes have that name.
-
-    Args:
-        root: The module whose ``named_modules()`` are searched; it is not selected itself.
-
-    Returns:
-        Name and module, in the order of ``named_modules()``, each module once.
-
-    Raises:
-        OptionError: a pattern matches nothing, or several classes, or a module and its ancestor;
-            or ``exclude`` means a part of what ``patterns`` mean.
-    """
+    """The submodules that ``patterns`` name and ``exclude`` does not."""
+    # A pattern is matched against qualified names, one part between dots at a time, so that
+    # ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
+    # may be the name of a class, or its dotted path where several classes have that name.
     named = _submodules(root)
     wanted = _all_matches(named, patterns, "modules")
     left_out = _all_matches(named, exclude, "exclude")
@@ -67,11 +55,7 @@ def select(
 
 
 def excluded(root: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """The names of the submodules that ``exclude`` means where nothing is selected by name.
-
-    Raises:
-        OptionError: a pattern matches nothing, or several classes.
-    """
+    """The names of the submodules that ``exclude`` means where nothing is selected by name."""
     return _all_matches(_submodules(root), patterns, "exclude")
 
 

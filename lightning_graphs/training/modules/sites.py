@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -28,25 +28,25 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
+from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.logs import refuse_log
+from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import CodeOfModules, OwnCode
-from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
+from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
 
+Result = TypeVar("Result")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class CallRefused(CaptureError):
-    """One of the calls cannot be captured.
-
-    Attributes:
-        call: The call.
-    """
+    """One of the calls cannot be captured."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
@@ -57,23 +57,16 @@ class Baked:
     """What of Python's values a capture has read, and its graphs therefore contain; what it sets.
 
     Those are attributes of modules and of the trainer, and global and enclosing variables.
-
-    Args:
-        root: The user's module.
-        own: Tells its author's code from others'.
-
-    Attributes:
-        values: Their names and values at capture.
-        outside: Follows the code of the captures.
     """
 
-    outside: OutsideValues
+    outside: OutsideValues  # follows the code of the captures
+    loose: LooseTensors  # tensors that no module has in a table
 
     def __init__(self, root: LightningModule, own: OwnCode) -> None:
         self._root = root
         self._own = own
         self._reads = AttributeReads()
-        self.values: tuple[tuple[str, Any], ...] = ()
+        self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @contextlib.contextmanager
     def watched(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -90,6 +83,10 @@ class Baked:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
+            self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
+            self.outside.tell(self._generators.add, self.loose.add)
+            self._effects = SideEffects(trainer, self._own)
+            stack.enter_context(self._effects.watched())
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
@@ -103,19 +100,35 @@ class Baked:
         """Their names and present values."""
         return self._reads.values()
 
-    def changed_outside(self, owners: Container[int]) -> list[str]:
-        """Undo what the body has changed in other modules than these; the names."""
-        return self._reads.changed_outside(owners)
+    def left(self) -> tuple[dict[str, Tensor], Stores]:
+        """Tensors that the body has written, and attributes that it has set, since last asked."""
+        return self.loose.written(), self._reads.stored()
 
-    def stored(self) -> Stores:
-        """The attributes that the body has set since this was asked."""
-        return self._reads.stored()
+    def left_alone(
+        self, run: Callable[[], Result], module: nn.Module, attributes: Attributes
+    ) -> Result:
+        """Run a part of a capture; refuse code that acts on anything but tensors."""
+        try:
+            with self._effects.refused(self.outside, "its forward"):
+                result = run()
+        finally:
+            changed = self._reads.changed_outside(set(map(id, module.modules())))
+            if inside := attributes.changed():
+                changed += inside
+                attributes.restore()
+            if drawn := self._generators.drawn():
+                self._generators.restore()
+        if changed:
+            names = ", ".join(changed[:3])
+            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
+        if drawn:
+            observed = f"its forward draws from {', '.join(drawn)}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+        return result
 
     def share(self, sites: Sequence[Site]) -> None:
-        """Let each of these calls look at its part: the code between them may change any value.
-
-        Attributes of a module inside of other calls are no matter of a call.
-        """
+        """Let each of these calls look at its part: the code between them may change any value."""
+        # Attributes of a module inside of other calls are no matter of a call.
         inside = {id(module) for site in sites for module in site.call.module.modules()}
         for site in sites:
             own = {id(module) for module in site.call.module.modules()}
@@ -125,29 +138,18 @@ class Baked:
 
 @dataclass(slots=True)
 class Site:
-    """The graphs of one call in a step.
-
-    Attributes:
-        call: The observed call.
-        graphed: Its graphs.
-        cost: What their capture took.
-        parameters: The module's parameters.
-        requires_grad: Which of them required a gradient.
-        written: What the call writes beside parameters and buffers, by name.
-        record: Where replays are counted.
-        read: The values of Python's that are in the graphs.
-        values: Their names and values at capture.
-    """
+    """The graphs of one call in a step."""
 
     call: ObservedCall
     graphed: GraphedCallable
-    cost: CaptureCost
-    parameters: list[Parameter]
-    requires_grad: list[bool]
+    cost: CaptureCost  # what their capture took
+    parameters: list[Parameter]  # of the module
+    requires_grad: list[bool]  # which of them required a gradient
+    # What the call writes beside parameters and buffers, by name.
     written: dict[str, Tensor] = field(default_factory=dict)
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
-    read: HeldValues = field(default_factory=HeldValues)
-    values: tuple[tuple[str, Any], ...] = ()
+    read: HeldValues = field(default_factory=HeldValues)  # values of Python's in the graphs
+    values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @property
     def graphs(self) -> list[CUDAGraph]:
@@ -178,24 +180,15 @@ class Site:
 
 
 class CapturedCalls:
-    """The graphs of the calls of one step.
-
-    Args:
-        calls: The calls that are captured.
-        observation: The step that they are of.
-
-    Attributes:
-        sites: For each observed module the graphs of its calls, in their order; None for a call
-            that stays eager.
-        captured: The graphs of every call that has some.
-        hook_tables: Tables of hooks inside of the modules, all empty: a replay calls no hook.
-    """
+    """The graphs of the calls of one step."""
 
     def __init__(self, calls: Sequence[ObservedCall], observation: Observation) -> None:
         chosen = dict.fromkeys(call.module for call in calls)
         self._index: dict[ObservedCall, int] = {}
+        # For each observed module the graphs of its calls, in their order; None for a call that
+        # stays eager.
         self.sites: dict[nn.Module, list[Site | None]] = {}
-        self.captured: list[Site] = []
+        self.captured: list[Site] = []  # the graphs of every call that has some
         inside = set(calls)  # a replay makes no calls
         for call in observation.calls:
             if call.parent in inside:
@@ -205,6 +198,7 @@ class CapturedCalls:
             if call.grad_enabled:
                 self._index[call] = len(sites)
                 sites.append(None)
+        # Tables of hooks inside of the modules, all empty: a replay calls no hook.
         self.hook_tables = [
             table
             for module in chosen
@@ -231,10 +225,8 @@ class CapturedCalls:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a caller still holds an output that was handed out without a copy.
-
-        Any graph over the same memory may overwrite it.
-        """
+        """Whether a caller still holds an output that was handed out without a copy."""
+        # Any graph over the same memory may overwrite it.
         return any(site.graphed.outputs_are_kept for site in self.captured)
 
     @property
@@ -243,11 +235,7 @@ class CapturedCalls:
         return any(order.is_waiting for order in self._orders)
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
-        """Refuse a backward pass for some gradients only, where graphs write them themselves.
-
-        Raises:
-            ReplayError: names the module to whose parameters these inputs belong.
-        """
+        """Refuse a backward pass for some gradients only, where graphs write them themselves."""
         for site in self.captured:
             if any(tensor is p for tensor in inputs for p in site.parameters):
                 raise ReplayError(
@@ -284,13 +272,7 @@ class CapturedCalls:
 
 
 def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
-    """Enter the graphs of one module in the statistics, and count their replays there.
-
-    Args:
-        sites: The graphs of its calls.
-        statistics: The statistics.
-        remark: Put behind the arguments in words.
-    """
+    """Enter the graphs of one module in the statistics, and count their replays there."""
     call = sites[0].call
     signature, _ = Signature.of(call.args, call.kwargs)
     cost = CaptureCost(sum(site.cost.ms for site in sites))

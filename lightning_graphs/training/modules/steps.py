@@ -8,24 +8,23 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.agreement import Agreement
+from lightning_graphs.training.conditions import moved_values
 from lightning_graphs.training.ddp import wrapper_of
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.investment import PATIENCE, Investment, Waiting
+from lightning_graphs.training.investment import PATIENCE, Waiting
 from lightning_graphs.training.memory import SETTLED, NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
-from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.kinds import (
     FlagsReader,
     Observed,
@@ -33,14 +32,11 @@ from lightning_graphs.training.modules.kinds import (
     StepKind,
     StepOfModules,
     batch_signature,
-    moved_attributes,
 )
 from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.statistics import Statistics
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
@@ -49,39 +45,26 @@ _AGAIN = frozenset({"create_graph", "retain_graph"})
 
 
 class ModuleGraphs:
-    """Observes, captures and replays the calls of chosen submodules, step by step.
+    """Observes, captures and replays the calls of chosen submodules, step by step."""
 
-    Attributes:
-        stage: What decides over the calls while a step runs.
-        watches_requests: Graphs write gradients of which autograd knows nothing.
-        held: What may leave too little memory for a step that was not replayed yet; or empty.
-    """
-
-    def __init__(
-        self,
-        module: LightningModule,
-        options: Options,
-        pool: GraphPool,
-        gradients: PersistentGradients,
-        statistics: Statistics,
-        agreement: Agreement,
-        investment: Investment,
-    ) -> None:
+    def __init__(self, fit: Fit, gradients: PersistentGradients, agreement: Agreement) -> None:
+        module, options, pool = fit.module, fit.options, fit.pool
+        investment, statistics = fit.investment, fit.statistics
         apart = pool.beside()
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
         own = OwnCode(module)
         words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
         asks = not module.automatic_optimization or bool(words & _ASKING)
+        # Graphs write gradients of which autograd knows nothing.
         self.watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
-        self._means = Means(module, own, pool, gradients.of, original_call, direct=direct)
+        self._means = Means(module, own, pool, gradients.of, direct=direct)
         self._agreement = agreement
         self._checks = CallChecks(agreement)
         self._budget = agreement.budget
-        self.stage = Stage(
-            options, replace(self._means, pool=apart), statistics, self._checks, investment
-        )
+        # What decides over the calls while a step runs.
+        self.stage = Stage(fit, replace(self._means, pool=apart), self._checks)
         self._options = options
         self._device_type = pool.backend.device_type
         self._statistics = statistics
@@ -104,6 +87,7 @@ class ModuleGraphs:
         self._complete: set[StepKind] = set()
         self._waiting = Waiting(options, statistics, self._difference)
         self._looks_at_shapes = False
+        # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
 
     def close(self) -> None:
@@ -125,13 +109,7 @@ class ModuleGraphs:
     # ------------------------------------------------------------------ each step
 
     def begin(self, args: tuple[Any, ...]) -> None:
-        """Begin a step with this batch: with graphs, or eagerly and perhaps observed.
-
-        Raises:
-            CaptureError: nothing of the step that was observed can be captured, and
-                ``on_failure="raise"``.
-            VerificationError: graphs compute something else than their modules, and likewise.
-        """
+        """Begin a step with this batch: with graphs, or eagerly and perhaps observed."""
         stage, new = self.stage, None
         if stage.astray:
             self._lend_no_longer("a graphed module is given other tensors, which are copied now")
@@ -217,7 +195,9 @@ class ModuleGraphs:
         return None
 
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
-        return before.change(kind) or moved_attributes(self._plans_of(kind))
+        steps = (step.baked for step in self._plans_of(kind))
+        moved = (line for baked in steps for line in moved_values(baked.values, baked.now()))
+        return before.change(kind) or list(dict.fromkeys(moved))
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
@@ -252,11 +232,7 @@ class ModuleGraphs:
         return None
 
     def asked(self, inputs: Sequence[Any]) -> None:
-        """A backward pass is started for these tensors only: autograd knows of all from now on.
-
-        Raises:
-            ReplayError: graphs of the present step write one of these gradients.
-        """
+        """A backward pass is started for these tensors only: autograd knows of all from now on."""
         self._means = replace(self._means, direct=False)
         if self.stage.elsewhere is not None and self._replayed is not None:
             self._replayed.refuse_requests(inputs)

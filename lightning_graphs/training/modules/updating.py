@@ -9,25 +9,23 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError
 from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
     AttachedGradients,
     PersistentGradients,
     gradients_set_aside,
 )
-from lightning_graphs.training.interception import StrategyCalls
-from lightning_graphs.training.investment import Investment, Moves
+from lightning_graphs.training.investment import Moves
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -35,9 +33,7 @@ from lightning_graphs.training.lightning_private import (
 from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
-from lightning_graphs.training.options import Options
 from lightning_graphs.training.precision import scaler_of
-from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step import state_as_known
 from lightning_graphs.training.verification import Verification
 
@@ -52,39 +48,25 @@ class UpdatePlan:
 
 
 class CapturedUpdate:
-    """Takes the optimizer steps of a fit as graph launches.
+    """Takes the optimizer steps of a fit as graph launches."""
 
-    Attributes:
-        is_new: The last step had no graph before it: no other step has run beside its memory.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        calls: StrategyCalls,
-        options: Options,
-        pool: GraphPool,
-        gradients: PersistentGradients,
-        statistics: Statistics,
-        agreement: Agreement,
-        investment: Investment,
-    ) -> None:
-        self.optimizer: Optimizer = trainer.optimizers[0]
+    def __init__(self, fit: Fit, gradients: PersistentGradients, agreement: Agreement) -> None:
+        self.optimizer: Optimizer = fit.trainer.optimizers[0]
+        # The last step had no graph before it: no other step has run beside its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
-        self._trainer = trainer
-        self._module = module
-        self._calls = calls
-        self._pool = pool
+        self._trainer = fit.trainer
+        self._module = fit.module
+        self._calls = fit.retry.own
+        self._pool = fit.pool.beside()
         self._gradients = gradients
-        self._statistics = statistics
+        self._statistics = fit.statistics
         self._agreement = agreement
-        self._raises = options.on_failure == "raise"
-        self._observers = Observers.of(trainer, module)
-        self._moves = Moves(trainer)
+        self._raises = fit.options.on_failure == "raise"
+        self._observers = Observers.of(fit.trainer, fit.module)
+        self._moves = Moves(fit.trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
-            investment, attrgetter("uses"), self._release, capacity=options.max_graphs
+            fit.investment, attrgetter("uses"), self._release, capacity=fit.options.max_graphs
         )
         self._bind()
 
@@ -123,11 +105,7 @@ class CapturedUpdate:
             self._rebind("the optimizer was replaced")
 
     def step(self) -> bool:
-        """Take the step on the gradients that there are, with the hooks before it.
-
-        Returns:
-            False if nothing was done, and the strategy has to do it.
-        """
+        """Take the step on the gradients that there are, with the hooks before it."""
         if self.capturable is None or self._moves.obstacle:
             return False
         hooked = bool(self._observers.before_step)
