@@ -19,6 +19,7 @@ from lightning_graphs.reporting import Report
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
 from lightning_graphs.training.diagnosis import Diagnosis
 from lightning_graphs.training.doctor import Doctor
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.investment import Investment, steps_left
 from lightning_graphs.training.memory import MemoryBudget
@@ -29,7 +30,7 @@ from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.retry import EagerRetry
-from lightning_graphs.training.scopes import Fit, Runner, runner_for, why_no_whole_step
+from lightning_graphs.training.scopes import Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.transfer import BatchTransfer
 from lightning_graphs.training.uncapturable import flattened_once

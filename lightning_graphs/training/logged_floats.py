@@ -35,14 +35,7 @@ class LoggedFloats:
         self._made: list[_Made] = []
 
     def made(self, name: str, value: Any, now: Now, frame: FrameType) -> float | None:
-        """A float for code that asks for one; None if it does more with it than log it.
-
-        Args:
-            name: What messages call the number.
-            value: What it is now.
-            now: Gives what it is later.
-            frame: That of the code that asks.
-        """
+        """A float for code that asks for one; None if it does more with it than log it."""
         if not is_logged_at_once(frame):
             return None
         own = float(repr(float(value)))  # an object of its own

@@ -99,11 +99,7 @@ class AttributeReads:
         return self._held.now()
 
     def changed_outside(self, owners: Container[int]) -> list[str]:
-        """Undo what code has changed in modules other than these, given by their ``id``.
-
-        Returns:
-            The names of the attributes.
-        """
+        """Undo what code has changed in modules other than these, given by their ``id``."""
         names = []
         for (place, key), (owner, before) in self._stored.items():
             if place not in owners and not is_still(vars(owner).get(key, Absence.ABSENT), before):
@@ -127,9 +123,6 @@ class AttributeReads:
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
         checks their class; of theirs, the numbers that training is known to move are noted. What
         the body sets is noted of all of them.
-
-        Raises:
-            CaptureError: the body reads an iterator, before anything is taken from it.
         """
         self._thread = threading.get_ident()
         closed, self._unseen = inside_of_compiled(module), []
@@ -245,11 +238,7 @@ def _author_of(kind: type) -> str:
 
 
 def _refuse_iterators(name: str, value: Any) -> None:
-    """Refuse to read an iterator, or something with one inside, before anything is taken from it.
-
-    Raises:
-        CaptureError: names it and the line.
-    """
+    """Refuse to read an iterator, or what has one inside, before anything is taken from it."""
     inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
     for label, held in [(name, value), *inside]:
         if isinstance(held, Iterator) and not isinstance(held, io.IOBase):

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.interception import StepHandler
-from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
-from lightning_graphs.training.options import Options
-from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.runner import StepRunner
-from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.uncapturable import obstacle_in
 
 
@@ -39,65 +32,32 @@ class Runner(StepHandler, Protocol):
         """Release every graph and give back what was changed; may be called again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """What every runner is made of."""
-
-    trainer: Trainer
-    module: LightningModule
-    options: Options
-    pool: GraphPool  # owner of graphs, memory and stream
-    statistics: Statistics  # where decisions are counted
-    progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
-    investment: Investment  # decides what is worth a capture
-    retry: EagerRetry  # has the strategy's own methods, and repeats a step that finds no memory
-    ranks: Ranks  # does whole steps the same way on all ranks
-
-    def step_runner(self) -> StepRunner:
-        """Graphs of whole steps."""
-        return StepRunner(
-            self.trainer,
-            self.module,
-            self.options,
-            self.pool,
-            self.statistics,
-            self.progress,
-            self.investment,
-            self.retry,
-            self.ranks,
-        )
-
-    def module_runner(self, *, warmed_up: bool = False) -> ModuleRunner:
-        """Graphs of submodules.
-
-        Args:
-            warmed_up: The optimizer has stepped often enough.
-        """
-        self.ranks.close()  # submodules exchange nothing
-        if self.progress is not None:
-            self.progress.follows = True
-        return ModuleRunner(
-            self.trainer,
-            self.module,
-            self.options,
-            self.pool,
-            self.statistics,
-            self.investment,
-            self.retry,
-            warmup_steps=0 if warmed_up else self.options.warmup_steps,
-        )
+def _module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
+    fit.ranks.close()  # submodules exchange nothing
+    if fit.progress is not None:
+        fit.progress.follows = True
+    return ModuleRunner(
+        fit.trainer,
+        fit.module,
+        fit.options,
+        fit.pool,
+        fit.statistics,
+        fit.investment,
+        fit.retry,
+        warmup_steps=0 if warmed_up else fit.options.warmup_steps,
+    )
 
 
 def runner_for(fit: Fit) -> Runner:
     """The runner that the options ask for."""
     if fit.options.scope == "step":
-        return fit.step_runner()
+        return StepRunner(fit)
     if fit.options.by_submodules:
-        return fit.module_runner()
+        return _module_runner(fit)
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
         fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
-        return fit.module_runner()
+        return _module_runner(fit)
     return AutoRunner(fit)
 
 
@@ -123,7 +83,7 @@ class AutoRunner:
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit
-        self._runner: StepRunner | ModuleRunner = fit.step_runner()
+        self._runner: StepRunner | ModuleRunner = StepRunner(fit)
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
@@ -158,5 +118,5 @@ class AutoRunner:
         runner = self._runner
         if isinstance(runner, StepRunner) and runner.has_failed:
             runner.close()
-            self._runner = self._fit.module_runner(warmed_up=True)
+            self._runner = _module_runner(self._fit, warmed_up=True)
         return self._runner
