@@ -150,6 +150,36 @@ def test_a_key_of_its_own(cli: Run, backend: str, tmp_path: Path) -> None:
     assert graphs_of(run).options.max_graphs == 3
 
 
+def with_option(folder: Path, backend: str, option: str) -> str:
+    """The path of a configuration file with one more option of the callback."""
+    written = folder / "config.yaml"
+    written.write_text(
+        "trainer: {callbacks: [{class_path: lightning_graphs.GraphCapture, init_args: "
+        f"{{backend: {backend}, scope: step, {option}}}}}]}}",
+        encoding="utf-8",
+    )
+    return str(written)
+
+
+def test_an_old_value_in_a_configuration_file(cli: Run, backend: str, tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="write verify=True") as said:
+        run = cli("--config", with_option(tmp_path, backend, "verify: first"))
+    assert len([one for one in said if "GraphCapture" in str(one.message)]) == 1
+    assert graphs_of(run).options.verify == GraphCapture(verify=True).options.verify
+    assert graphs_of(run).statistics.replayed == 5
+
+
+@pytest.mark.parametrize("old", ["capture_after: 4", "profit_gate: false", "doctor: true"])
+def test_an_old_name_in_a_configuration_file_is_named(
+    cli: Run, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str
+) -> None:
+    """jsonargparse knows the options by the signature, which has the present names."""
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli("--config", with_option(tmp_path, backend, old))
+    name = old.partition(":")[0]
+    assert f"Option '{name}' is not accepted" in capsys.readouterr().err
+
+
 def test_print_config_lists_every_option(cli: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         cli("--trainer.callbacks+=lightning_graphs.GraphCapture", "--print_config")

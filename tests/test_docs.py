@@ -98,6 +98,24 @@ def test_docstrings_show_no_role_of_sphinx(site: Path) -> None:
         assert not re.search(r":(class|func|meth|data):", page.read_text(encoding="utf-8"))
 
 
+def test_anchors_can_be_told_apart(site: Path) -> None:
+    """mkdocs numbers those of equal headings, and the numbers move with the next heading."""
+    for page in site.glob("*.html"):
+        anchors = re.findall(r'<h[1-6] id="([^"]+)"', page.read_text(encoding="utf-8"))
+        assert not [one for one in anchors if re.search(r"_\d+$", one)], page.name
+        assert len(anchors) == len(set(anchors)), page.name
+
+
+def test_the_search_works_from_the_disk(site: Path) -> None:
+    """Browsers refuse workers and requests to a page from the disk: both are replaced."""
+    assert (site / "search" / "search_index.js").is_file()
+    for page in site.glob("*.html"):
+        found = re.findall(r'<script src="([^"]+)"', page.read_text(encoding="utf-8"))
+        shims = [one for one in found if "iframe-worker" in one]
+        assert len(shims) == 1
+        assert (site / shims[0].lstrip("/")).is_file()
+
+
 def test_the_readme_is_short() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import json
 import runpy
 import subprocess
 import sys
@@ -127,9 +129,38 @@ def test_the_minimal_example_needs_nothing_else() -> None:
     assert "123 steps replayed, 5 eager" in done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture. cannot capture the whole step")
+def test_the_notebook_shows_what_it_says(tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "first_graph.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = [
+        run_cell("".join(cell["source"]), tmp_path / f"cell_{number}.py", names)
+        for number, cell in enumerate(notebook["cells"])
+        if cell["cell_type"] == "code"
+    ]
+    first, mended, found = [value for value in shown if value is not None]
+    assert first.replayed == mended.replayed == 27
+    assert first.fallbacks == mended.fallbacks == ()
+    assert first._repr_html_().startswith("<table>")
+    assert names["with_graphs"] == names["without"] != names["refused"] == names["mended"]
+    assert names["doctor"].report.replayed == 0
+    [(place, remedy)] = found
+    assert "if loss.item() > 0.5" in place
+    assert "torch.where" in remedy
+
+
+def run_cell(text: str, file: Path, names: dict[str, Any]) -> Any:
+    """Run a cell of a notebook; returns what it would show: the value of its last line, if any."""
+    file.write_text(text, encoding="utf-8")  # where messages find their lines
+    tree = ast.parse(text)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, str(file), "exec"), names)
+    return last and eval(compile(ast.Expression(last.value), str(file), "eval"), names)
+
+
 def test_every_example_is_listed() -> None:
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    for path in EXAMPLES.glob("*.py"):
+    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*.ipynb")):
         assert f"`{path.name}`" in listed, path.name
 
 

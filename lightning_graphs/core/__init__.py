@@ -1,4 +1,4 @@
-"""The graph core: capture and replay over two backends; knows torch, never lightning."""
+"""torch's API for CUDA graphs over two backends, with checks; it does not import Lightning."""
 
 from lightning_graphs.core.backend import BackendName
 from lightning_graphs.core.callables import make_graphed_callables

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import itertools
 import linecache
@@ -19,10 +20,15 @@ def _library_roots() -> tuple[str, ...]:
     """Folders whose frames are never the user's own code."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     torch_folder = os.path.dirname(os.path.abspath(torch.__file__))
-    # Beside torch, without looking for them: the core knows nothing of lightning.
+    # By their names, without importing them: the core knows nothing of lightning.
     lightning = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-    others = (*lightning, "torchmetrics")
-    packages = [os.path.join(os.path.dirname(torch_folder), name) for name in others]
+    specs = map(importlib.util.find_spec, (*lightning, "torchmetrics"))
+    packages = [
+        os.path.abspath(folder)
+        for spec in specs
+        if spec is not None
+        for folder in spec.submodule_search_locations or ()
+    ]
     standard = [os.path.join(os.path.dirname(os.__file__), n) for n in ("contextlib", "functools")]
     folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
     return (*folders, *(f"{path}.py" for path in standard))

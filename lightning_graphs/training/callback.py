@@ -39,46 +39,45 @@ from lightning_graphs.training.uncapturable import flattened_once
 class GraphCapture(Callback):
     """Captures the training step into a CUDA graph and replays it for every batch.
 
-    The first steps run eagerly on a side stream. Then forward, loss, backward, gradient clipping
-    and optimizer step become one graph; two, or three, where a callback or the module overrides a
-    hook that looks at gradients in between. Losses, logs, hooks, counters and checkpoints are what
-    they are without the callback. What cannot be captured runs eagerly, and a warning says why.
+    The first steps run eagerly, on a stream of their own. Then forward, loss, backward, gradient
+    clipping and optimizer step become one graph, or two or three if a hook looks at gradients in
+    between. Losses, logs, hooks, counters and checkpoints are those of a fit without the callback.
+    What cannot be captured runs eagerly, and a warning says why.
 
     Example::
 
         trainer = Trainer(callbacks=[GraphCapture()])
 
     Args:
-        scope: ``"step"``: the whole training step is captured. ``"modules"``: submodules are,
-            each with its backward; manual optimization and data-dependent code between them work.
-            ``"auto"``: the whole step if it can be captured, otherwise submodules.
+        scope: ``"step"``: the whole training step is captured. ``"modules"``: submodules are
+            captured, each with its backward; manual optimization and code that depends on values
+            may run between them. ``"auto"``: the whole step if possible, otherwise submodules.
         modules: Which submodules: patterns of qualified names, matched between dots
             (``"encoder.layers.*"``), or names of classes. By default the largest that can be
             captured.
-        exclude: Submodules that are left out, named likewise. Graphs are those of submodules then,
-            as with ``modules``.
+        exclude: Submodules that are left out, named likewise. Like ``modules`` it asks for graphs
+            of submodules.
         validation: Submodules have graphs in validation steps, too, for calls without autograd.
         warmup_steps: Real training steps that run eagerly before the first capture.
         min_repeats: How often a batch signature (structure, shapes, dtypes) must have come back
-            after the warm-up before it gets a graph of its own. By default it gets one as soon as
-            the steps that are left are expected to repay the capture, by measured times.
-        max_graphs: How many signatures have graphs at a time, at most. No graph is released for a
-            signature that is not used much more. By default there is no limit but memory.
+            after the warm-up before it is captured. By default it is captured as soon as the
+            remaining steps are expected to repay the capture, by measured times.
+        max_graphs: How many signatures may have graphs at a time. A graph is released only for a
+            signature that is used much more. By default memory is the only limit.
         on_failure: ``"eager"``: what cannot be captured runs eagerly, with a warning; with
             ``scope="auto"`` submodules are tried first. ``"raise"``: the first refusal raises.
         backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
             trainer, inactive on a CPU trainer.
-        verify: Run a captured step eagerly as well, from the same state, and compare everything
-            that both computed. True: after each capture. A whole number K: after each capture and
-            at every K-th optimizer step. False: never. A replay that differs follows
-            ``on_failure``.
-        memory: How much more GPU memory than eager steps all that is ours may take, as a part of
-            their peak; ``"auto"``: 0.35. What does not fit runs eagerly, or is not verified.
-        only_if_faster: Steps are timed. Nothing is captured that is not expected to pay off, and
-            where replayed steps turn out not to be faster than eager ones, the callback switches
-            itself off and says so. With False it captures whatever comes back.
-        log_metrics: Log the report's figures as ``graphs/...``, once the first steps have been
-            timed and at the end of the fit.
+        verify: Whether a captured step is also run eagerly, from the same state, and everything
+            that both compute is compared. True: after each capture. A whole number K: also at
+            every K-th optimizer step. False: never. A difference is handled by ``on_failure``.
+        memory: How much more GPU memory than eager steps the callback may take, as a share of
+            their peak; ``"auto"`` is 0.35. What does not fit runs eagerly, or is not verified.
+        only_if_faster: True: nothing is captured that is not expected to pay off, and if replayed
+            steps turn out not to be faster than eager ones, the callback switches itself off with
+            a message. False: whatever comes back is captured.
+        log_metrics: Log the figures of the report as ``graphs/...``, after the first steps and at
+            the end of the fit.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
             and a table lists everything that stands in the way of a capture, with the line and
             the remedy. It is kept as ``diagnosis``.
@@ -134,7 +133,7 @@ class GraphCapture(Callback):
 
     @property
     def report(self) -> Report:
-        """What the graphs of the present fit, or else of the last one, did up to now."""
+        """What the graphs of this fit have done so far; after it, of the last fit."""
         return self.statistics.report()
 
     @override

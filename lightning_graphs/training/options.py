@@ -72,7 +72,7 @@ def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> di
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Plain values only, so that a configuration file can hold them; see ``GraphCapture``."""
+    """The arguments of ``GraphCapture``, which explains them: plain values, as files hold them."""
 
     scope: Scope = "auto"
     modules: Sequence[str] | None = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.profiler import record_function
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_graphs import CaptureError
-from lightning_graphs.core import BackendName, CUDAGraph, graph
+from lightning_graphs.core import BackendName, CUDAGraph, callsite, graph
 from lightning_graphs.core.recorder import Operation, Recorder
 
 
@@ -301,3 +303,18 @@ class TestScopesAndSites:
         assert not torch.nn.modules.module._global_forward_hooks
         assert not torch.nn.modules.module._global_forward_pre_hooks
         assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_a_library_is_known_wherever_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "torchmetrics").mkdir()
+    (tmp_path / "torchmetrics" / "__init__.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(callsite, "LIBRARY_ROOTS", callsite._library_roots())
+    finder = callsite.CallSiteFinder()
+    assert finder.is_library(str(tmp_path / "torchmetrics" / "metric.py"))
+    assert finder.is_library(torch.__file__)
+    assert not finder.is_library(str(tmp_path / "metrics.py"))

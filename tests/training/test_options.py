@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +73,19 @@ def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[
     assert [one.filename for one in said] == [__file__]
 
 
-def test_old_names_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(FutureWarning, match="write only_if_faster=False"):
-        graphs = capture_of("profit_gate: false")
-    assert not graphs.options.only_if_faster
+@pytest.mark.parametrize("in_a_file", [False, True])
+@pytest.mark.parametrize(("old", "new"), OLD, ids=str)
+def test_old_names_in_the_environment(
+    tmp_path: Path, old: dict[str, Any], new: dict[str, Any], in_a_file: bool
+) -> None:
+    value = json.dumps(old)  # which is YAML, too
+    if in_a_file:
+        (tmp_path / "graphs.yaml").write_text(value, encoding="utf-8")
+        value = str(tmp_path / "graphs.yaml")
+    with pytest.warns(FutureWarning, match="is the old name") as said:
+        graphs = capture_of(value)
+    assert len(said) == 1
+    assert graphs.options == GraphCapture(**new).options
 
 
 def test_a_name_that_was_never_one() -> None:
