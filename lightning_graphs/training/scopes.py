@@ -10,23 +10,19 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.interception import StepHandler
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.retry import HoldsMemory
 from lightning_graphs.training.runner import StepRunner
 from lightning_graphs.training.uncapturable import obstacle_in
 
 
-class Runner(StepHandler, Protocol):
+class Runner(HoldsMemory, Protocol):
     """What runs the steps of a fit."""
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
         """What keeps the optimizer capturable at present."""
-
-    @property
-    def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
 
     def close(self) -> None:
         """Release every graph and give back what was changed; may be called again."""

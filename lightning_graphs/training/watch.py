@@ -99,7 +99,7 @@ class FitWatch:
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *zip(OF_THE_TRAINER, (clipping, syncs(trainer), *KernelChoice.now()), strict=True),
-            *self._reads.values(),
+            *self._reads.now(),
         )
 
 

@@ -101,7 +101,7 @@ class Baked:
 
     def now(self) -> tuple[tuple[str, Any], ...]:
         """Their names and present values."""
-        return self._reads.values()
+        return self._reads.now()
 
     def changed_outside(self, owners: Container[int]) -> list[str]:
         """Undo what the body has changed in other modules than these; the names."""
