@@ -42,7 +42,10 @@ _Result = TypeVar("_Result")
 
 
 class PartedError(Exception):
-    """Some ranks have failed where others wait for them, and nobody can go on."""
+    """Some ranks have failed where others wait for them: no refusal, after which steps go on."""
+
+    def __init__(self, rule: str, observed: str, remedy: str) -> None:
+        super().__init__(str(GraphError(rule, observed, remedy)))
 
 
 class Ranks:
@@ -164,7 +167,9 @@ class Ranks:
             told = str(said)
             if exchanges and least == _WELL:
                 raise PartedError(
-                    f"others wait for rank {rank}, which has failed: {told}"
+                    "No rank can go on where others wait for one that has failed.",
+                    f"rank {rank}: {told}",
+                    "mend what that rank says; the others only waited for it",
                 ) from error
             try:
                 if error is not None:
