@@ -38,17 +38,14 @@ _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class BothWays:
-    """A part of a step that can be run eagerly, and as graphs.
-
-    Attributes:
-        kept: Holds a copy of that state, and puts it back at its end.
-        moved: How far, as a Euclidean norm, a tensor of the state is from where it started.
-    """
+    """A part of a step that can be run eagerly, and as graphs."""
 
     eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
     replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
     restore: Callable[[], None]  # puts the state back from which both start
+    # Holds a copy of that state, and puts it back at its end
     kept: Callable[[], AbstractContextManager[None]] = nullcontext
+    # How far, as a Euclidean norm, a tensor of the state is from where it started
     moved: Callable[[Tensor], float] = lambda _: 0.0
 
 
@@ -85,15 +82,7 @@ class Agreement:
         return self.every > 0 and self.root.global_step % self.every == 0
 
     def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
-        """Compare both ways, or say that there was no memory for it.
-
-        Args:
-            what: What is said then: ``a captured step was not verified``.
-            tolerance: How much the replay may differ, where it is not as a whole step may.
-
-        Raises:
-            VerificationError: names the first result that differs.
-        """
+        """Compare both ways, or say that there was no memory for it."""
         try:
             with ways.kept():
                 self._require(ways, tolerance or self._tolerance)

@@ -41,8 +41,8 @@ class StepBody:
         self._module = module
         self._calls = calls
         self.optimizer = optimizer
-        self._capturable = capturable
-        self._observers = observers
+        self.capturable = capturable
+        self.observers = observers
         self._plugin = trainer.precision_plugin
 
     def run(
@@ -51,33 +51,25 @@ class StepBody:
         phase: Phase,
         recorder: LogRecorder,
         *,
+        # Called with the name of the next part, where somebody looks in between
         cut: Callable[[str], None] = lambda _: None,
-        keep: Callable[[], None] = lambda: None,
+        keep: Callable[[], None] = lambda: None,  # called after the backward pass
     ) -> OutputPlan:
-        """Forward, loss, backward, clipping, update; the gradients are set up by the caller.
-
-        Args:
-            cut: Called with the name of the next part, where somebody looks in between.
-            keep: Called after the backward pass.
-        """
+        """Forward, loss, backward, clipping, update; the gradients are set up by the caller."""
         output, loss = self.forward(arguments, recorder)
         loss = loss / phase.window
-        if self._observers.before_backward:
+        if self.observers.before_backward:
             cut("backward")
         self._backward(loss)
         keep()
-        if phase.stepping and self._capturable is not None:
+        if phase.stepping and self.capturable is not None:
             self.update(cut)
         return output
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        """What ``training_step`` returns, and the loss in it.
-
-        Raises:
-            CaptureError: it returns no loss, or something that is none of its own results.
-        """
+        """What ``training_step`` returns, and the loss in it."""
         returned = self._calls.training_step(*arguments)
         refuse_stand_ins(returned)
         output = OutputPlan(returned, static=False)
@@ -93,10 +85,10 @@ class StepBody:
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
-        if self._observers.before_step and unscales(self._plugin, self.optimizer):
+        if self.observers.before_step and unscales(self._plugin, self.optimizer):
             cut("unscale")
         unscale(self._plugin, self.optimizer)
-        if self._observers.before_step:
+        if self.observers.before_step:
             cut("step")
         else:
             self._clip()

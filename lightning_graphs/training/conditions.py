@@ -31,21 +31,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The state of the fit that a capture freezes.
-
-    Attributes:
-        hyper_parameters: Name and value of what the optimizer's groups hold, but for the live
-            learning rates.
-        attributes: Name and value of the plain attributes that captured steps have read, and of
-            the trainer's clipping.
-        gradients: Which of the optimizer's parameters have a gradient from earlier steps, where the
-            step reads it.
-    """
+    """The state of the fit that a capture freezes."""
 
     phase: Phase  # part of the accumulation window
+    # Name and value of what the optimizer's groups hold, but for the live learning rates
     hyper_parameters: tuple[tuple[str, Any], ...]
     training: tuple[bool, ...]  # the train/eval flag of every module
+    # Name and value of the plain attributes that captured steps have read, and of the trainer's
+    # clipping
     attributes: tuple[tuple[str, Any], ...]
+    # Which of the optimizer's parameters have a gradient from earlier steps, where the step reads
+    # it
     gradients: tuple[bool, ...]
 
     def holds(self, now: Conditions) -> bool:

@@ -52,12 +52,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two tensors are apart.
+    """How far two tensors are apart."""
 
-    Attributes:
-        norm: The Euclidean norm of the difference; infinite where one of them alone is not finite.
-    """
-
+    # The Euclidean norm of the difference; infinite where one of them alone is not finite
     norm: float
     largest: float  # the largest difference of two elements
 

@@ -1,15 +1,20 @@
-"""What a fit has in common for all that runs its steps."""
+"""What the parts of a fit have in common."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.investment import Investment
+from lightning_graphs.training.logs import LoggedNumbers
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.places import Places
 from lightning_graphs.training.progress import ProgressValues
+from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics
@@ -28,3 +33,13 @@ class Fit:
     investment: Investment  # decides what is worth a capture
     retry: EagerRetry  # has the strategy's own methods, and repeats a step that finds no memory
     ranks: Ranks  # does whole steps the same way on all ranks
+
+
+class Learned:
+    """What a fit has learned of its steps: it stays when their graphs are dropped."""
+
+    def __init__(self, module: LightningModule, on_change: Callable[[], object]) -> None:
+        self.reads = AttributeReads()  # attributes that captured steps read
+        self.places = Places(module, self.reads, on_change)  # where steps store something
+        self.logged = LoggedNumbers()  # Python numbers that change from step to step
+        self.kept = KeptGradients()  # whether somebody keeps gradients past their step

@@ -6,6 +6,7 @@ import abc
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, NoReturn
@@ -119,12 +120,7 @@ class StandIn(abc.ABC):
 
 
 class FrozenNumber(StandIn):
-    """A Python number that is another one at every step, while one step is captured.
-
-    Args:
-        name: What a refusal calls it.
-        read: Gives the present one.
-    """
+    """A Python number that is another one at every step, while one step is captured."""
 
     def __init__(self, name: str, read: Callable[[], Any]) -> None:
         self.name = name
@@ -138,11 +134,7 @@ class FrozenNumber(StandIn):
 
 
 def refuse_stand_ins(value: Any) -> None:
-    """Refuse a value with something in it that a captured step does not have.
-
-    Raises:
-        CaptureError: names it.
-    """
+    """Refuse a value with something in it that a captured step does not have."""
     for leaf in leaves_of(value):
         if isinstance(leaf, StandIn):
             leaf.refuse()
@@ -152,49 +144,29 @@ Places = Sequence[tuple[dict[str, Any], str, Any]]
 """Tables, a key of each, and what is to be there for a while."""
 
 
-@contextlib.contextmanager
 def rates_exchanged(
     trainer: Trainer, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """While capturing, schedulers and parameter groups give these learning rates, a group each.
 
-    What schedulers count by is nobody's to use, and no rate where there are none of these. What
-    groups hold is nobody's to set.
-
-    Raises:
-        CaptureError: the body has set something in a group; all is as before.
+    What schedulers count by is nobody's to use, and no rate where there are none of these.
     """
 
     def rate(name: str, read: Callable[[], Any], index: int) -> Any:
         return FrozenNumber(name, read) if rates is None else rates[index].detach()
 
-    groups = optimizer.param_groups
-    before = [dict(group) for group in groups]
-    with exchanged(rate_places(trainer, optimizer, FrozenNumber, rate)):
-        given = [_values(group) for group in groups]
-        try:
-            yield
-            left = [_values(group) for group in groups]
-        finally:
-            for group, known in zip(groups, before, strict=True):
-                group.update(known)
-    _refuse_set({key for a, b in zip(given, left, strict=True) for key in a if a[key] != b[key]})
+    return numbers_exchanged(optimizer, rate_places(trainer, optimizer, FrozenNumber, rate))
 
 
 def rate_places(
     trainer: Trainer,
     optimizer: Optimizer,
+    # Makes the stand-in for a count, of its name and what gives it
     count: Callable[[str, Callable[[], Any]], Any],
+    # Makes the one for a rate; it also gets the index of the parameter group
     rate: Callable[[str, Callable[[], Any], int], Any],
 ) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where learning rates stand, and what schedulers count by, with a stand-in for each.
-
-    Args:
-        trainer: The trainer.
-        optimizer: Its optimizer.
-        count: Makes the stand-in for a count, of its name and what gives it.
-        rate: Makes the one for a rate; it also gets the index of the parameter group.
-    """
+    """Where learning rates stand, and what schedulers count by, with a stand-in for each."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     groups = range(len(optimizer.param_groups))
     for number, config in enumerate(trainer.lr_scheduler_configs):
@@ -216,16 +188,11 @@ def rate_places(
 
 def group_places(
     optimizer: Optimizer,
-    keys: Sequence[Collection[str]],
+    keys: Sequence[Collection[str]],  # of each group, those that move without another capture
+    # Makes a stand-in, of its name and what gives the number
     number: Callable[[str, Callable[[], Any]], Any],
 ) -> Places:
-    """Where other numbers of parameter groups stand, with a stand-in for each.
-
-    Args:
-        optimizer: The optimizer.
-        keys: Of each group, those that move without another capture.
-        number: Makes a stand-in, of its name and what gives the number.
-    """
+    """Where other numbers of parameter groups stand, with a stand-in for each."""
 
     def stand_in(index: int, key: str) -> Any:
         group = optimizer.param_groups[index]
@@ -244,23 +211,24 @@ def _of_group(name: str, index: int) -> str:
 
 
 @contextlib.contextmanager
-def numbers_exchanged(places: Places) -> Iterator[None]:
-    """While capturing a forward pass, these numbers are nobody's to set.
-
-    Raises:
-        CaptureError: the body has set one; all is as before.
-    """
+def numbers_exchanged(optimizer: Optimizer, places: Places) -> Iterator[None]:
+    """While capturing, these numbers and what parameter groups hold are nobody's to set."""
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
     with exchanged(places):
-        yield
-        moved = {key for table, key, value in places if table[key] is not value}
-    _refuse_set(moved)
-
-
-def _refuse_set(keys: Collection[str]) -> None:
-    if keys:
+        given = [_values(group) for group in groups]
+        try:
+            yield
+            moved = {key for table, key, value in places if table[key] is not value}
+            for then, now in zip(given, map(_values, groups), strict=True):
+                moved |= {key for key in then if then[key] != now[key]}
+        finally:
+            for group, known in zip(groups, before, strict=True):
+                group.update(known)
+    if moved:
         raise CaptureError(
             "A captured step runs no Python code: what it sets in the optimizer would stand still.",
-            f"the step sets {', '.join(sorted(keys))} in param_groups",
+            f"the step sets {', '.join(sorted(moved))} in param_groups",
             "set it in on_train_batch_start or another hook, or by a scheduler",
         )
 
@@ -297,9 +265,13 @@ def exchanged(places: Places) -> Iterator[None]:
 @contextlib.contextmanager
 def counters_watched(
     trainer: Trainer,
+    # Called with the name of what moves; where it returns, the read goes on
     on_read: Callable[[str], object] = refuse_frozen,
+    # Called with the name of what is set; likewise
     on_store: Callable[[str], object] = _refuse_stored,
-    reads: AttributeReads | None = None,
+    reads: AttributeReads | None = None,  # learns what can be compared
+    # What a counter is read as, in place of ``on_read``: it is called with the name and what
+    # gives the value
     counter: Callable[[str, Callable[[], Any]], Any] | None = None,
 ) -> Iterator[None]:
     """While capturing, reading a counter or another moving value of the trainer is refused.
@@ -308,14 +280,6 @@ def counters_watched(
     ``is_last_batch`` are nobody's to read: the module's own counters read the trainer's. What else
     changes, as its metrics do, only libraries may look at; values that an author's code finds there
     and that can be compared are noted. None of that code may set an attribute.
-
-    Args:
-        trainer: The trainer.
-        on_read: Called with the name of what moves; where it returns, the read goes on.
-        on_store: Called with the name of what is set; likewise.
-        reads: Learns what can be compared.
-        counter: What a counter is read as, in place of ``on_read``: it is called with the name
-            and what gives the value.
     """
     original = type(trainer)
     is_library = CallSiteFinder().is_library
@@ -402,10 +366,6 @@ def old_gradients_watched(
 
     It is set aside there. An eager step finds the gradients of the step before. No library reads
     one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
-
-    Args:
-        trainer: The trainer.
-        on_use: Called with what is done; where it returns, that goes on.
     """
     gradient: Any = Tensor.grad
     is_library = CallSiteFinder().is_library

@@ -18,9 +18,6 @@ class Generators:
     """The states of the random generators that Python code on the host draws from.
 
     Those of Python, numpy and torch, those that the module holds, and those that are added.
-
-    Args:
-        torch_too: Those of torch's CPU count.
     """
 
     def __init__(self, module: LightningModule, *, torch_too: bool = True) -> None:

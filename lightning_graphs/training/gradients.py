@@ -62,22 +62,18 @@ def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
 
 
 class AttachedGradients:
-    """The gradients that a captured step writes, always at the same addresses.
-
-    Args:
-        others: Parameters that have none.
-        copied: Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
-            shares nothing with them.
-        in_pool: The buffers lie in the memory of the graphs, and the step zeroes them first.
-    """
+    """The gradients that a captured step writes, always at the same addresses."""
 
     def __init__(
         self,
         parameters: Sequence[Parameter],
         buffers: Sequence[Tensor],
-        others: Sequence[Parameter] = (),
+        others: Sequence[Parameter] = (),  # parameters that have none
         *,
+        # Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
+        # shares nothing with them
         copied: bool = False,
+        # The buffers lie in the memory of the graphs, and the step zeroes them first
         in_pool: bool = False,
     ) -> None:
         self.parameters = list(parameters)
@@ -119,18 +115,12 @@ class AttachedGradients:
                 parameter.grad = None
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
-        """Make ``.grad`` the buffers; others zero it, or set it to None around validation.
-
-        Args:
-            attached: It is the buffers.
-            zeroed: The step zeroes gradients, so parameters that got none have none, and others
-                new ones.
-        """
+        """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
         if self.copied:
             self._copy_out(zeroed)
         elif not (attached or self.are_attached()):
             self._attach(self.buffers)
-        if zeroed:
+        if zeroed:  # parameters that got none have none
             for parameter in self.others:
                 parameter.grad = None
 
@@ -156,9 +146,6 @@ class AttachedGradients:
 
         Where ``.grad`` is a gradient, that counts for one, or for none in older versions of torch.
         So it is always counted while it is.
-
-        Args:
-            attached: ``.grad`` is the buffers.
         """
         before = [] if attached else self._others_attached()
         if before:
@@ -212,14 +199,11 @@ class KeptGradients:
     """Notices gradients that somebody keeps past their step: the next replay would overwrite them.
 
     In eager training each step makes new ones.
-
-    Attributes:
-        are_copied: Somebody has kept some: from now on gradients are copies.
-        attached: The gradients that ``.grad`` was when they were looked at last, if it was.
     """
 
     def __init__(self) -> None:
-        self.are_copied = False
+        self.are_copied = False  # somebody has kept some: from now on gradients are copies
+        # The gradients that ``.grad`` was when they were looked at last, if it was
         self.attached: AttachedGradients | None = None
         self._shown: AttachedGradients | None = None
         self._uses: list[int] = []
@@ -279,13 +263,6 @@ class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
     Nobody zeroes the gradients of a parameter that the optimizer does not have: they add up.
-
-    Args:
-        keeps: Gradients outlive the step.
-        adds: Gradients are added to those of earlier steps.
-        holds: The optimizer step is captured, and reads gradients of earlier steps too.
-        copied: Somebody keeps gradients.
-        reduced: The backward pass reduces gradients over ranks, those of earlier steps with them.
     """
 
     def __init__(
@@ -294,10 +271,11 @@ class GradientTargets:
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
         *,
-        keeps: bool,
-        adds: bool,
-        holds: bool,
-        copied: bool,
+        keeps: bool,  # gradients outlive the step
+        adds: bool,  # gradients are added to those of earlier steps
+        holds: bool,  # the optimizer step is captured, and reads gradients of earlier steps too
+        copied: bool,  # somebody keeps gradients
+        # The backward pass reduces gradients over ranks, those of earlier steps with them
         reduced: bool,
     ) -> None:
         self._copied = copied

@@ -96,14 +96,7 @@ def properties_watched(owner: Any, properties: Mapping[str, property]) -> Iterat
 def log_exchanged(
     module: LightningModule, log: Callable[..., None]
 ) -> Iterator[Callable[..., None]]:
-    """Let ``self.log`` of a module end in ``log``: below what overrides it, and ``super().log``.
-
-    Args:
-        log: Called with Lightning's own function, bound to the module, and with the arguments.
-
-    Returns:
-        Lightning's own function, bound to the module.
-    """
+    """Let ``self.log`` of a module end in ``log``: below what overrides it, and ``super().log``."""
     base: Any = next(
         kind
         for kind in type(module).__mro__

@@ -55,10 +55,6 @@ class Investment:
     A capture is expected to pay where the steps that it will serve save more than it costs. Both
     are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
     with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
-
-    Attributes:
-        earliest: After how many steps the first graph may come.
-        is_over: No graph can pay off in this fit any more, and there is none.
     """
 
     def __init__(
@@ -73,9 +69,10 @@ class Investment:
         measures = timed and options.only_if_faster and given is None
         self._pace = statistics.pace if measures else None
         self._sightings = _SIGHTINGS if given is None else given
+        # After how many steps the first graph may come
         self.earliest = options.warmup_steps + (0 if measures else self._sightings)
         self._steps_left = steps_left
-        self.is_over = False
+        self.is_over = False  # no graph can pay off in this fit any more, and there is none
         self._costs: list[float] = []
         self._started = perf_counter()
         self._verified = 0.0
@@ -84,11 +81,7 @@ class Investment:
     # ------------------------------------------------------------------ captures
 
     def why_not(self, seen: int, share: float, account: Account) -> str:
-        """Why a signature is not worth a capture yet; empty if it is.
-
-        Args:
-            share: What part of the coming steps is expected to have its shape.
-        """
+        """Why a signature is not worth a capture yet; empty if it is."""
         if account.lost > FEW + account.uses / self.payback:
             return (
                 "graphs have to be dropped before they have paid off "
@@ -186,13 +179,10 @@ def steps_left(trainer: Trainer) -> int:
 
 
 class Moves:
-    """Watches the hyper-parameters that graphs freeze, for the length of a fit.
-
-    Attributes:
-        obstacle: Why the optimizer step is eager; empty as long as it is captured.
-    """
+    """Watches the hyper-parameters that graphs freeze, for the length of a fit."""
 
     def __init__(self, trainer: Trainer) -> None:
+        # Why the optimizer step is eager; empty as long as it is captured
         self.obstacle = _cycled(trainer)
         self._before: tuple[tuple[str, object], ...] = ()
         self._in_a_row = 0
@@ -252,20 +242,11 @@ class Waiting(Generic[Kind]):
         kind: Kind,
         why_not: str,
         *,
-        is_new: bool = False,
-        at_once: bool = False,
-        say: bool = True,
+        is_new: bool = False,  # no step before had a batch like this one
+        at_once: bool = False,  # do not wait for more of them
+        say: bool = True,  # say it; else somebody else does
     ) -> bool:
-        """Count an eager step; when they go on and on, say once in a fit why they are.
-
-        Args:
-            is_new: No step before had a batch like this one.
-            at_once: Do not wait for more of them.
-            say: Say it; else somebody else does.
-
-        Returns:
-            Whether it is time to say it.
-        """
+        """Count an eager step; when they go on and on, say once in a fit why they are."""
         self._in_a_row += 1
         self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
         before, self._before = self._before, kind

@@ -73,10 +73,6 @@ def kept_log_caught(trainer: Trainer, log: Callable[..., None]) -> Iterator[None
 
     It checks its arguments and makes tensors of numbers before it comes here. Fallback: the whole
     of it runs in the capture.
-
-    Args:
-        trainer: The trainer.
-        log: Takes the arguments of ``LightningModule.log``, all but the first two by name.
     """
     results = training_results(trainer)
     if results is None:
@@ -212,15 +208,10 @@ def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Sigterm:
-    """A SIGTERM in a fit of several ranks.
+    """A SIGTERM in a fit of several ranks."""
 
-    Attributes:
-        received: This rank has got one.
-        stops: All ranks stop after the present step.
-    """
-
-    received: bool = False
-    stops: bool = False
+    received: bool = False  # this rank has got one
+    stops: bool = False  # all ranks stop after the present step
 
 
 @contextlib.contextmanager

@@ -62,19 +62,10 @@ class NumberOnDevice:
 
 
 class StepNumbers:
-    """The numbers of the trainer in the capture of one step.
-
-    Args:
-        trainer: The trainer.
-        reads: Learns what the step has made of them, and compares that before every step.
-        device: Where the step runs.
-
-    Attributes:
-        has_guards: The step has gone a way that these numbers decide.
-    """
+    """The numbers of the trainer in the capture of one step."""
 
     def __init__(self, trainer: Trainer, reads: AttributeReads, device: torch.device) -> None:
-        self.has_guards = False
+        self.has_guards = False  # the step has gone a way that these numbers decide
         self._trainer = trainer
         self._reads = reads
         # What a graph allocates itself is written by what ran before, in every replay.
@@ -91,13 +82,7 @@ class StepNumbers:
     # ------------------------------------------------------------------ what code gets
 
     def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
-        """What stands for a number of the trainer.
-
-        Args:
-            name: What messages call it.
-            read: Gives the present one.
-            lasts: It is the same for many steps.
-        """
+        """What stands for a number of the trainer."""
         value = read()
         if type(value) is bool:
             return self.guarded(name, read, value)
@@ -119,16 +104,11 @@ class StepNumbers:
     def places(
         self,
         optimizer: Optimizer,
+        # Of each parameter group, the numbers that may move without another capture
         keys: Sequence[Collection[str]],
-        rates: Sequence[Tensor] | None,
+        rates: Sequence[Tensor] | None,  # stand for learning rates that are tensors
     ) -> Places:
-        """Where numbers of the optimizer and of schedulers stand, with what stands for them.
-
-        Args:
-            optimizer: The optimizer.
-            keys: Of each parameter group, the numbers that may move without another capture.
-            rates: Stand for learning rates that are tensors.
-        """
+        """Where numbers of the optimizer and of schedulers stand, with what stands for them."""
 
         def rate(name: str, read: Callable[[], Any], index: int) -> Any:
             if rates is not None and isinstance(read(), Tensor):
@@ -168,11 +148,7 @@ class StepNumbers:
         return self._floats.logged(value)
 
     def finish(self) -> None:
-        """To be called at the end of the step's code.
-
-        Raises:
-            CaptureError: a bare number went elsewhere than to the log.
-        """
+        """To be called at the end of the step's code."""
         for name, site in self._floats.elsewhere():
             observed = f"{name} is read at {site.describe()}"
             raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
@@ -211,23 +187,15 @@ class StepNumbers:
 
 
 class LiveNumber(FrozenNumber):
-    """Stands for a number of the trainer while a whole step is captured, or for what follows.
-
-    Args:
-        numbers: Those of the step.
-        name: What messages call it: an expression.
-        read: Gives the present value.
-        value: What it is in the step that is captured.
-        lasts: It is the same for many steps: code that needs the bare value may have it.
-    """
+    """Stands for a number of the trainer while a whole step is captured, or for what follows."""
 
     def __init__(
         self,
         numbers: StepNumbers,
-        name: str,
-        read: Callable[[], Any],
-        value: Any,
-        lasts: bool,
+        name: str,  # what messages call it: an expression
+        read: Callable[[], Any],  # gives the present value
+        value: Any,  # what it is in the step that is captured
+        lasts: bool,  # it is the same for many steps: code that needs the bare value may have it
     ) -> None:
         super().__init__(name, read)
         self.numbers = numbers
@@ -376,18 +344,12 @@ def _seen(function: Callable[..., Any]) -> Any:
 
 _ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
 _ARITHMETIC |= {"**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
+_COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 for _symbol, _name in _ARITHMETIC.items():
     _forth, _back = _both_ways(_symbol, getattr(operator, f"__{_name}__"))
     setattr(LiveNumber, f"__{_name}__", _forth)
     setattr(LiveNumber, f"__r{_name}__", _back)
-for _symbol, _name in {
-    "<": "lt",
-    "<=": "le",
-    ">": "gt",
-    ">=": "ge",
-    "==": "eq",
-    "!=": "ne",
-}.items():
+for _symbol, _name in _COMPARISONS.items():
     setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))

@@ -35,14 +35,7 @@ class LoggedFloats:
         self._made: list[_Made] = []
 
     def made(self, name: str, value: Any, now: Now, frame: FrameType) -> float | None:
-        """A float for code that asks for one; None if it does more with it than log it.
-
-        Args:
-            name: What messages call the number.
-            value: What it is now.
-            now: Gives what it is later.
-            frame: That of the code that asks.
-        """
+        """A float for code that asks for one; None if it does more with it than log it."""
         if not is_logged_at_once(frame):
             return None
         own = float(repr(float(value)))  # an object of its own
@@ -96,21 +89,15 @@ def is_logged_at_once(frame: FrameType) -> bool:
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and _covers(node, frame.f_lineno)
     ]
-    return any(map(_logs_floats, found)) and not any(map(_uses_floats, found))
+    pairs = [(_floats_in(node), _logged_in(node)) for node in found]
+    logs = any(floats & logged for floats, logged in pairs)
+    return logs and not any(floats - logged for floats, logged in pairs)
 
 
 def _covers(node: ast.stmt, line: int) -> bool:
     if hasattr(node, "body"):  # its own expressions; what is inside is another statement
         return node.lineno == line
     return node.lineno <= line <= (node.end_lineno or node.lineno)
-
-
-def _logs_floats(node: ast.stmt) -> bool:
-    return bool(_logged_in(node) & _floats_in(node))
-
-
-def _uses_floats(node: ast.stmt) -> bool:
-    return bool(_floats_in(node) - _logged_in(node))
 
 
 def _floats_in(node: ast.AST) -> set[ast.AST]:

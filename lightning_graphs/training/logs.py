@@ -58,23 +58,16 @@ class _LogCall:
 
     The first one of an epoch goes through ``LightningModule.log``, which makes and resets the entry
     of the key; the others update the entry, at a tenth of the price.
-
-    Args:
-        module: The module that logs.
-        log: Lightning's own function, bound to it.
-        name: The key.
-        options: All other arguments but the value, by name.
-        value: What every replay logs: memory of the graph, or a metric.
-        now: Gives the present value in its place; None if it is the value.
     """
 
     def __init__(
         self,
-        module: LightningModule,
-        log: Callable[..., None],
+        module: LightningModule,  # the module that logs
+        log: Callable[..., None],  # Lightning's own function, bound to it
         name: str,
-        options: dict[str, Any],
-        value: Any = None,
+        options: dict[str, Any],  # all other arguments but the value, by name
+        value: Any = None,  # what every replay logs: memory of the graph, or a metric
+        # Gives the present value in its place; None if it is the value
         now: Callable[[], Any] | None = None,
     ) -> None:
         self._module = module
@@ -91,12 +84,7 @@ class _LogCall:
             self._scalar = value.detach().squeeze()
 
     def log(self, value: Any, size: Any = None) -> Any:
-        """Log a value; the batch size that weights it, if it is known.
-
-        Args:
-            value: A scalar tensor; or what ``LightningModule.log`` takes, which gets it then.
-            size: What this has returned for a batch of the same size.
-        """
+        """Log a value; the batch size that weights it, if it is known."""
         results = self._results
         entry = results.get(self._key) if results is not None else None
         if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
@@ -122,23 +110,14 @@ class _LogCall:
 
 
 class LogRecorder:
-    """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``.
-
-    Args:
-        module: The module that is being captured.
-        progress: Where values for the progress bar are mirrored to; None to read them directly.
-        numbers: Knows which Python numbers change from step to step.
-
-    Attributes:
-        live: Gives what tells the present value of something that is logged; None where that is the
-            captured one.
-    """
+    """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``."""
 
     def __init__(
         self,
-        module: LightningModule,
+        module: LightningModule,  # the module that is being captured
+        # Where values for the progress bar are mirrored to; None to read them directly
         progress: ProgressValues | None = None,
-        numbers: LoggedNumbers | None = None,
+        numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
     ) -> None:
         self._module = module
         self._progress = progress
@@ -149,6 +128,8 @@ class LogRecorder:
         state = (*module.parameters(), *module.buffers())
         self._state = frozenset(local(t).untyped_storage().data_ptr() for t in state)
         self._dtype = torch.get_default_dtype()
+        # Gives what tells the present value of something that is logged; None where that is the
+        # captured one
         self.live: Callable[[Any], Callable[[], Any] | None] = _of_stand_in
 
     @contextlib.contextmanager
@@ -207,11 +188,7 @@ class LogRecorder:
         return substitute((args, kwargs), own)
 
     def finish(self) -> None:
-        """Copy what the progress bar shows to the host; a part of the captured step.
-
-        Raises:
-            CaptureError: a tensor given to a metric was changed in place since.
-        """
+        """Copy what the progress bar shows to the host; a part of the captured step."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
                 observed = f"a tensor given to {name} is changed in place afterwards"
@@ -241,10 +218,6 @@ class QuickLog:
 
     The first call of a key in an epoch, and every one that differs from the last in more than the
     value, goes through Lightning's function; the others update the entry that it made.
-
-    Args:
-        module: The module.
-        is_stepping: Whether its ``training_step`` is running.
     """
 
     def __init__(self, module: LightningModule, is_stepping: Callable[[], bool]) -> None:
@@ -266,16 +239,13 @@ class QuickLog:
 
 
 class LoggedNumbers:
-    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured.
-
-    Args:
-        is_live: Whether a captured step would log the present one.
-        around: Entered around Lightning's own ``log``.
-    """
+    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured."""
 
     def __init__(
         self,
+        # Whether a captured step would log the present one
         is_live: Callable[[Any], bool] = lambda _: False,
+        # Entered around Lightning's own ``log``
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._is_live = is_live
@@ -298,11 +268,7 @@ class LoggedNumbers:
             log(name, value, *args, **kwargs)
 
     def refuse_changing(self, name: str) -> None:
-        """Refuse to capture a number that is logged under this name and changes.
-
-        Raises:
-            CaptureError: names the key and the line.
-        """
+        """Refuse to capture a number that is logged under this name and changes."""
         if name in self.changing:
             raise CaptureError(
                 LOGGED_NUMBER.rule,

@@ -20,9 +20,6 @@ class LooseTensors:
 
     Code changes them as it changes buffers, and a verification has to put them back. The buffers
     of modules that are not registered count as written: BatchNorm's kernels do not say so.
-
-    Args:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -57,21 +57,14 @@ class MemoryKept(Exception):
 
 
 class MemoryBudget:
-    """How much memory of a GPU all that is ours may take; on a CPU nobody counts.
-
-    Args:
-        share: How much more than the peak of eager steps, as a part of it.
-
-    Attributes:
-        shares: Eager steps that are compared with a graph may take its memory.
-        is_tight: Eager code beside graphs finds hardly any memory, as far as :meth:`settle` knows.
-    """
+    """How much memory of a GPU all that is ours may take; on a CPU nobody counts."""
 
     def __init__(self, device: torch.device, share: float | Literal["auto"] = "auto") -> None:
         self._device = device if device.type == "cuda" else None
         self._share = _AUTO if share == "auto" else share
         self._peak = self._activations = 0
-        self.shares = True
+        self.shares = True  # eager steps that are compared with a graph may take its memory
+        # Eager code beside graphs finds hardly any memory, as far as :meth:`settle` knows
         self.is_tight = False
 
     @property
@@ -82,11 +75,7 @@ class MemoryBudget:
         return max(int((1 + self._share) * self._peak), self._peak + least)
 
     def require_room(self, what: str) -> None:
-        """Ahead of a capture; the first one looks at what eager steps took.
-
-        Raises:
-            NoRoomError: it would take more than may be taken.
-        """
+        """Ahead of a capture; the first one looks at what eager steps took."""
         if self._device is None:
             return
         taken = torch.cuda.memory_allocated(self._device)
@@ -146,11 +135,7 @@ class MemoryBudget:
 
     @contextlib.contextmanager
     def nothing_kept(self) -> Iterator[None]:
-        """See that nothing made by the body lives on in the memory of graphs.
-
-        Raises:
-            MemoryKept: something does, a value in a cache for one; graphs share no more.
-        """
+        """See that nothing made by the body lives on in the memory of graphs."""
         before = torch.cuda.memory_allocated(self._device) if self._device is not None else 0
         yield
         if self._device is None or not self.shares:

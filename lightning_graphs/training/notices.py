@@ -40,25 +40,15 @@ class Notices:
 
     def waiting(
         self,
-        signature: Signature,
-        why_not: str,
+        signature: Signature,  # of the step
+        why_not: str,  # why it is not captured
+        # What reads a Python value of the batch that was another one before, if anything
         read: CaptureError | None,
         *,
-        is_new: bool,
-        at_once: bool,
+        is_new: bool,  # no step before had a batch like this one
+        at_once: bool,  # do not wait for more of them
     ) -> bool:
-        """Say once, when eager steps go on and on, why they are.
-
-        Args:
-            signature: Of the step.
-            why_not: Why it is not captured.
-            read: What reads a Python value of the batch that was another one before, if anything.
-            is_new: No step before had a batch like this one.
-            at_once: Do not wait for more of them.
-
-        Returns:
-            Whether it is because values that steps read take new ones: submodules may have graphs.
-        """
+        """Say once, when eager steps go on and on, why they are."""
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
         is_time = self._waiting.add(
@@ -80,11 +70,7 @@ class Notices:
         return True
 
     def refused(self, error: GraphError, *, has_graphs: bool) -> None:
-        """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured.
-
-        Raises:
-            GraphError: the refusal itself, or what the step's own code raised.
-        """
+        """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured."""
         if self._options.on_failure == "raise":
             raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
         self._say_refused(error, has_graphs=has_graphs)

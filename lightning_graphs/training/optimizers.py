@@ -26,11 +26,7 @@ CUDA and on the CPU."""
 def capture_obstacle(
     module: nn.Module, optimizer: Optimizer, device_type: str, *, scaled: bool
 ) -> str | None:
-    """Why the step of this optimizer cannot be captured, in one sentence; None if it can.
-
-    Args:
-        scaled: A gradient scaler skips its step where a gradient is infinite.
-    """
+    """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__
     own = getattr(torch.optim, name, None) is type(optimizer)
     if has_step_hooks(optimizer):
@@ -100,19 +96,17 @@ class CapturableOptimizer:
     Learning rates stay Python floats there; during a capture they are device tensors, which
     :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group (betas,
     momentum, weight decay) are frozen by a capture, and conditions of it.
-
-    Attributes:
-        runs_other_kernel: It runs its fused kernel, and would run another by itself.
-        has_stepped: It has its state. A gradient scaler may skip the first steps of a fit.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self._device = device
         self._fused = _fusable(optimizer)
+        # It runs its fused kernel, and would run another by itself
         self.runs_other_kernel = self._fused and not all(
             group.get("fused") for group in optimizer.param_groups
         )
+        # It has its state. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state)
         self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
@@ -179,9 +173,6 @@ class CapturableOptimizer:
 
         Those who put other tensors there do so for a whole group: in the middle of an epoch, one
         parameter of each stands for the others.
-
-        Args:
-            epoch: The present epoch, at the begin of which everything is looked at.
         """
         optimizer = self.optimizer
         if (

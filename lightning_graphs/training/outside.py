@@ -35,13 +35,10 @@ class OutsideValues:
     """What the author's functions that run name outside of modules, and what is inside of that.
 
     Each function is looked at when it is called for the first time, before it can change anything.
-
-    Attributes:
-        words: Every name in the code that ran.
     """
 
     def __init__(self, module: nn.Module, own: OwnCode) -> None:
-        self.words: set[str] = set(_ENTRIES)
+        self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
         self._own = own
         self._places: dict[tuple[int, str], _Place] = {}

@@ -28,9 +28,6 @@ def batch_left(batch: Any) -> Iterator[None]:
 
     Objects are no copies, so that what it changes in them is undone. Containers are: what it does
     to them is told, since hooks get those of the data loader in a replay.
-
-    Raises:
-        CaptureError: names what it has changed.
     """
     before: list[tuple[str, Any]] = []
     flatten(batch, "batch", before)
@@ -67,11 +64,7 @@ _OURS = "lightning_graphs."
 
 
 class BatchValueRead(CaptureError):
-    """A captured step reads Python values of its batch that have been others before.
-
-    Attributes:
-        names: Their names.
-    """
+    """A captured step reads Python values of its batch that have been others before."""
 
     names: Collection[str] = ()
 
@@ -127,9 +120,6 @@ class BatchValues:
 
     Others are left out of the signature. While a step is captured, something that tells when it is
     read stands for each of them: should it be, it counts from then on.
-
-    Attributes:
-        why: What has read a value that is another one in the last batch; None if nothing has.
     """
 
     def __init__(self) -> None:
@@ -137,16 +127,13 @@ class BatchValues:
         self._read: set[str] = set()
         self._before: Signature | None = None
         self._error: BatchValueRead | None = None
+        # What has read a value that is another one in the last batch; None if nothing has
         self.why: BatchValueRead | None = None
 
     def signature(
         self, batch: Any, modes: Modes, extra: tuple[Any, ...] = ()
     ) -> tuple[Signature, list[Tensor]]:
-        """The signature of ``(batch,)`` and its tensors, in order.
-
-        Raises:
-            CaptureError: A tensor cannot be a static input.
-        """
+        """The signature of ``(batch,)`` and its tensors, in order."""
         while True:
             signature, tensors = Signature.of(
                 (batch,), {}, names=("batch",), modes=modes, extra=extra, unread=self._unread
@@ -187,11 +174,7 @@ def _moved_containers(name: str, before: Node | None, after: Node | None) -> Ite
 
 
 class UnreadValues:
-    """The values of a batch that its signature leaves out, while its step is captured.
-
-    Args:
-        signature: The signature.
-    """
+    """The values of a batch that its signature leaves out, while its step is captured."""
 
     def __init__(self, signature: Signature) -> None:
         self._read: dict[str, BatchValueRead] = {}
@@ -206,14 +189,7 @@ class UnreadValues:
         return substitute(batch, tensors, "batch", self._stand_ins)
 
     def refuse_read(self, raised: str = "") -> None:
-        """Refuse a capture that has read some of them.
-
-        Args:
-            raised: What its code has raised, perhaps for want of one of them.
-
-        Raises:
-            BatchValueRead: names them.
-        """
+        """Refuse a capture that has read some of them."""
         for first in self._read.values():
             raise _read(list(self._read), first.observed)
         if raised and self._stand_ins:

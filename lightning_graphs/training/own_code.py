@@ -28,20 +28,13 @@ def is_lightnings(definition: object, *files: str) -> bool:
 
     ``pytorch_lightning`` is the same code as ``lightning.pytorch`` under another name, with classes
     of its own.
-
-    Args:
-        files: Such as ``"core.module"``.
     """
     module = getattr(definition, "__module__", None)
     return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
 
 
 class CodeOfModules:
-    """Which code runs where modules of a tree are called: classes, and instances' own forwards.
-
-    Args:
-        graphed: The roots are called through their graphs: their own forwards are not looked at.
-    """
+    """Which code runs where modules of a tree are called: classes, and instances' own forwards."""
 
     def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
         roots = list(roots)

@@ -31,15 +31,6 @@ class Places:
 
     They are found where a capture leaves something behind, and where a tensor that graphs were
     captured over is another one.
-
-    Args:
-        module: The user's module.
-        reads: Learns that the values in them are no conditions.
-        on_change: Called when others count from now on: no graph knows of them.
-
-    Attributes:
-        found: In which other places the code that was watched last has left something; none if
-            that cannot be stored again.
     """
 
     def __init__(
@@ -50,6 +41,8 @@ class Places:
         self._on_change = on_change
         self._places: dict[str, Place] = {}
         self._fixed: set[str] = set()
+        # In which other places the code that was watched last has left something; none if that
+        # cannot be stored again
         self.found: list[Place] = []
 
     def __len__(self) -> int:
@@ -107,12 +100,7 @@ class Places:
 
     @contextlib.contextmanager
     def left(self, generators: Generators) -> Iterator[None]:
-        """Undo what the body leaves in attributes of modules and in random generators.
-
-        Raises:
-            LeftBehindError: it has left something in other places than these.
-            CaptureError: it has drawn from a generator.
-        """
+        """Undo what the body leaves in attributes of modules and in random generators."""
         trained = trained_parameters(self._module.trainer)
         contents = Attributes(self._module)
         named = (*self._module.named_parameters(), *self._module.named_buffers())
@@ -142,8 +130,10 @@ class Places:
             observed = f"training_step draws from {', '.join(drawn)}"
             raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
 
-    def capturing(self) -> CapturedStores:
-        """What a capture finds in these places, and leaves there."""
+    def capturing(self) -> CapturedStores | None:
+        """What a capture finds in these places, and leaves there; None if there are none."""
+        if not self._places:
+            return None
         return CapturedStores([*self], self._is_read, self._module)
 
     def _is_read(self, place: Place) -> bool:
@@ -165,13 +155,7 @@ def _is_tree(value: Any) -> bool:
 
 
 def place_of(change: Change, held: Contents, trained: Collection[int]) -> Entry | None:
-    """The place that code has changed; None if a replay cannot store there.
-
-    Args:
-        change: What it has changed.
-        held: Where that was noticed.
-        trained: The ``id`` of each parameter that an optimizer writes.
-    """
+    """The place that code has changed; None if a replay cannot store there."""
     name, owner, table, key, before, now = change
     kind: type[Entry] | None = None
     if isinstance(table, dict):

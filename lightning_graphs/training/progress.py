@@ -33,10 +33,6 @@ class ProgressValues:
     On the bar a value may be one step old. It is exact where Lightning waits for the device anyway:
     at steps that are logged, at the last batch of an epoch, and in loggers and ``callback_metrics``
     always.
-
-    Attributes:
-        mirrored: Names that the replayed step has copied.
-        follows: Copy the values of steps that are no graphs as a whole.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,8 +42,8 @@ class ProgressValues:
         self._values = self._host.numpy()
         self._slots: dict[str, int] = {}
         self._results: Any = training_results(trainer)
-        self.mirrored: frozenset[str] = frozenset()
-        self.follows = False
+        self.mirrored: frozenset[str] = frozenset()  # names that the replayed step has copied
+        self.follows = False  # copy the values of steps that are no graphs as a whole
 
     def install(self) -> None:
         """Answer for the results collection when it is asked for the metrics of a step."""

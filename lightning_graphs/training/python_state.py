@@ -6,7 +6,7 @@ import contextlib
 import io
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -50,7 +50,7 @@ DRAWN = Obstacle(
 )
 
 
-class AttributeReads:
+class AttributeReads(HeldValues):
     """Attributes of modules that captured steps have read, and those that they have set.
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
@@ -60,50 +60,30 @@ class AttributeReads:
     """
 
     def __init__(self) -> None:
-        self._held = HeldValues()
+        super().__init__()
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
         self._thread = threading.get_ident()
         self._paths: dict[int, str] = {}
 
-    def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
-        """Look at a value outside of the module, too: ``get(key)``, bound in this owner."""
-        self._held.add(name, get, key, owner)
-
-    def read(self, words: Set[str]) -> None:
+    def read(self, words: Iterable[str]) -> None:
         """Look at what has these names in classes of objects, and in modules that are unseen."""
-        self._held.read(words)
+        super().read(words)
         for name, owner in self._unseen:
-            for key in vars(owner).keys() & words - OF_ALL_MODULES:
-                self._held.add(f"{name}.{key}", vars(owner).get, key, owner)
-
-    def without(self, owners: Container[int]) -> HeldValues:
-        """What was read, but for what is bound in such owners, given by their ``id``."""
-        return self._held.without(owners)
-
-    def leave_out(self, names: Container[str]) -> None:
-        """What has these names is no condition; see :meth:`HeldValues.leave_out`."""
-        self._held.leave_out(names)
+            for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
+                self.add(f"{name}.{key}", vars(owner).get, key, owner)
 
     def may_have_read(self, owner: object, key: Any) -> bool:
         """Whether code may have read an attribute, or an entry, before it has set it."""
-        return id(owner) not in self._paths or self._held.has(owner, key)
+        return id(owner) not in self._paths or self.has(owner, key)
 
     def keep(self, values: Iterable[Any]) -> None:
         """Keep alive what captured code may have found in caches of others."""
         self._kept.update((id(value), value) for value in values)
 
-    def values(self) -> tuple[tuple[str, Any], ...]:
-        """Name and present value of everything that was read, and of what is inside of it."""
-        return self._held.now()
-
     def changed_outside(self, owners: Container[int]) -> list[str]:
-        """Undo what code has changed in modules other than these, given by their ``id``.
-
-        Returns:
-            The names of the attributes.
-        """
+        """Undo what code has changed in modules other than these, given by their ``id``."""
         names = []
         for (place, key), (owner, before) in self._stored.items():
             if place not in owners and not is_still(vars(owner).get(key, Absence.ABSENT), before):
@@ -127,9 +107,6 @@ class AttributeReads:
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
         checks their class; of theirs, the numbers that training is known to move are noted. What
         the body sets is noted of all of them.
-
-        Raises:
-            CaptureError: the body reads an iterator, before anything is taken from it.
         """
         self._thread = threading.get_ident()
         closed, self._unseen = inside_of_compiled(module), []
@@ -141,7 +118,7 @@ class AttributeReads:
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
                     if isinstance(table[key], (bool, int, float, str)):
-                        self._held.add(f"{name}.{key}", table.get, key, owner)
+                        self.add(f"{name}.{key}", table.get, key, owner)
             elif owner in closed:
                 self._unseen.append((name, owner))
             elif not isinstance(owner, torch.jit.ScriptModule):
@@ -215,11 +192,11 @@ class AttributeReads:
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
         _refuse_iterators(name, value)
         if key not in table and not is_method:
-            self._held.add(name, partial(getattr, owner), key, owner)
+            self.add(name, partial(getattr, owner), key, owner)
         elif key in table and value is None:  # which a table without it gives as well
-            self._held.add(name, partial(_looked_up, table, vars(kind)), key, owner)
+            self.add(name, partial(_looked_up, table, vars(kind)), key, owner)
         else:  # of a method, whether the instance has something else in its place
-            self._held.add(name, table.get, key, owner)
+            self.add(name, table.get, key, owner)
 
     def _note_absence(self, owner: Any, kind: type, key: str, path: str) -> None:
         """Note that an attribute is in none of the places where it may be set.
@@ -231,7 +208,7 @@ class AttributeReads:
             return
         if not any(key in vars(base) for base in kind.__mro__):
             get = partial(_looked_up, vars(owner), vars(kind))
-            self._held.add(f"{path}.{key}", get, key, owner)
+            self.add(f"{path}.{key}", get, key, owner)
 
 
 def _is_metric(kind: type) -> bool:
@@ -245,11 +222,7 @@ def _author_of(kind: type) -> str:
 
 
 def _refuse_iterators(name: str, value: Any) -> None:
-    """Refuse to read an iterator, or something with one inside, before anything is taken from it.
-
-    Raises:
-        CaptureError: names it and the line.
-    """
+    """Refuse to read an iterator, or what has one inside, before anything is taken from it."""
     inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
     for label, held in [(name, value), *inside]:
         if isinstance(held, Iterator) and not isinstance(held, io.IOBase):

@@ -52,31 +52,22 @@ class Ranks:
     """Agreements between the ranks of one fit; with one rank they cost nothing.
 
     Every rank calls the same methods in the same order.
-
-    Args:
-        trainer: The trainer, whose strategy has set up the process group. Without one there is one
-            rank.
-
-    Attributes:
-        are_one: There is one rank only.
-        whole_steps_only: Submodules cannot be captured.
-        ready: Steps may be captured; see :meth:`are_ready`.
-        lost: Why no graph is right any longer; empty as long as they are.
-        ddp: What reduces gradients over ranks; None if nothing does.
-        units: What FSDP2 gathers and reduces; None if it does nothing.
-        left: Called with the reason where one of the ranks :meth:`leave`.
     """
 
     def __init__(self, trainer: Trainer | None = None) -> None:
-        self.are_one = trainer is None or trainer.world_size == 1
+        self.are_one = trainer is None or trainer.world_size == 1  # there is one rank only
+        # Called with the reason where one of the ranks :meth:`leave`
         self.left: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self._numbers = itertools.count(CAPTURE + 1)
+        # What reduces gradients over ranks; None if nothing does
         self.ddp = None if trainer is None else wrapper_of(trainer)
+        # What FSDP2 gathers and reduces; None if it does nothing
         self.units = None if trainer is None else units_of(trainer)
+        # Submodules cannot be captured
         self.whole_steps_only = trainer is not None and is_model_parallel(trainer)
-        self.ready = trainer is None
-        self._reason = self.lost = ""
+        self.ready = trainer is None  # steps may be captured; see :meth:`are_ready`
+        self._reason = self.lost = ""  # why no graph is right any longer; empty as long as they are
         self._sigterm = Sigterm()
         self._open = contextlib.ExitStack()
         self._group: Any = None
@@ -106,10 +97,6 @@ class Ranks:
 
         It is what all chose. Where some have lost a graph that others have, all capture; where
         ranks would replay different graphs, because their batches differ, the step is eager.
-
-        Args:
-            choice: What this rank would do: one of the constants, or the number of its plan.
-            wish: Something that is done where all wish it.
         """
         if self._group is None:
             return choice, wish
@@ -147,22 +134,14 @@ class Ranks:
     def together(
         self,
         run: Callable[[], _Result],
+        # Called with the result where another rank has none
         undo: Callable[[_Result], None] = lambda _: None,
         *,
+        # It exchanges data with other ranks before it raises. Nobody can go on then, unless all
+        # of them raise.
         exchanges: bool = False,
     ) -> _Result:
-        """Run something on all ranks, and raise on all where it raises on one.
-
-        Args:
-            run: What is run.
-            undo: Called with the result where another rank has none.
-            exchanges: It exchanges data with other ranks before it raises. Nobody can go on then,
-                unless all of them raise.
-
-        Raises:
-            CaptureError: it failed on another rank.
-            PartedError: it failed on some ranks, and others wait for them.
-        """
+        """Run something on all ranks, and raise on all where it raises on one."""
         if self.are_one and self.ddp is None:
             return run()
         error = result = None

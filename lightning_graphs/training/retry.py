@@ -37,9 +37,6 @@ class StepBegin:
     Buffers and other tensors that it may write, the batch among them; generators, attributes,
     metrics and logs; ``.grad`` of every parameter, and with ``gradients`` its values. Parameters
     and the optimizer's state are what they are until the optimizer steps.
-
-    Args:
-        gradients: The gradients that there are may be added to.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class StepBegin:
         args: tuple[Any, ...],
         budget: MemoryBudget,
         *,
-        gradients: bool,
+        gradients: bool,  # the gradients that there are may be added to
     ) -> None:
         self.args = args
         self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
@@ -104,14 +101,6 @@ class EagerRetry:
     optimizer step is repeated by itself, and so is a backward pass, after the forward pass that it
     belongs to: no hook is called twice. A step that finds no memory then would not find it without
     us either.
-
-    Args:
-        raises: The error is raised instead.
-
-    Attributes:
-        own: The strategy's own methods.
-        budget: What memory may be taken.
-        calls: The same methods, for steps that are not captured.
     """
 
     def __init__(
@@ -122,15 +111,16 @@ class EagerRetry:
         statistics: Statistics,
         budget: MemoryBudget,
         *,
-        raises: bool,
+        raises: bool,  # the error is raised instead
     ) -> None:
         self._trainer = trainer
         self._module = module
-        self.own = own
+        self.own = own  # the strategy's own methods
         self._statistics = statistics
-        self.budget = budget
+        self.budget = budget  # what memory may be taken
         self._raises = raises
         self._manual = not module.automatic_optimization
+        # The same methods, for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
         self._begin: StepBegin | None = None
         self._running = False  # the step's own code
@@ -142,23 +132,14 @@ class EagerRetry:
         self._update_fits = -1  # beside the graphs of so many captures
 
     def attach(self, runner: HoldsMemory, switch_off: Callable[[str], None]) -> None:
-        """Take the place of what runs the steps.
-
-        Args:
-            runner: Runs them.
-            switch_off: Releases everything, says why, and lets steps run eagerly from now on.
-        """
+        """Take the place of what runs the steps."""
         self._runner = runner
         self._switch_off = switch_off
         self.backward = runner.backward
         self.optimizer_step = runner.optimizer_step
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
-        """To be called ahead of the capture of a whole step.
-
-        Raises:
-            NoRoomError: there is too little memory for it.
-        """
+        """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
         self._keep(args)
 

@@ -9,20 +9,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions
-from lightning_graphs.training.gradients import KEPT_LATE, KeptGradients
-from lightning_graphs.training.investment import Investment, Moves
+from lightning_graphs.training.fit import Fit, Learned
+from lightning_graphs.training.gradients import KEPT_LATE
+from lightning_graphs.training.investment import Moves
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -30,22 +29,15 @@ from lightning_graphs.training.lightning_private import (
     skips_backward,
     takes_no_closure,
 )
-from lightning_graphs.training.logs import LoggedNumbers
 from lightning_graphs.training.memory import MemoryKept, NoRoomError
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
-from lightning_graphs.training.options import Options
 from lightning_graphs.training.own_batch import BatchValueRead, BatchValues
-from lightning_graphs.training.places import Places
-from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.plans import StepPlans
+from lightning_graphs.training.plan import StepPlan, StepPlans
 from lightning_graphs.training.precision import scaler_of
-from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED, Ranks
-from lightning_graphs.training.retry import EagerRetry
-from lightning_graphs.training.statistics import Statistics, capture_cost, in_words
+from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
+from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
 from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.verification import Verification
@@ -59,53 +51,39 @@ _WRAPPED = (
 
 
 class StepRunner:
-    """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit.
+    """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit."""
 
-    Attributes:
-        capturable: What keeps the optimizer capturable; None if it cannot be captured.
-        has_failed: After a refusal no graph of a step is left; or attributes move on too often.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        options: Options,
-        pool: GraphPool,
-        statistics: Statistics,
-        progress: ProgressValues | None,
-        investment: Investment,
-        retry: EagerRetry,
-        ranks: Ranks,
-    ) -> None:
-        self._retry = retry
-        self._progress = progress
-        self._trainer = trainer
-        self._module = module
-        self._calls = retry.calls
-        self._pool = pool
-        self._statistics = statistics
-        self._agreement = Agreement(module, options, retry.budget, ranks)
-        self._investment = investment
-        copies = partial(copies_on_host, trainer)
-        self._cache = StepPlans(investment, self._release, options.max_graphs, copies)
-        self._notices = Notices(options, statistics)
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+        self._retry = fit.retry
+        self._progress = fit.progress
+        self._trainer = fit.trainer
+        self._module = fit.module
+        self._calls = fit.retry.calls
+        self._pool = fit.pool
+        self._statistics = fit.statistics
+        self._ranks = fit.ranks
+        self._investment = fit.investment
+        options = fit.options
+        self._agreement = Agreement(fit.module, options, fit.retry.budget, fit.ranks)
+        copies = partial(copies_on_host, fit.trainer)
+        self._cache = StepPlans(fit.investment, self._release, options.max_graphs, copies)
+        self._notices = Notices(options, fit.statistics)
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
-        self._numbers = LoggedNumbers()
-        self._reads = AttributeReads()
-        self._places = Places(module, self._reads, self._forget_plans)
+        self._learned = Learned(fit.module, self._forget_plans)
+        self._kept = self._learned.kept
         self._values = BatchValues()
         self._active: StepPlan | None = None
-        self._kept = KeptGradients()
         self._stepping = False
-        self._ranks = ranks
+        # After a refusal no graph of a step is left; or attributes move on too often
         self._failing = self.has_failed = False
-        self._may_give_up = options.scope == "auto" and not ranks.whole_steps_only
+        self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
+        # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
-        self._moves = Moves(trainer)
-        self._optimizer: Optimizer = trainer.optimizers[0]
+        self._moves = Moves(fit.trainer)
+        self._optimizer: Optimizer = fit.trainer.optimizers[0]
         self._obstacle: str | None = None
         self._bind()
 
@@ -135,24 +113,11 @@ class StepRunner:
         body = StepBody(
             self._trainer, self._module, own, self._optimizer, self._in_graph, observers
         )
-        self._capture = StepCapture(
-            self._trainer,
-            self._module,
-            body,
-            self._pool,
-            self._optimizer,
-            self._in_graph,
-            self._observers,
-            self._reads,
-            self._places,
-            self._progress,
-            self._numbers,
-            copies_gradients=self._kept.are_copied,
+        self._capture = StepCapture(self._fit, body, self._learned)
+        self._verification = Verification(
+            self._agreement, body, self._in_graph, self._ranks, self._learned.places
         )
-        parts = (self._agreement, body, self._in_graph, self._ranks, self._places)
-        self._verification = Verification(*parts)
-        watched = (self._optimizer, self._in_graph, self._reads, self._kept, self._places)
-        self._watch = FitWatch(self._trainer, self._module, *watched)
+        self._watch = FitWatch(self._module, body, self._learned)
 
     def _forget_plans(self) -> None:
         """Drop every graph, and not how often steps were seen: none copies in from a new place."""
@@ -342,7 +307,7 @@ class StepRunner:
     ) -> tuple[Signature, list[Tensor]]:
         refuse_iterator(args[0])
         modes = Modes.current(self._pool.backend.device_type)
-        extra = (conditions, *self._places.signature())
+        extra = (conditions, *self._learned.places.signature())
         return self._values.signature(args[0], modes, extra)
 
     def _is_unseen(self, signature: Signature) -> bool:
@@ -407,7 +372,7 @@ class StepRunner:
             self._progress.mirrored = frozenset()
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            with self._numbers.watching(self._module):
+            with self._learned.logged.watching(self._module):
                 return self._calls.training_step(*args, **kwargs)
         return self._calls.training_step(*args, **kwargs)
 

@@ -10,45 +10,25 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.interception import StepHandler
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.retry import HoldsMemory
 from lightning_graphs.training.runner import StepRunner
 from lightning_graphs.training.uncapturable import obstacle_in
 
 
-class Runner(StepHandler, Protocol):
+class Runner(HoldsMemory, Protocol):
     """What runs the steps of a fit."""
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
         """What keeps the optimizer capturable at present."""
 
-    @property
-    def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
-
     def close(self) -> None:
         """Release every graph and give back what was changed; may be called again."""
 
 
-def step_runner(fit: Fit) -> StepRunner:
-    """Graphs of whole steps."""
-    return StepRunner(
-        fit.trainer,
-        fit.module,
-        fit.options,
-        fit.pool,
-        fit.statistics,
-        fit.progress,
-        fit.investment,
-        fit.retry,
-        fit.ranks,
-    )
-
-
-def module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
-    """Graphs of submodules; the optimizer may have stepped often enough."""
+def _module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
     fit.ranks.close()  # submodules exchange nothing
     if fit.progress is not None:
         fit.progress.follows = True
@@ -58,13 +38,13 @@ def module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
 def runner_for(fit: Fit) -> Runner:
     """The runner that the options ask for."""
     if fit.options.scope == "step":
-        return step_runner(fit)
+        return StepRunner(fit)
     if fit.options.by_submodules:
-        return module_runner(fit)
+        return _module_runner(fit)
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
         fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
-        return module_runner(fit)
+        return _module_runner(fit)
     return AutoRunner(fit)
 
 
@@ -90,7 +70,7 @@ class AutoRunner:
 
     def __init__(self, fit: Fit) -> None:
         self._fit = fit
-        self._runner: StepRunner | ModuleRunner = step_runner(fit)
+        self._runner: StepRunner | ModuleRunner = StepRunner(fit)
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
@@ -125,5 +105,5 @@ class AutoRunner:
         runner = self._runner
         if isinstance(runner, StepRunner) and runner.has_failed:
             runner.close()
-            self._runner = module_runner(self._fit, warmed_up=True)
+            self._runner = _module_runner(self._fit, warmed_up=True)
         return self._runner

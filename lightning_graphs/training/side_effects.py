@@ -61,12 +61,7 @@ _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
 
 
 class SideEffects:
-    """Refuses what captured code does outside of its module.
-
-    Args:
-        trainer: The trainer.
-        own: Tells the author's code from others'.
-    """
+    """Refuses what captured code does outside of its module."""
 
     def __init__(self, trainer: Trainer, own: OwnCode) -> None:
         self._trainer = trainer
@@ -86,15 +81,7 @@ class SideEffects:
 
     @contextlib.contextmanager
     def refused(self, values: OutsideValues, what: str) -> Iterator[None]:
-        """Refuse what the body, watched code of one module, stores; and undo it.
-
-        Args:
-            values: Follows the module's code, to see what it reads outside.
-            what: What a refusal calls the body.
-
-        Raises:
-            CaptureError: the body stores something, or has gone on after a refusal.
-        """
+        """Refuse what the body, watched code of one module, stores; and undo it."""
         self._refused = None
         try:
             with values.followed():
@@ -119,11 +106,6 @@ def effects_watched(
     """Watch for prints, opened files, Python's loggers and Lightning's, in this thread.
 
     Only lines of the step's author count: libraries warn and log on their own account.
-
-    Args:
-        trainer: The trainer.
-        own: Tells the author's code from others'.
-        on_effect: Called with what is used and the line; where it returns, the use goes on.
     """
     thread = threading.get_ident()
 

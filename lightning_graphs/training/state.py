@@ -62,22 +62,17 @@ class Kept:
 
 
 class StepState:
-    """The state that a step of one fit changes, as it is now.
-
-    Args:
-        loose: Other tensors that the step writes, by name.
-        others: What else is put back.
-        zeroed: Parameters whose gradients the step zeroes before anybody looks at them.
-    """
+    """The state that a step of one fit changes, as it is now."""
 
     def __init__(
         self,
         trainer: Trainer,
         module: LightningModule,
         optimizer: Optimizer,
-        loose: Mapping[str, Tensor],
+        loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
         *others: Restorable,
         budget: MemoryBudget,
+        # Parameters whose gradients the step zeroes before anybody looks at them
         zeroed: Iterable[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
@@ -105,11 +100,7 @@ class StepState:
     def kept(
         self, together: Callable[[Callable[[], None]], None] = lambda keep: keep()
     ) -> Iterator[None]:
-        """Copy the state, put it back at the end, whatever happened, and let go of the copy.
-
-        Args:
-            together: Calls what copies it, on all ranks.
-        """
+        """Copy the state, put it back at the end, whatever happened, and let go of the copy."""
         together(self.keep)
         try:
             yield

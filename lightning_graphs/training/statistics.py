@@ -30,44 +30,35 @@ _LONGEST = 160
 
 @dataclass(slots=True)
 class Pace:
-    """How long steps take, in milliseconds.
-
-    Attributes:
-        behind: How long the device still worked on each of them once it had been launched.
-    """
+    """How long steps take, in milliseconds."""
 
     eager: list[float] = field(default_factory=list)  # eager steps on the device
+    # How long the device still worked on each of them once it had been launched
     behind: list[float] = field(default_factory=list)
     replayed: list[float] = field(default_factory=list)  # replayed steps on the device
 
 
 @dataclass(slots=True)
 class CaptureCost:
-    """What one capture took.
-
-    Attributes:
-        added: Bytes that each memory pool has more than before.
-    """
+    """What one capture took."""
 
     ms: float = 0.0  # milliseconds
+    # Bytes that each memory pool has more than before
     added: dict[PoolHandle, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Statistics:
-    """What happened to the steps of a fit.
-
-    Attributes:
-        recaptures: What changed, for each capture after the first.
-        fused: Optimizers that run their fused kernel, and by themselves would not.
-    """
+    """What happened to the steps of a fit."""
 
     eager: int = 0  # micro-batches that ran eagerly
     replayed: int = 0  # micro-batches that were replayed
     captures: int = 0  # steps captured, a signature each
     fallbacks: list[str] = field(default_factory=list)  # reason of each refusal, in order
+    # What changed, for each capture after the first
     recaptures: list[str] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)  # names of the submodules that have graphs
+    # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
     graphs: list[GraphRecord] = field(default_factory=list)  # a record for each captured signature
     times: list[StepTime] = field(default_factory=list)  # the steps that were timed
@@ -134,18 +125,15 @@ class Statistics:
 
     def captured(
         self,
+        # The signature in words: what is captured again under the same words continues their
+        # record
         signature: str,
         graphs: Sequence[CUDAGraph],
         cost: CaptureCost,
         *,
         scope: str = "step",
     ) -> GraphRecord:
-        """Keep a record of what was captured, and return it.
-
-        Args:
-            signature: The signature in words: what is captured again under the same words
-                continues their record.
-        """
+        """Keep a record of what was captured, and return it."""
         same = (r for r in self.graphs if (r.scope, r.signature) == (scope, signature))
         record = next(same, None)
         if record is None:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +26,7 @@ from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.frozen import (
     Places,
     counters_watched,
@@ -42,23 +42,19 @@ from lightning_graphs.training.gradients import (
 )
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
-from lightning_graphs.training.logs import LoggedNumbers, LogRecorder
+from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
-from lightning_graphs.training.observers import Observers
-from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import LeftBehindError
-from lightning_graphs.training.places import Places as StoringPlaces
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import (
     resume_scaling,
     scaling_state,
     without_autocast_cache,
 )
-from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.side_effects import SideEffects
 from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
@@ -73,55 +69,19 @@ class RaisedInCapture(CaptureError):
 
 
 class StepCapture:
-    """Captures training steps of one fit.
+    """Captures training steps of one fit."""
 
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        body: What a step computes.
-        pool: Captures and owns the graphs.
-        optimizer: The trainer's optimizer.
-        capturable: Makes its step capturable; None if it cannot be captured.
-        observers: Who looks in between.
-        reads: Learns which attributes the captured steps read.
-        places: Where steps store something.
-        progress: Mirror of the values for the progress bar; None without a GPU.
-        logged: Knows which Python numbers change from step to step.
-        copies_gradients: Somebody keeps gradients past their step.
-
-    Attributes:
-        persistent: The gradients that outlive a replay.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        body: StepBody,
-        pool: GraphPool,
-        optimizer: Optimizer,
-        capturable: CapturableOptimizer | None,
-        observers: Observers,
-        reads: AttributeReads,
-        places: StoringPlaces,
-        progress: ProgressValues | None,
-        logged: LoggedNumbers,
-        *,
-        copies_gradients: bool,
-    ) -> None:
-        self._copies_gradients = copies_gradients
-        self._reads = reads
-        self._stores = places
-        self._logged = logged
-        self._progress = progress
-        self._trainer = trainer
-        self._module = module
+    def __init__(self, fit: Fit, body: StepBody, learned: Learned) -> None:
+        self._learned = learned
+        self._progress = fit.progress
+        self._trainer = trainer = fit.trainer
+        self._module = module = fit.module
+        self._pool = fit.pool
         self._body = body
-        self._pool = pool
-        self._optimizer = optimizer
-        self._capturable = capturable
-        self._observers = observers
-        self.persistent = PersistentGradients()
+        self._optimizer = body.optimizer
+        self._capturable = body.capturable
+        self._observers = body.observers
+        self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._units = units_of(trainer)
@@ -131,35 +91,25 @@ class StepCapture:
         self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
         self._host: AbstractContextManager[object] = nullcontext()
-        self._numbers = StepNumbers(trainer, reads, module.device)
+        self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
-        self._places: Places = ()
+        self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
         self,
         batch: Any,
-        tensors: Sequence[Tensor],
-        rest: Sequence[Any],
-        signature: Signature,
-        phase: Phase,
+        tensors: Sequence[Tensor],  # its tensor leaves, in the order of the signature
+        rest: Sequence[Any],  # further arguments of ``training_step``
+        signature: Signature,  # the signature of ``(batch,)``
+        phase: Phase,  # its part in the accumulation window
     ) -> StepPlan:
         """Capture the step of this batch; nothing executes.
 
         Libraries are not told that it is captured: they take the way of eager steps. Where that is
         refused, it is captured once more with what it computes on the host recorded, and after that
         both ways with libraries that are told. The way that succeeds is the first one of the next
-        capture.
-
-        Args:
-            batch: The batch.
-            tensors: Its tensor leaves, in the order of the signature.
-            rest: Further arguments of ``training_step``.
-            signature: The signature of ``(batch,)``.
-            phase: Its part in the accumulation window.
-
-        Raises:
-            CaptureError: the step cannot be captured, or finds no memory; everything is as before,
-                but for a gradient reducer that waits for the rest of a backward pass.
+        capture. Where none does, all is as before, but for a gradient reducer that waits for
+        the rest of a backward pass.
         """
         unread = UnreadValues(signature)
         self._refuse_looks_at_shards()
@@ -174,14 +124,14 @@ class StepCapture:
             except PlaceUsedError as error:
                 if waits_for_gradients(self._trainer):
                     raise
-                self._stores.unlearn(error.place)
+                self._learned.places.unlearn(error.place)
             except CaptureError as error:
                 raised = error.observed if isinstance(error, RaisedInCapture) else ""
                 unread.refuse_read(raised)
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
                     raise
-                if self._stores.learn(self._stores.found):
+                if self._learned.places.learn(self._learned.places.found):
                     continue
                 if isinstance(error, LeftBehindError):
                     raise
@@ -211,7 +161,7 @@ class StepCapture:
         unread: UnreadValues,
     ) -> StepPlan:
         recording: HostRecording | None = None
-        segments = _Segments(self._pool, self._reads)
+        segments = _Segments(self._pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
         def abandon() -> None:
@@ -222,12 +172,12 @@ class StepCapture:
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(scaling_state(self._plugin, self._optimizer))
-            if stores is not None:
-                stores.look()
+            if places is not None:
+                places.look()
             segments.cut(name)
 
         try:
-            stores = self._stores.capturing() if self._stores else None
+            places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
             if self._has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
@@ -235,7 +185,7 @@ class StepCapture:
                 recording = HostRecording(device, inputs.tensors, copies, room)
             self._host = nullcontext() if recording is None else recording
             own = unread.left_out(batch, inputs.tensors)
-            self._numbers = StepNumbers(self._trainer, self._reads, self._module.device)
+            self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             targets = GradientTargets(
@@ -245,28 +195,22 @@ class StepCapture:
                 keeps=self._keeps_gradients(phase),
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
-                copied=self._copies_gradients,
+                copied=self._learned.kept.are_copied,
                 reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
-            recorder = LogRecorder(self._module, self._progress, self._logged)
+            recorder = LogRecorder(self._module, self._progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self._optimizer),
                 batch_left(own),
-                self._environment(recorder, stores) as (outside, loose),
+                self._environment(recorder, places) as (outside, loose),
             ):
                 targets.begin()
                 with segments.capturing("forward"):
-                    output = self._body.run(
-                        arguments,
-                        phase,
-                        recorder,
-                        cut=cut,
-                        keep=targets.keep,
-                    )
-                    if stores is not None:
-                        stores.look()
+                    output = self._body.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
+                    if places is not None:
+                        places.look()
                 self._numbers.finish()
                 gradients, others = targets.attached()
             unread.refuse_read()
@@ -289,7 +233,7 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
-        outside.read_into(self._reads)
+        outside.read_into(self._learned.reads)
         output.finish_capture()
         return StepPlan(
             call=CallPlan(signature, check_modes=True),
@@ -308,7 +252,7 @@ class StepCapture:
             adds=adds,
             written=loose.written(),
             stores=segments.stores,
-            places=stores,
+            places=places,
             scaling=scaling,
             host=host,
             numbers=self._numbers.on_device,
@@ -327,37 +271,37 @@ class StepCapture:
 
     @contextlib.contextmanager
     def _environment(
-        self, recorder: LogRecorder, stores: CapturedStores | None
+        self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._stores.left(generators))
+            stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
-            stack.enter_context(self._reads.watching(self._module))
+            stack.enter_context(self._learned.reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
-            counter = self._numbers.counter
-            stack.enter_context(counters_watched(self._trainer, reads=self._reads, counter=counter))
+            reads, counter = self._learned.reads, self._numbers.counter
+            stack.enter_context(counters_watched(self._trainer, reads=reads, counter=counter))
             stack.enter_context(replaced(self._body, "forward", self._forward))
             stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates = None if self._capturable is None else self._capturable.live_rates()
-            self._places = self._numbers.places(self._optimizer, self._open_keys(), rates)
+            self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
             effects = SideEffects(self._trainer, self._own)
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
-            if stores is not None:
-                stack.enter_context(stores.exchanged())
+            if places is not None:
+                stack.enter_context(places.exchanged())
             yield outside, loose
 
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
-        numbers = numbers_exchanged(self._places)
+        numbers = numbers_exchanged(self._optimizer, self._in_optimizer)
         with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
             return StepBody.forward(self._body, arguments, recorder)
 
@@ -433,11 +377,7 @@ class _Segments:
 
 
 def refuse_iterator(batch: Any) -> None:
-    """Refuse a step that takes its batches by itself.
-
-    Raises:
-        CaptureError: names the iterator.
-    """
+    """Refuse a step that takes its batches by itself."""
     if isinstance(batch, Iterator):
         raise CaptureError(
             "A captured step gets its batch: a replay takes none from an iterator.",

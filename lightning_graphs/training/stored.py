@@ -37,13 +37,9 @@ COUNTED = Obstacle(
 
 
 class PlaceUsedError(CaptureError):
-    """A captured step computes with what it counts or fills.
+    """A captured step computes with what it counts or fills."""
 
-    Attributes:
-        place: Where that is kept.
-    """
-
-    place: Entry
+    place: Entry  # where that is kept
 
 
 def _refuse_use(place: Entry) -> NoReturn:
@@ -138,11 +134,6 @@ class CapturedStores:
 
     What code reads is an input of the graph: a copy, over which it is captured. What it leaves is
     stored again by every replay: copies, so that nobody sees a later step in what he has kept.
-
-    Args:
-        places: The places.
-        is_read: Tells of a place whether code reads it.
-        module: Its parameters and buffers are handed out themselves.
     """
 
     def __init__(
@@ -197,11 +188,7 @@ class CapturedStores:
                 place.put(value)
 
     def look(self) -> None:
-        """See what the code has left; what it stores after this is refused.
-
-        Raises:
-            CaptureError: it has left something that no replay could make again.
-        """
+        """See what the code has left; what it stores after this is refused."""
         if any(tensor.grad is not None for tensor in self._own):
             name = self._read[0].name
             observed = f"a gradient reaches {name}, which is bound anew"
@@ -317,11 +304,7 @@ class CapturedStores:
         return _results(self._built(self._sources))
 
     def results_of(self, before: Sequence[Any]) -> list[Result]:
-        """After an eager step: what it has stored where a replay does.
-
-        Args:
-            before: What :meth:`present` gave before it.
-        """
+        """After an eager step: what it has stored where a replay does."""
         found = []
         for (place, _), then in zip(self._outgoing, before, strict=True):
             now = place.now()[then:] if isinstance(place, Growing) else place.now()

@@ -32,13 +32,10 @@ class Mark(NamedTuple):
 
 
 class Stopwatch:
-    """Takes marks without waiting, and later tells the time between two of them.
-
-    Attributes:
-        meaningful: Whether the times say anything about graphs: not without a GPU.
-    """
+    """Takes marks without waiting, and later tells the time between two of them."""
 
     def __init__(self, device: torch.device) -> None:
+        # Whether the times say anything about graphs: not without a GPU
         self.meaningful = device.type == "cuda"
 
     def mark(self) -> Mark:
@@ -96,9 +93,6 @@ class StepTiming:
     or, where the optimizer steps, of that; with manual optimization it is ``training_step``. Of
     each shape the first eager step (kernels are loaded, state is made) is left out, and so is every
     step with a capture, a refusal or a verification in it.
-
-    Args:
-        settled: Called at the end of a step of the optimizer, once every graph has its times.
     """
 
     def __init__(
@@ -106,6 +100,7 @@ class StepTiming:
         handler: StepHandler,
         statistics: Statistics,
         stopwatch: Stopwatch,
+        # Called at the end of a step of the optimizer, once every graph has its times
         settled: Callable[[], None],
         *,
         manual: bool = False,
@@ -246,11 +241,7 @@ class Verdict:
 
 
 def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict | None:
-    """Compare the time of replayed steps with that of eager ones; None without both times.
-
-    Args:
-        otherwise: Time of an eager step where a record has none.
-    """
+    """Compare the time of replayed steps with that of eager ones; None without both times."""
     timed = [
         (eager, record.replay_ms, record.replays)
         for record in records

@@ -70,11 +70,7 @@ def flattened_once() -> Iterator[None]:
 
 
 def with_own_graphs(module: nn.Module) -> Iterator[str]:
-    """Qualified names of the submodules and attributes that ``torch.compile`` gave own graphs.
-
-    Args:
-        module: Its submodules are searched, and the functions that they hold as attributes.
-    """
+    """Qualified names of the submodules and attributes that ``torch.compile`` gave own graphs."""
     for name, inner in module.named_modules():
         if makes_own_graphs(inner):
             yield name or type(inner).__name__

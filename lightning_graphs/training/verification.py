@@ -65,13 +65,7 @@ class Verification:
     # ------------------------------------------------------------------ a whole step
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
-        """Verify a plan with the batch that is about to be trained on.
-
-        Raises:
-            VerificationError: names the first tensor that differs.
-            GraphError: the eager step does by now what a captured one cannot do.
-            MemoryKept: the eager step leaves tensors in the memory of the graphs.
-        """
+        """Verify a plan with the batch that is about to be trained on."""
         batch, together = self._tensors(plan, args), self._ranks.together
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
@@ -154,11 +148,7 @@ class Verification:
     # ------------------------------------------------------------------ an optimizer step
 
     def check_update(self, replay: Callable[[], None]) -> None:
-        """Verify a captured optimizer step on the gradients that there are.
-
-        Raises:
-            VerificationError: names the first tensor that differs.
-        """
+        """Verify a captured optimizer step on the gradients that there are."""
         if not self._agreement.is_on:
             return
         state = self._state({}, Attributes(self._module), Generators(self._module))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
-from torch.optim import Optimizer
+from lightning.pytorch import LightningModule
 
 from lightning_graphs.core import kernel_choice
 from lightning_graphs.core.buffers import AddressGuard
@@ -19,13 +18,11 @@ from lightning_graphs.core.torch_private import (
     hooks_registered,
 )
 from lightning_graphs.errors import ReplayError
+from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.ddp import syncs
-from lightning_graphs.training.gradients import KeptGradients
-from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.fit import Learned
 from lightning_graphs.training.own_code import CodeOfModules
-from lightning_graphs.training.places import Places
-from lightning_graphs.training.python_state import AttributeReads
 
 _TRAINING = attrgetter("training")
 OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *kernel_choice.NAMES)
@@ -33,35 +30,16 @@ OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *kernel_choice.NAMES
 
 
 class FitWatch:
-    """Reads the conditions of a fit, and finds what has invalidated its graphs.
+    """Reads the conditions of a fit, and finds what has invalidated its graphs."""
 
-    Args:
-        trainer: The trainer.
-        module: Its module.
-        optimizer: Its optimizer.
-        capturable: What keeps the optimizer capturable; None if its step runs eagerly.
-        reads: The attributes that captured steps have read.
-        kept: Notices gradients that are kept.
-        places: Where tensors are bound anew.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        optimizer: Optimizer,
-        capturable: CapturableOptimizer | None,
-        reads: AttributeReads,
-        kept: KeptGradients,
-        places: Places,
-    ) -> None:
-        self._kept = kept
-        self._places = places
-        self._trainer = trainer
+    def __init__(self, module: LightningModule, body: StepBody, learned: Learned) -> None:
+        self._kept = learned.kept
+        self._places = learned.places
+        self._reads = learned.reads
+        self._trainer = trainer = module.trainer
         self._plugin = trainer.precision_plugin
-        self._optimizer = optimizer
-        self._capturable = capturable
-        self._reads = reads
+        self._optimizer = optimizer = body.optimizer
+        self._capturable = body.capturable
         self._module = module
         self.look_again()
         self._modules = list(module.modules())
@@ -99,11 +77,7 @@ class FitWatch:
         return None
 
     def conditions(self, stepping: bool) -> Conditions:
-        """The conditions of the coming micro-batch.
-
-        Args:
-            stepping: The optimizer steps after it.
-        """
+        """The conditions of the coming micro-batch."""
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         training = tuple(map(_TRAINING, self._modules))
@@ -125,7 +99,7 @@ class FitWatch:
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *zip(OF_THE_TRAINER, (clipping, syncs(trainer), *KernelChoice.now()), strict=True),
-            *self._reads.values(),
+            *self._reads.now(),
         )
 
 

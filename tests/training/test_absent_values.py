@@ -192,7 +192,7 @@ def noted(look: Callable[[Any], object]) -> list[str]:
     module, reads = Asked(), AttributeReads()
     with reads.watching(module):
         look(module)
-    return [name for name, _ in reads.values()]
+    return [name for name, _ in reads.now()]
 
 
 def test_what_a_module_has_is_not_absent() -> None:

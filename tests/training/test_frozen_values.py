@@ -195,10 +195,10 @@ def test_values_are_described_again_only_after_a_change() -> None:
     module, reads = Module(), AttributeReads()
     with reads.watching(module):
         assert module.settings["scale"] == 1.0
-    before = reads.values()
-    assert reads.values() is before
+    before = reads.now()
+    assert reads.now() is before
     module.settings["seen"].append(1)
-    assert dict(reads.values())["self.settings['seen'][1]"].value == 1
+    assert dict(reads.now())["self.settings['seen'][1]"].value == 1
 
 
 class Weighted(nn.Module):
@@ -236,11 +236,11 @@ def test_large_arrays_and_those_of_objects_are_compared_by_identity() -> None:
     module, reads = Module(), AttributeReads()
     with reads.watching(module):
         _ = module.large, module.objects
-    before = reads.values()
+    before = reads.now()
     module.large[0], module.objects[0] = 1, 1
-    assert reads.values() is before
+    assert reads.now() is before
     module.large = module.large.copy()
-    assert reads.values() != before
+    assert reads.now() != before
 
 
 class Meter:

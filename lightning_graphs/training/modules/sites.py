@@ -98,7 +98,7 @@ class Baked:
 
     def now(self) -> tuple[tuple[str, Any], ...]:
         """Their names and present values."""
-        return self._reads.values()
+        return self._reads.now()
 
     def left(self) -> tuple[dict[str, Tensor], Stores]:
         """Tensors that the body has written, and attributes that it has set, since last asked."""
