@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.autograd_graph import leaves_behind
 from lightning_graphs.core.buffers import AddressGuard
@@ -91,6 +92,7 @@ class Bindings:
             (f"{path}.{key}.data" if path else f"{key}.data", tensor, tensor.detach())
             for path, _, before in self._tables
             for key, tensor in before.items()
+            if not is_lazy(tensor)
         ]
 
     def restore(self) -> list[str]:

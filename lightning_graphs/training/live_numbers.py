@@ -154,11 +154,7 @@ class StepNumbers:
             raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
 
     def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
-        """An operator of a tensor and a number, as the eager one rounds it.
-
-        CUDA multiplies with the reciprocal of a divisor that is a number of the host
-        (``BinaryDivTrueKernel.cu``).
-        """
+        """An operator of a tensor and a number, as the eager one rounds it."""
         if tensor.device != self._room.device:
             number.refuse()
         if name == "__rdiv__":  # as torch's own does
@@ -166,8 +162,6 @@ class StepNumbers:
         if tensor.dtype in _SMALL:  # as kernels do inside
             return self.with_tensor(name, tensor.float(), number).to(tensor.dtype)
         memory = self._memory(number, tensor.dtype)
-        if name in _DIVISIONS and tensor.is_cuda:
-            name, memory = _DIVISIONS[name], memory.reciprocal()
         result: Tensor = getattr(tensor, name)(memory)
         return result
 
@@ -249,9 +243,10 @@ class LiveNumber(FrozenNumber):
 def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
     """Whether an operator of a tensor and a number is the same with the number on the device.
 
-    For a tensor of 32 or 64 bits all kernels have the number in the tensor's own type, wherever
-    they get it from. For smaller ones those that multiply and divide compute in 32 bits; those that
-    add round the number first on a CPU.
+    For a tensor of 32 or 64 bits kernels have the number in the tensor's own type, wherever they
+    get it from. For smaller ones those that multiply compute in 32 bits; those that add round the
+    number first on a CPU. CUDA divides by a number of the host in another way than by one of the
+    device.
     """
     if kwargs or len(args) != 2 or type(args[0]) not in (Tensor, Parameter):
         return False
@@ -259,9 +254,8 @@ def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
     return name in (_EXACT_IN_SMALL if dtype in _SMALL else _EXACT) and dtype in _FLOATS
 
 
-_DIVISIONS = {"div": "mul", "div_": "mul_", "true_divide": "mul", "divide": "mul"}
-_EXACT_IN_SMALL = frozenset({"mul", "multiply", "div", "true_divide", "divide", "__rdiv__"})
-_EXACT = _EXACT_IN_SMALL | {"mul_", "div_", "add", "add_", "sub", "sub_", "subtract", "__rsub__"}
+_EXACT_IN_SMALL = frozenset({"mul", "multiply", "__rdiv__"})
+_EXACT = _EXACT_IN_SMALL | {"mul_", "add", "add_", "sub", "sub_", "subtract", "__rsub__"}
 _SMALL = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64, *_SMALL)
 

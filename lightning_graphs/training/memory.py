@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Literal
@@ -140,6 +141,8 @@ class MemoryBudget:
         yield
         if self._device is None or not self.shares:
             return
+        if torch.cuda.memory_allocated(self._device) > before:
+            gc.collect()  # what refers to itself
         if torch.cuda.memory_allocated(self._device) > before:
             self.shares = False
             raise MemoryKept

@@ -37,6 +37,9 @@ def capture_obstacle(
         return f"{name} was made with differentiable=True"
     if (sparse := _sparse_embedding(module)) is not None:
         return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
+        return "parameters are float64, and a captured learning rate has 32 bits"
     if _fusable(optimizer):
         return None
     if _is_sharded(optimizer):

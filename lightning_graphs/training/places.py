@@ -75,11 +75,12 @@ class Places:
     ) -> bool:
         """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
 
-        What an optimizer moves is none of it.
+        What an optimizer moves is none of it, nor are parameters that a hook exchanges.
         """
         known = trained_parameters(self._module.trainer)
-        if any(id(tensor) in known for *_, tensor in moved):
-            return False
+        for _, table, _, tensor in moved:
+            if id(tensor) in known or (table is not None and tensor.requires_grad):
+                return False
         return self.learn(
             [
                 Memory(f"self.{path}.data", tensor)

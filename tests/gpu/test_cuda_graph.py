@@ -302,9 +302,9 @@ def test_instantiate_picks_up_edits_of_the_template() -> None:
         y.add_(1)
     captured.instantiate()
     nodes, _ = bindings.walk(captured.raw_cuda_graph())
-    assert [node["kind"] for node in nodes] == ["kernel", "kernel"]
+    assert [node.kind for node in nodes] == ["kernel", "kernel"]
     cuda = bindings.driver()
-    bindings.check(cuda.cuGraphDestroyNode(cuda.CUgraphNode(nodes[-1]["handle"])))
+    bindings.check(cuda.cuGraphDestroyNode(cuda.CUgraphNode(nodes[-1].handle)))
     captured.replay()
     assert y.unique().tolist() == [3.0]
     captured.instantiate()

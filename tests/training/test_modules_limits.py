@@ -403,11 +403,8 @@ class Ticked(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["auto", "modules"])
-def test_what_a_refused_call_has_read_binds_no_other(
-    backend: str, tmp_path: Path, scope: str
-) -> None:
-    capture = {"scope": scope, "on_failure": "eager"}
+def test_what_a_refused_call_has_read_binds_no_other(backend: str, tmp_path: Path) -> None:
+    capture = {"scope": "modules", "on_failure": "eager"}
     eager, captured = fit_twice(backend, tmp_path, module=Ticked, capture=capture)
     compare(eager, captured, replayed=False)
     assert captured.statistics.modules == ["block.layers", "net"]

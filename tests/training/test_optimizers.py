@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from tests.training.fits import (
     FullTrace,
     GradientTrace,
@@ -561,3 +561,13 @@ def test_sparse_gradients_leave_the_optimizer_as_it_is(backend: str, tmp_path: P
     said = "`embedding` has sparse gradients, whose memory is another one in every step"
     assert any(said in line for line in captured.statistics.fallbacks)
     assert captured.statistics.replayed > 0  # of the submodules
+
+
+@pytest.mark.parametrize(("dtype", "is_captured"), [(torch.float32, True), (torch.float64, False)])
+def test_rates_of_32_bits_step_no_parameters_of_64(dtype: torch.dtype, is_captured: bool) -> None:
+    net = nn.Linear(2, 2, dtype=dtype)
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = kind(net.parameters(), lr=0.1)
+        obstacle = capture_obstacle(net, optimizer, "cuda", scaled=False)
+        assert (obstacle is None) == is_captured
+        assert is_captured or "float64" in str(obstacle)

@@ -193,7 +193,7 @@ def warmed_up(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 def tempered(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     temperature = max(0.5, 3.0 - 0.07 * self.global_step)
-    logits = self.net(batch["x"]) / temperature
+    logits = self.net(batch["x"]) * (1 / temperature)
     return nn.functional.cross_entropy(logits, batch["y"]) * (1 / 3 + batch_idx)
 
 
@@ -207,9 +207,9 @@ def taught(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 def all_operators(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     loss, number = self.loss(batch), 0.3 + 0.1 * self.global_step
-    loss = (loss * number - number / 7) / number + number
+    loss = (loss * number - number / 7) * number + number
     loss = number - (number + loss - number) * number / (1 + loss)
-    loss = loss.add(batch_idx).sub(self.global_step).clone().div_(number)
+    loss = loss.add(batch_idx).sub(self.global_step).clone().mul_(number)
     loss += number
     loss -= self.current_epoch
     return torch.mul(loss, -number)
@@ -290,6 +290,10 @@ def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return (self.loss(batch).bfloat16() + self.global_step).float()
 
 
+def divided(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) / (1 + self.global_step)
+
+
 def scaled_sum(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     loss = self.loss(batch)
     return torch.add(loss, loss.detach(), alpha=self.global_step)
@@ -323,6 +327,7 @@ REFUSED = {
     indexed: "trainer.global_step % 2 is read at",
     in_half: "trainer.global_step is read at .*bfloat16",
     scaled_sum: "trainer.global_step is read at .*alpha",
+    divided: "1 . trainer.global_step is read at",
     schedules_itself: "the step sets .*last_epoch",
 }
 
