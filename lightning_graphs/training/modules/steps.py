@@ -130,7 +130,10 @@ class ModuleGraphs:
             step = self._step_of(args)
         stage.missed = ""
         held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""
-        self.held = held if step is None else "replays" if step.uses < SETTLED else ""
+        if step is not None:
+            settled = step.uses >= (SETTLED if self._budget.is_tight else 1)
+            held = "" if settled else "replays"
+        self.held = held
         sites: Mapping[nn.Module, Sequence[Site | None]] = {}
         if step is None:
             self._statistics.eager += 1
