@@ -405,7 +405,7 @@ def table(what: str, rows: Sequence[Found]) -> str:
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         cells = (row["row"], row["scope"], row.get("captures", ""), row.get("replayed", ""))
-        why = row.get("why", "").replace("|", "\\|")
+        why = re.sub(r"([|\[\]_<])", r"\\\1", row.get("why", ""))
         lines.append(f"| {' | '.join(map(str, cells))} | {equality(row)} | {why} |")
     return "\n".join(lines)
 
