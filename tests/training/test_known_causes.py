@@ -32,7 +32,7 @@ class Told(Masked):
 
 
 class Sampled(Net):
-    validates: bool | None = None
+    validates = True  # which is torch's default, until something is compiled
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         policy = Categorical(logits=self.net(batch["x"]).float(), validate_args=self.validates)
