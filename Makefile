@@ -25,6 +25,7 @@ demo: $(DEMO_INSTALLED)
 	$(PY) examples/finetune_classifier.py
 
 # Side by side where pytest-xdist is there. ROWS=--every-row runs the long tables of fits as a whole.
+test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
 	$(PY) -m pytest tests $(ROWS) $$($(PY) -c "import importlib.util as u; print('-n auto' * bool(u.find_spec('xdist')))")
 
