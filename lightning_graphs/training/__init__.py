@@ -1,1 +1,1 @@
-"""Graph capture under Lightning's Trainer: policy and hooks over the graph core."""
+"""Graph capture under Lightning's Trainer; docs/design.md says what lives where."""
