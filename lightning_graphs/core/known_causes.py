@@ -38,7 +38,6 @@ _CAUSES: dict[tuple[str, str], _Remedy] = {
     ("transformers/integrations/moe.py", "_grouped_mm_fallback"): _GROUPED,
 }
 """End of a file's path, and the function in it that reads."""
-_NAMES = frozenset(name for _, name in _CAUSES)
 
 
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:
@@ -59,8 +58,12 @@ def known_remedy(error: BaseException, otherwise: str) -> str:
 
 
 def _remedy_for(code: types.CodeType) -> _Remedy | None:
-    if code.co_name not in _NAMES:
-        return None
     path = code.co_filename.replace(os.sep, "/")
-    found = ((r, n) for (file, n), r in _CAUSES.items() if path.endswith(file))
-    return next((remedy for remedy, name in found if name == code.co_name), None)
+    return next(
+        (
+            remedy
+            for (file, function), remedy in _CAUSES.items()
+            if code.co_name == function and path.endswith(file)
+        ),
+        None,
+    )

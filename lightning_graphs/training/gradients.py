@@ -106,12 +106,13 @@ class AttachedGradients:
         """Give ``.grad`` memory of its own, where it is in memory that is released by now."""
         if not self._has_lent:
             return
-        found = [p for p, b in zip(self.parameters, self.buffers, strict=True) if p.grad is b]
+        pairs = zip(self.parameters, self.buffers, strict=True)
+        found = [(p, buffer) for p, buffer in pairs if p.grad is buffer]
         try:
-            for parameter in found:
-                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            for parameter, buffer in found:
+                parameter.grad = buffer.clone()
         except torch.OutOfMemoryError:  # the next step zeroes them in any case
-            for parameter in found:
+            for parameter, _ in found:
                 parameter.grad = None
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:

@@ -123,7 +123,7 @@ class MemoryBudget:
     def memory_of(self, graph: CUDAGraph) -> Iterator[None]:
         """Let the body take its memory from the pool of a graph, which lies idle between replays.
 
-        All that the body makes must be gone by the next replay; :meth:`kept` tells.
+        All that the body makes must be gone by the next replay; :meth:`nothing_kept` tells.
         """
         if self._device is None or not self.shares:
             yield
