@@ -236,8 +236,8 @@ class GraphCapture(Callback):
             raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
-            raises |= not ranks.are_one
-            retry = EagerRetry(trainer, pl_module, calls, statistics, budget, raises=raises)
+            found = (trainer, pl_module, calls, statistics, budget)
+            retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
             runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))
             stack.callback(runner.close)
