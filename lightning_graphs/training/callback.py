@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.pool import GraphPool
@@ -24,7 +24,7 @@ from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.investment import Investment, steps_left
 from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.observers import moves_batches_itself
-from lightning_graphs.training.options import OptionError, Options, in_present_names
+from lightning_graphs.training.options import OldNames, OptionError, Options, in_present_names
 from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.ranks import Ranks
@@ -103,7 +103,7 @@ class GraphCapture(Callback):
         only_if_faster: bool = True,
         log_metrics: bool = False,
         diagnose: bool = False,
-        **old_names: Any,
+        **old_names: Unpack[OldNames],
     ) -> None:
         super().__init__()
         given = dict(
