@@ -274,11 +274,9 @@ class GraphCapture(Callback):
     def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
         device = trainer.strategy.root_device
         if device.type == "cpu" and self.options.backend == "auto":
-            rank_zero_info(
-                "GraphCapture is inactive on a CPU trainer; "
-                'GraphCapture(backend="emulated") rehearses there.'
-            )
-            self.statistics.fallbacks.append("it is inactive on a CPU trainer")
+            why = 'inactive on a CPU trainer; GraphCapture(backend="emulated") rehearses there'
+            rank_zero_info(f"GraphCapture is {why}.")
+            self.statistics.fallbacks.append(why)
             return False
         reason = _reason_to_stay_out(trainer, self.options)
         raises = self.options.on_failure == "raise"
