@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments import contents_left, contents_of
-from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
+from lightning_graphs.core.autograd_graph import (
+    ahead_of_casts,
+    gradients_behind,
+    has_python_nodes,
+    leaves_behind,
+)
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.casts import ahead_of_casts
+from lightning_graphs.core.contents import contents_left, contents_of
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
@@ -26,14 +30,11 @@ from lightning_graphs.core.gradients import (
     refuse_parameter_hooks,
     zero_gradient,
 )
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
-from lightning_graphs.core.held import Bindings, Held, trainable_parameters, with_leaves_behind
-from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
-from lightning_graphs.core.obstacles import SET_GENERATOR
-from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.recorder import Recorder
-from lightning_graphs.core.refusals import (
+from lightning_graphs.core.held import (
+    Bindings,
+    Held,
     is_changed,
     original_of,
     refuse_history_of_others,
@@ -41,7 +42,13 @@ from lightning_graphs.core.refusals import (
     refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
+    trainable_parameters,
+    with_leaves_behind,
 )
+from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
+from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     clone_all,
