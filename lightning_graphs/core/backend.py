@@ -71,8 +71,7 @@ class CapturedGraph(abc.ABC):
     def register_generator_state(self, generator: torch.Generator) -> None: ...
 
     @abc.abstractmethod
-    def inspection(self) -> GraphInfo:
-        """Nodes and edges of the graph."""
+    def inspection(self) -> GraphInfo: ...
 
     def node_counts(self) -> Mapping[str, int]:
         """Nodes by kind; empty where they cannot be counted."""

@@ -37,15 +37,11 @@ class StaticInputs:
 
     Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
     overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
-    (:func:`~lightning_graphs.core.signature.alias_groups`) share one buffer. Construct it outside
-    of a capture, on the stream that will copy.
+    share one. Construct it outside of a capture, on the stream that will copy.
 
     Args:
         tensors: Tensor leaves of a signature; copied, never kept.
-        given: Buffers that exist already, by the index of their leaf; of its shape and strides.
-
-    Attributes:
-        tensors: The buffers, one for each leaf, detached from every autograd graph.
+        given: Buffers that exist already, by the index of their leaf.
     """
 
     def __init__(
@@ -74,10 +70,9 @@ class StaticInputs:
     def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
         """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
 
-        The leaves must have the specs and aliases of those at construction, which
-        :class:`~lightning_graphs.core.call_plan.CallPlan` verifies: nothing is checked here. A
-        leaf that already is its buffer costs no copy; one that lies in another buffer is read
-        before that buffer is overwritten.
+        The leaves must have the specs and aliases of those at construction: nothing is checked
+        here. A leaf that already is its buffer costs no copy; one that lies in another buffer is
+        read before that buffer is overwritten.
         """
         plan = self._every if given else self._own
         if not plan.targets:
@@ -90,8 +85,6 @@ class StaticInputs:
 
 
 class _CopyPlan:
-    """How some leaves of a call get into their buffers."""
-
     def __init__(self, buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]) -> None:
         # A foreach call with one tensor of another kind among them copies all of them one by one.
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -110,7 +103,6 @@ class _CopyPlan:
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Copy these leaves of a call."""
         sources = [tensors[i] for i in self._leaves]
         for k, span in self._spans:
             sources[k] = _linear(sources[k], span)
@@ -148,9 +140,7 @@ class AddressGuard:
     ) -> AddressGuard:
         """Watches every parameter, buffer and submodule where the module keeps it.
 
-        So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
-        one that appears where None was or where nothing was, and a replaced or added submodule are
-        seen too.
+        So those that are replaced or added are seen, too.
 
         Args:
             module: The module; submodules shared between parents are watched in every parent.
@@ -180,10 +170,8 @@ class AddressGuard:
 
         Args:
             geometry: Whether shape, strides and dtype are compared too. Without, a check costs less
-                than half, and misses only a tensor that took another geometry at the same address,
-                as ``t_()`` does.
-            trainable: Whether to see that what required grad still does, for callers without an
-                autograd node, which is told so.
+                than half, and misses only what ``t_()`` does.
+            trainable: Whether to see that what required grad still does; autograd nodes are told.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -222,8 +210,7 @@ class AddressGuard:
     def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
         """What is another tensor by now, or has other memory, if nothing else has changed.
 
-        Returns:
-            Path, table and key, and the former tensor; without a table it is the same one.
+        Path, table and key, and the former tensor; without a table it is the same one.
         """
         found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
         for name, table, known in self._known:
@@ -325,13 +312,10 @@ class StateSnapshot:
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def restore(self) -> None:
-        """Writes the saved values back in place, one foreach call for each device.
+        """Writes the saved values back in place; version counters stay as they are.
 
-        Autograd does not notice: version counters stay as they are.
-
-        Raises:
-            ReplayError: A tensor has been given another storage, which a graph would not reach. It
-                has its former one again.
+        A tensor that has been given another storage, which a graph would not reach, gets its former
+        one back, and is refused.
         """
         moved = []
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
@@ -371,10 +355,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _overlap_span(tensor: Tensor) -> int:
-    """The extent of a tensor whose elements may share memory, 0 for any other.
-
-    ``copy_`` refuses to write such a tensor, so it is copied as the memory it spans.
-    """
+    # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
