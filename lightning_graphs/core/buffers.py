@@ -130,9 +130,29 @@ class AddressGuard:
     A tensor is watched by identity, address, geometry, dtype and ``requires_grad``, never by value.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._unmoved: Collection[int] = ()
-        self._watch([("", dict(named))])
+    def __init__(
+        self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
+    ) -> None:
+        """Watch every value of every table; messages open with the name of the table."""
+        self._values = [table.values() for _, table in tables if table]  # live views
+        self._empty = [table for _, table in tables if not table]
+        self._known = [(name, table, dict(table)) for name, table in tables]
+        self._objects = list(chain.from_iterable(self._values))
+        names = [_named(name, key) for name, table in tables for key in table]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and id(value) not in unmoved
+        ]
+        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
+        self._local = list(map(local, self._tensors))
+        self._tensor_names = [names[i] for i in watched]
+        self._indices = list(range(len(watched)))
+        self._pointers = list(map(Tensor.data_ptr, self._local))
+        self._trainable = [t for t in self._tensors if t.requires_grad]
+        self._frozen = [t for t in self._tensors if not t.requires_grad]
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        self._geometries = list(map(_geometry, self._tensors))
 
     @classmethod
     def of_module(
@@ -154,16 +174,13 @@ class AddressGuard:
             kinds = ("parameter", "buffer", "submodule")
             pairs = zip(kinds, tables_of(owner), strict=True)
             tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
-        guard = cls(())
         if exempt:
             tables = [
                 (name, _Part(table, keys) if keys else table)
                 for name, table in tables
                 for keys in [{key for key in table if (id(table), key) in exempt}]
             ]
-            guard._unmoved = {owner for owner, key in exempt if key == "data"}
-        guard._watch(tables)
-        return guard
+        return cls(tables, {owner for owner, key in exempt if key == "data"})
 
     def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
@@ -184,28 +201,6 @@ class AddressGuard:
             or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
-
-    def _watch(self, tables: list[tuple[str, Mapping[str, Any]]]) -> None:
-        """Watch every value of every table; messages open with the name of the table."""
-        self._values = [table.values() for _, table in tables if table]  # live views
-        self._empty = [table for _, table in tables if not table]
-        self._known = [(name, table, dict(table)) for name, table in tables]
-        self._objects = list(chain.from_iterable(self._values))
-        names = [_named(name, key) for name, table in tables for key in table]
-        watched = [
-            i
-            for i, value in enumerate(self._objects)
-            if isinstance(value, Tensor) and id(value) not in self._unmoved
-        ]
-        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
-        self._local = list(map(local, self._tensors))
-        self._tensor_names = [names[i] for i in watched]
-        self._indices = list(range(len(watched)))
-        self._pointers = list(map(Tensor.data_ptr, self._local))
-        self._trainable = [t for t in self._tensors if t.requires_grad]
-        self._frozen = [t for t in self._tensors if not t.requires_grad]
-        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
-        self._geometries = list(map(_geometry, self._tensors))
 
     def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
         """What is another tensor by now, or has other memory, if nothing else has changed.
@@ -291,10 +286,11 @@ class StateSnapshot:
             for tensor, address in zip(self._tensors, self._addresses, strict=True):
                 of_device = views.setdefault(tensor.device, {})
                 if address and address not in of_device:
-                    of_device[address] = _storage_bytes(tensor)
-            copies = _copies_on_host if on_host else clone_all
+                    of_device[address] = bytes_of(tensor.untyped_storage())
             self._saved = [
-                (list(own.values()), copies(list(own.values()))) for own in views.values() if own
+                (own, [view.to("cpu", copy=True) for view in own] if on_host else clone_all(own))
+                for own in (list(of_device.values()) for of_device in views.values())
+                if own
             ]
         self._copies = {
             view.data_ptr(): copy
@@ -337,10 +333,6 @@ class StateSnapshot:
             )
 
 
-def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to("cpu", copy=True) for tensor in tensors]
-
-
 def _empty_like(tensor: Tensor) -> Tensor:
     """A buffer with the same strides, overlaps and gaps included, in a storage of its own."""
     return torch.empty_strided(
@@ -369,9 +361,9 @@ def _linear(tensor: Tensor, span: int) -> Tensor:
     return tensor.as_strided((span,), (1,)) if span else tensor
 
 
-def _storage_bytes(tensor: Tensor) -> Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage())
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

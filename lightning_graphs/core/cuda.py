@@ -157,12 +157,7 @@ class CudaGraph(CapturedGraph):
         self._renew()
 
     def capture_begin(
-        self,
-        pool: PoolHandle | None,
-        capture_error_mode: str,
-        *,
-        annotate: bool,
-        check_input_liveness: bool,
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
     ) -> None:
         # The handle must be known beforehand: a capture that fails does not tell its pool.
         self._pool = self._backend.usable_pool(pool)
@@ -170,7 +165,7 @@ class CudaGraph(CapturedGraph):
         self._device = torch.cuda.current_device()
         # What can fail without the GPU comes before the capture, which it would leave open.
         recorders: list[Recorder] = []
-        if check_input_liveness:
+        if check_liveness:
             self._liveness = InputLiveness(self._pool)
             recorders.append(self._liveness)
         if annotate:
@@ -179,7 +174,7 @@ class CudaGraph(CapturedGraph):
         try:
             self._native.capture_begin(
                 pool=self._pool,  # type: ignore[arg-type]
-                capture_error_mode=capture_error_mode,
+                capture_error_mode=mode,
             )
         except RuntimeError:
             if not self._released_by_torch():

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.buffers import bytes_of
 from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.inspect import GraphInfo, from_recording
 from lightning_graphs.core.obstacles import MOVED_STORAGE
@@ -26,7 +27,6 @@ from lightning_graphs.core.recorder import (
     Operation,
     OperatorCall,
     Recorder,
-    bytes_of,
     mapped,
     refuse_dead_inputs,
     tensors_in,
@@ -300,12 +300,7 @@ class EmulatedGraph(CapturedGraph):
         self._executable: Recording | None = None
 
     def capture_begin(
-        self,
-        pool: PoolHandle | None,
-        capture_error_mode: str,
-        *,
-        annotate: bool,
-        check_input_liveness: bool,
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
     ) -> None:
         # Annotations and input liveness cost nothing here: a recording always knows both.
         self._pool = pool if pool is not None else self._backend.new_pool()

@@ -95,10 +95,7 @@ class CUDAGraph:
                 "call reset() first, or create another CUDAGraph",
             )
         self._captured.capture_begin(
-            pool,
-            capture_error_mode,
-            annotate=enable_annotations,
-            check_input_liveness=check_input_liveness,
+            pool, capture_error_mode, enable_annotations, check_input_liveness
         )
         self._capturing, self._is_annotated = True, enable_annotations
 

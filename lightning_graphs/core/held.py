@@ -75,7 +75,7 @@ class Held:
         known = set(map(id, self.state()))
         loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]
         loose += [(f"parameter {i}", p) for i, p in enumerate(beside) if id(p) not in known]
-        return [*guards, AddressGuard(loose)] if loose else guards
+        return [*guards, AddressGuard([("", dict(loose))])] if loose else guards
 
 
 class Bindings:

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_graphs.core.buffers import bytes_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
@@ -78,11 +79,6 @@ def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return plain and strided and not tensor.is_quantized
-
-
-def bytes_of(storage: UntypedStorage) -> Tensor:
-    """All of a storage as bytes, among which a NaN is equal to itself."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _dispatches(kind: type) -> bool:
