@@ -121,22 +121,18 @@ class GraphMemory:
 
     def __init__(self, born: Sequence[tuple[UntypedStorage, torch.dtype]]) -> None:
         self._born = born
-        self._hidden: list[UntypedStorage] | None = None
+        self.hidden: list[UntypedStorage] | None = None
 
     def poison(self) -> None:
         """Overwrite what the capture computed, so that a missing replay shows."""
-        self._hidden = [storage.clone() for storage, _ in self._born]
+        self.hidden = [storage.clone() for storage, _ in self._born]
         for storage, dtype in self._born:
             _fill_with_sentinel(storage, dtype)
 
     def reveal(self) -> None:
         """Bring the values back that :meth:`poison` hid."""
-        for (storage, _), value in zip(self._born, self._hidden or (), strict=False):
+        for (storage, _), value in zip(self._born, self.hidden or (), strict=False):
             storage.copy_(value)
-
-    def forget_hidden(self) -> None:
-        """Drop the values of the capture: a replay has computed real ones."""
-        self._hidden = None
 
 
 class Recording:
@@ -244,7 +240,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self) -> None:
         self._pools = itertools.count(1)
-        self._unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+        self.unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return EmulatedGraph(self, keep_graph)
@@ -255,14 +251,6 @@ class EmulatedBackend(Backend):
     def is_capturing(self) -> bool:
         return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
 
-    def poison(self, memory: GraphMemory) -> None:
-        memory.poison()
-        self._unreplayed.add(memory)
-
-    def replayed(self, memory: GraphMemory) -> None:
-        memory.forget_hidden()
-        self._unreplayed.discard(memory)
-
     @contextlib.contextmanager
     def revealed(self) -> Iterator[None]:
         """While a capture runs, earlier captures show the values that they computed.
@@ -271,7 +259,7 @@ class EmulatedBackend(Backend):
         activations that no replay has filled yet. Here it executes, and sentinel values would lead
         integer indices out of bounds.
         """
-        hidden = list(self._unreplayed)
+        hidden = list(self.unreplayed)
         for memory in hidden:
             memory.reveal()
         try:
@@ -341,7 +329,8 @@ class EmulatedGraph(CapturedGraph):
                 "captured on wrong device or stream.",
                 stacklevel=3,
             )
-        self._backend.poison(recording.memory)
+        recording.memory.poison()
+        self._backend.unreplayed.add(recording.memory)
         if not self._keep_graph:
             self.instantiate()
             self.recording = None
@@ -366,7 +355,8 @@ class EmulatedGraph(CapturedGraph):
             self.instantiate()
         assert self._executable is not None
         self._executable.run()
-        self._backend.replayed(self._executable.memory)
+        self._executable.memory.hidden = None  # there are real values from now on
+        self._backend.unreplayed.discard(self._executable.memory)
 
     def reset(self) -> None:
         self.recording = self._executable = self._pool = None

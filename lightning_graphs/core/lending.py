@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -62,14 +63,14 @@ class SharedArgument:
         return argument is self._tensor and version_of(argument) == self._version
 
 
+@dataclass(eq=False, slots=True)
 class PendingBackward:
-    __slots__ = ("after", "before", "is_done", "is_void")
+    """A forward pass whose backward has not run."""
 
-    def __init__(self, after: int, before: int) -> None:
-        self.after = after  # place of its forward graph
-        self.before = before  # place of its backward graph
-        self.is_void = False  # whether a graph has overwritten what the backward pass needs
-        self.is_done = False
+    after: int  # place of its forward graph
+    before: int  # place of its backward graph
+    is_void: bool = False  # whether a graph has overwritten what the backward pass needs
+    is_done: bool = False
 
 
 class ReplayOrder:
