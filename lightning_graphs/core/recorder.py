@@ -215,8 +215,13 @@ class OperatorMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._functions = contextlib.ExitStack()
+        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _M) -> _M:
+        if "torch._dynamo" in sys.modules:
+            # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
+            # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
+            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:
             self._functions.enter_context(_FunctionMode(self.call))
@@ -225,6 +230,7 @@ class OperatorMode(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         self._functions.close()  # and with it a cycle, which would keep tensors until the next gc
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._compiler.close()
 
     def __torch_dispatch__(
         self,
@@ -302,13 +308,8 @@ class Recorder(OperatorMode):
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _R) -> _R:
-        if "torch._dynamo" in sys.modules:
-            # Compiled code runs eagerly under a dispatch mode. torch 2.13 keeps that so afterwards,
-            # or raises with fullgraph=True, unless it is told to.
-            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
         self._generator_watch.begin()
         self._scopes.start()
@@ -317,7 +318,6 @@ class Recorder(OperatorMode):
     def __exit__(self, *exc: Any) -> None:
         self._scopes.stop()
         super().__exit__(*exc)
-        self._compiler.close()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a Python function of torch, unless a rule refuses it."""
