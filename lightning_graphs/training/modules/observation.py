@@ -16,12 +16,12 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.generators import random_place
+from lightning_graphs.core.capturing import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.recorder import OperatorMode
+from lightning_graphs.core.signature import KernelChoice
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
     in_transform,
