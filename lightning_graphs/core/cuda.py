@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class CudaBackend(Backend):
         self._capture_streams: dict[int, torch.cuda.Stream] = {}
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._replacements: dict[PoolHandle, PoolHandle] = {}
-        self.graphs_of: Counter[PoolHandle] = Counter()  # how many live in a pool
+        self._graphs_of: dict[PoolHandle, weakref.WeakSet[CudaGraph]] = {}
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return CudaGraph(self, keep_graph)
@@ -69,12 +69,19 @@ class CudaBackend(Backend):
             return torch.cuda.graph_pool_handle()
         while pool in self._replacements:
             pool = self._replacements[pool]
-        if self.graphs_of.get(pool) == 0 and _segments_of(pool):
-            # torch has given up the pool with its last graph, and refuses to begin with it anew as
-            # long as somebody keeps a tensor of it.
-            self._replacements[pool] = torch.cuda.graph_pool_handle()
-            pool = self._replacements[pool]
+        if pool in self._graphs_of and not self._graphs_of[pool]:
+            # torch gives up a pool with its last graph, and refuses to begin with it anew as long
+            # as anything of it is left: a tensor that somebody keeps, or the pinned memory of a
+            # kernel's arguments, such as those that gather and reduce for FSDP2.
+            del self._graphs_of[pool]
+            pool = self._replacements[pool] = torch.cuda.graph_pool_handle()
         return pool
+
+    def taken(self, pool: PoolHandle, graph: CudaGraph) -> None:
+        self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
+
+    def left(self, pool: PoolHandle, graph: CudaGraph) -> None:
+        self._graphs_of[pool].discard(graph)
 
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
         """Leave behind a capture that was invalidated.
@@ -186,7 +193,7 @@ class CudaGraph(CapturedGraph):
             self._annotations = None
         self._native.capture_end()
         assert self._pool is not None
-        self._backend.graphs_of[self._pool] += 1
+        self._backend.taken(self._pool, self)
         self._lives_in = self._pool
         if self._liveness is not None:
             # A method of ours would make a cycle, which holds the memory until the next gc.
@@ -207,7 +214,7 @@ class CudaGraph(CapturedGraph):
                     self._backend.bury(self._native, self._device, self._pool)
             else:
                 assert self._pool is not None
-                self._backend.graphs_of[self._pool] += 1  # whose last graph this may have been
+                self._backend.taken(self._pool, self)  # whose last graph this may have been
                 self._lives_in = self._pool
                 self._native.reset()
         self._release_generators()
@@ -244,7 +251,7 @@ class CudaGraph(CapturedGraph):
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
         if self._lives_in is not None:
-            self._backend.graphs_of[self._lives_in] -= 1
+            self._backend.left(self._lives_in, self)
             self._lives_in = None
         for generator in self._generators:
             self._native.register_generator_state(generator)

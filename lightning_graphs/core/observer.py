@@ -22,7 +22,8 @@ from lightning_graphs.core.obstacles import (
     FUNCTION_RULES,
     Obstacle,
 )
-from lightning_graphs.core.recorder import REHEARSED, Operation, OperatorCall, Recorder
+from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
+from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.tree import leaves_of
 
 _NUMBERS = (bool, int, float)

@@ -23,6 +23,7 @@ from lightning_graphs.core.buffers import bytes_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
+from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COMPILED,
@@ -35,6 +36,7 @@ from lightning_graphs.core.obstacles import (
     Obstacle,
     operator_obstacle,
 )
+from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.core.torch_private import eager_attention
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -51,19 +53,6 @@ UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.batch_norm_gather_stats_with_counts.default: (3, 4),
 }
 """Operators that update running statistics although their schema declares no write."""
-
-
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    # With a number of classes, a GPU's kernels look for themselves whether it is large enough; see
-    # ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
-    if num_classes < 0:
-        return torch.nn.functional.one_hot(tensor, num_classes)
-    zeros = tensor.new_zeros((*tensor.shape, num_classes))
-    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
-
-
-REHEARSED: Mapping[Any, Callable[..., Any]] = {torch.nn.functional.one_hot: _one_hot}
-"""Functions that look at values on a CPU only, as they run where it stands for a GPU."""
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -199,35 +188,6 @@ def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
         )
 
 
-class GeneratorWatch:
-    """Tells operators that draw from a generator which something else than an operator has set."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = tuple(generators)
-        self.begin()
-
-    def begin(self) -> None:
-        """Take the generators as they are now: whatever set them before is of no interest."""
-        self._as_left = self._states()
-
-    @contextlib.contextmanager
-    def around(self, func: OpOverload) -> Iterator[bool]:
-        """While the operator runs: whether it draws, and a generator was set since the last one."""
-        before = self._states()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        yield draws and not _equal(before, self._as_left)
-        after = self._states()
-        if draws or not _equal(before, after):
-            self._as_left = after
-
-    def _states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-
-def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
-
-
 class OperatorMode(TorchDispatchMode):
     """Sees every operator of the calling thread, and functions that the dispatcher never shows."""
 
@@ -237,8 +197,13 @@ class OperatorMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._functions = contextlib.ExitStack()
+        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _M) -> _M:
+        if "torch._dynamo" in sys.modules:
+            # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
+            # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
+            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:
             self._functions.enter_context(_FunctionMode(self.call))
@@ -247,6 +212,7 @@ class OperatorMode(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         self._functions.close()  # and with it a cycle, which would keep tensors until the next gc
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._compiler.close()
 
     def __torch_dispatch__(
         self,
@@ -320,13 +286,8 @@ class Recorder(OperatorMode):
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _R) -> _R:
-        if "torch._dynamo" in sys.modules:
-            # Compiled code runs eagerly under a dispatch mode. torch 2.13 keeps that so afterwards,
-            # or raises with fullgraph=True, unless it is told to.
-            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
         self._generator_watch.begin()
         self._scopes.start()
@@ -335,7 +296,6 @@ class Recorder(OperatorMode):
     def __exit__(self, *exc: Any) -> None:
         self._scopes.stop()
         super().__exit__(*exc)
-        self._compiler.close()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
