@@ -35,7 +35,7 @@ from lightning_graphs.core.gradients import (
     zero_gradient,
 )
 from lightning_graphs.core.graph import GraphPool
-from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.held import (
     Bindings,
     Held,
@@ -46,7 +46,6 @@ from lightning_graphs.core.held import (
     refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
-    trainable_parameters,
     with_leaves_behind,
 )
 from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
@@ -89,15 +88,16 @@ class CallableCapture:
         modes = Modes.current(settings.pool.backend.device_type)
         signature, tensors = Signature.of(args, kwargs, modes=modes)
         module = function if isinstance(function, nn.Module) else None
-        self._made = CapturedCall(
+        self._made = GraphedCallable(
             original or original_of(function),
             module,
             CallPlan(signature, check_modes=False),
             settings.pool,
             settings.order,
-            StaticInputs(tensors),
-            trainable_parameters(module),
+            tensors,
         )
+        if module is not None:
+            self._made.parameters = [p for p in module.parameters() if p.requires_grad]
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._tensors)
         self._settings = settings
         self.draws = False  # random numbers, on a GPU
@@ -118,7 +118,6 @@ class CallableCapture:
     @property
     def outputs(self) -> OutputPlan:
         """What the captured call returns; there is one once the forward pass is captured."""
-        assert self._made.outputs is not None
         return self._made.outputs
 
     @property
@@ -131,7 +130,7 @@ class CallableCapture:
 
     def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
-        backward = self._made.backward
+        backward = self._made.backward_pass
         if backward is None or leaf not in backward.input_positions:
             return None
         buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
@@ -139,7 +138,7 @@ class CallableCapture:
 
     def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
         """Read arguments where earlier graphs have them; before the forward is captured."""
-        self._made.borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
+        self._made.borrowed = tuple((leaf, source) for leaf, (_, source) in arguments.items())
         given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
         self._made.inputs = StaticInputs(self._tensors, given=given)
         self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
@@ -222,7 +221,7 @@ class CallableCapture:
         )
 
     def _call(self) -> Any:
-        modes = self._made.plan.signature.modes
+        modes = self._made.modes
         with torch.autocast(
             modes.device_type,
             dtype=modes.autocast_dtype,
@@ -249,7 +248,7 @@ class CallableCapture:
             self._given.restore()  # what the warm-up has left
             raise self._explained(error) from error
         refuse_rebound_tensors(before.restore())
-        self._made.forward = captured
+        self._made.forward_graph = captured
         self._made.place = self._made.order.place()
 
     def _explained(self, error: CaptureError) -> CaptureError:
@@ -269,10 +268,9 @@ class CallableCapture:
 
     def capture_backward(self) -> None:
         """Capture the gradients of the outputs with respect to inputs and parameters."""
-        assert self._made.outputs is not None
         outputs, targets = self._made.outputs.requiring_grad, self._targets()
         if outputs and targets:
-            self._made.backward = self._captured_backward(outputs, targets)
+            self._made.backward_pass = self._captured_backward(outputs, targets)
         self._made.outputs.finish_capture()
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
@@ -338,9 +336,8 @@ class CallableCapture:
 
     def finish(self) -> GraphedCallable:
         """The callable that replays the captured passes."""
-        made = self._made
-        made.modules, made.guards = self._held.submodules(), self._held.guards(made.parameters)
-        return GraphedCallable(made)
+        guards = self._held.guards(self._made.parameters)
+        return self._made.finish_capture(self._held.submodules(), guards)
 
     def abandon(self) -> None:
         """Give the modules back what a failed attempt has rebound."""

@@ -115,11 +115,6 @@ class Bindings:
         return rebound
 
 
-def trainable_parameters(module: nn.Module | None) -> list[Parameter]:
-    """The parameters of a module that require a gradient; none of what is no module."""
-    return [p for p in module.parameters() if p.requires_grad] if module is not None else []
-
-
 def with_leaves_behind(
     outputs: Sequence[Tensor], known: list[Parameter], inputs: Sequence[Tensor]
 ) -> list[Parameter]:

@@ -67,7 +67,7 @@ def sites(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 SPOILED: dict[str, tuple[Callable[[Any], Tensor | None], str]] = {
-    "output": (lambda g: g._outputs.tensors[0], "output of `net`"),
+    "output": (lambda g: g.outputs.tensors[0], "output of `net`"),
     "buffer": (lambda g: g.module[1].running_mean, r"buffer `net\.1\.running_mean`"),
     "argument": (
         lambda g: g.backward_pass.handed._buffers[0],
