@@ -17,7 +17,7 @@ from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.frozen import StandIn
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
 from lightning_graphs.training.stored import CapturedStores, is_state, signature_of
 

@@ -33,16 +33,15 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.gradients import (
     GradientTargets,
     PersistentGradients,
     gradients_set_aside,
 )
+from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LogRecorder
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import UnreadValues, batch_left

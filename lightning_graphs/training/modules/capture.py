@@ -267,7 +267,6 @@ class _Capture:
             with torch.inference_mode(False), self._state.restored(), capture_unseen([]):
                 return run()
         except GraphError as error:
-            self._baked.outside.empty_caches()  # of the run that explains the refusal
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
         except Exception as error:
             if is_out_of_memory(error):

@@ -26,11 +26,10 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.logs import refuse_log
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
