@@ -8,9 +8,9 @@ from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.investment import Waiting
+from lightning_graphs.training.memory import RaisedInCapture
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics, differences, listed
-from lightning_graphs.training.step import RaisedInCapture
 from lightning_graphs.training.watch import OF_THE_TRAINER
 
 
