@@ -25,6 +25,7 @@ _LEAST, _LEAST_SHARE = 2**31, 0.05
 """Bytes that small models may take beside that peak in any case, and no more of all there is."""
 SETTLED = 3
 """How many steps it takes until the allocator has cut its memory up for good."""
+_BESIDE = 2**26  # bytes: what a comparison takes beside the state that it has copied
 _MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -96,7 +97,11 @@ class MemoryBudget:
         assert self._device is not None
         total = torch.cuda.get_device_properties(self._device).total_memory
         least = min(_LEAST, int(_LEAST_SHARE * total))
-        return max(int((1 + self._share) * self._peak), self._peak + least)
+        return max(self._part, self._peak + least)
+
+    @property
+    def _part(self) -> int:
+        return int((1 + self._share) * self._peak)
 
     def require_room(self, what: str) -> None:
         """Ahead of a capture; the first one looks at what eager steps took."""
@@ -124,16 +129,17 @@ class MemoryBudget:
         if self.is_tight:
             torch.cuda.empty_cache()
 
-    def has_room(self, needed: int) -> bool:
-        """Whether so many bytes more may be taken, and are there."""
+    def room_for(self, needed: int) -> int:
+        """How many of so many bytes a copy may take that the host could have as well."""
         if self._device is None:
-            return True
-        if self._room() <= needed:
+            return needed
+        if self._room() < needed:
             torch.cuda.empty_cache()
-        return self._room() > needed
+        return min(self._room(), needed)
 
     def _room(self) -> int:
-        return min(self._free(), self._limit - torch.cuda.memory_reserved(self._device))
+        taken = torch.cuda.memory_reserved(self._device)
+        return max(0, min(self._free(), self._part - taken) - _BESIDE)
 
     def _free(self) -> int:
         """What the allocator may still take of the device."""
