@@ -50,7 +50,6 @@ from lightning_graphs.core.held import (
 )
 from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.recorder import Recorder
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     clone_all,
@@ -244,27 +243,12 @@ class CallableCapture:
                 self._made.outputs = self._call_leaving_arguments(static=static)
                 self._registers_hooks = hooks_registered() != hooks
             self._look_behind(self._made.outputs, start)
-        except CaptureError as error:
+        except CaptureError:
             self._given.restore()  # what the warm-up has left
-            raise self._explained(error) from error
+            raise
         refuse_rebound_tensors(before.restore())
         self._made.forward_graph = captured
         self._made.place = self._made.order.place()
-
-    def _explained(self, error: CaptureError) -> CaptureError:
-        """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
-        if error.__cause__ is None:  # nothing of CUDA's, which would be it
-            return error
-        with same_random_numbers(self._tensors):
-            state = StateSnapshot(self._held.state())
-            try:
-                with Recorder(), contents_left(self._args, self._kwargs):
-                    self._call()
-            except CaptureError as explained:
-                return explained
-            finally:
-                state.restore()
-        return error
 
     def capture_backward(self) -> None:
         """Capture the gradients of the outputs with respect to inputs and parameters."""

@@ -1,7 +1,7 @@
 """One recorder: every operator, what it reads, writes and allocates, and the user's line.
 
-The emulated backend replays what it recorded, the liveness check and the annotations of a CUDA
-capture are read off it, and a failed capture is explained by running the code once more under it.
+The emulated backend replays what it recorded, and the liveness check and the annotations of a CUDA
+capture are read off it.
 """
 
 from __future__ import annotations

@@ -15,11 +15,9 @@ from torch.optim import Optimizer
 from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.body import loss_of
-from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import held_in, held_in_value
+from lightning_graphs.training.held_values import Generators, LooseTensors, held_in, held_in_value
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
 from lightning_graphs.training.lightning_private import logs_kept
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import SETTLED, MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of
@@ -62,6 +60,12 @@ class StepBegin:
         if gradients:
             tensors += [g for _, g, _ in self._parameters if g is not None]
         self._tensors = Kept(tensors, module.device, budget)
+
+    def forget_gradients(self) -> None:
+        """Let go of those that parameters have no more."""
+        self._parameters = [
+            (p, None if p.grad is None else g, trainable) for p, g, trainable in self._parameters
+        ]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -142,6 +146,12 @@ class EagerRetry:
         """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
         self._keep(args)
+
+    def forget_gradients(self, plan: StepPlan) -> None:
+        """Let go of old gradients that the captured step zeroes before its code sees them."""
+        plan.gradients.forget_old()
+        if self._begin is not None:
+            self._begin.forget_gradients()
 
     def _keep(self, args: tuple[Any, ...]) -> None:
         self._begin = StepBegin(
