@@ -1,7 +1,8 @@
-"""Warm-up and capture of one callable: from sample arguments to a :class:`GraphedCallable`."""
+"""Warm-up and capture of one callable."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_graphs.core.autograd_graph import (
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.contents import contents_left, contents_of
+from lightning_graphs.core.fingerprints import Fingerprinter
 from lightning_graphs.core.generators import (
     random_place,
     rewinding_refused,
@@ -39,7 +41,6 @@ from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.held import (
     Bindings,
     Held,
-    is_changed,
     original_of,
     refuse_history_of_others,
     refuse_rebound_tensors,
@@ -52,7 +53,6 @@ from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
-    clone_all,
     hooks_registered,
     nodes_recorded,
     version_of,
@@ -111,7 +111,6 @@ class CallableCapture:
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """What messages call the tensors among the arguments, in their order."""
         return self._made.plan.signature.tensor_names
 
     @property
@@ -152,7 +151,7 @@ class CallableCapture:
         """Run it on a side stream, leaving no trace in state or generators.
 
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
-        then, and not memory of a capture, where nothing is computed. A call that was observed has.
+        then, and not memory of a capture, where nothing is computed.
         """
         backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
@@ -172,7 +171,6 @@ class CallableCapture:
         self._made.plan = CallPlan(renewed, check_modes=False)
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
-        """Call it, and refuse it if it writes its arguments."""
         tensors = self._tensors
         versions = list(map(version_of, tensors))
         returned = self._call()
@@ -189,11 +187,12 @@ class CallableCapture:
     def _first_call(self) -> OutputPlan:
         """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
         tensors = self._tensors
-        values = clone_all([t.detach() for t in tensors])
-        start = nodes_recorded()
+        # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
+        fingerprints = Fingerprinter()
+        before, start = fingerprints.of(tensors), nodes_recorded()
         outputs = self._call_leaving_arguments(static=True)
-        written = [bool(is_changed(*pair)) for pair in zip(tensors, values, strict=True)]
-        refuse_written_arguments(self.argument_names, written)
+        written = map(operator.ne, before, fingerprints.of(tensors))
+        refuse_written_arguments(self.argument_names, list(written))
         self._look_behind(outputs, start)
         return outputs
 
@@ -251,7 +250,6 @@ class CallableCapture:
         self._made.place = self._made.order.place()
 
     def capture_backward(self) -> None:
-        """Capture the gradients of the outputs with respect to inputs and parameters."""
         outputs, targets = self._made.outputs.requiring_grad, self._targets()
         if outputs and targets:
             self._made.backward_pass = self._captured_backward(outputs, targets)
@@ -319,12 +317,10 @@ class CallableCapture:
         return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
 
     def finish(self) -> GraphedCallable:
-        """The callable that replays the captured passes."""
         guards = self._held.guards(self._made.parameters)
         return self._made.finish_capture(self._held.submodules(), guards)
 
     def abandon(self) -> None:
-        """Give the modules back what a failed attempt has rebound."""
         self._bindings.restore()
 
     def _named(self) -> list[tuple[str, Parameter]]:

@@ -86,9 +86,8 @@ class CudaBackend(Backend):
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
         """Leave behind a capture that was invalidated.
 
-        From 2.11 to 2.13 the pinned-memory allocator goes on recording for the pool of such a
-        capture, through a filter that reads the graph object, and nothing can end it. So the object
-        lives on, and whoever names the pool again is given another.
+        From 2.11 to 2.13 the pinned-memory allocator goes on recording for its pool through a
+        filter that reads the graph object, which nothing can end: the object lives on.
         """
         abandon_capture_pool(device, pool)
         self._failed.append(native)

@@ -82,10 +82,7 @@ def _own_view(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _ExternalTensor:
-    """A tensor over a storage that existed before the capture, held weakly.
-
-    A CUDA graph keeps the addresses of its inputs and not the inputs; neither does a recording.
-    """
+    """A tensor over a storage from before the capture: held as weakly as a CUDA graph does."""
 
     storage: KnownStorage
     geometry: _Geometry
@@ -130,7 +127,6 @@ class GraphMemory:
             _fill_with_sentinel(storage, dtype)
 
     def reveal(self) -> None:
-        """Bring the values back that :meth:`poison` hid."""
         for (storage, _), value in zip(self._born, self.hidden or (), strict=False):
             storage.copy_(value)
 
@@ -255,8 +251,7 @@ class EmulatedBackend(Backend):
     def revealed(self) -> Iterator[None]:
         """While a capture runs, earlier captures show the values that they computed.
 
-        On CUDA nothing executes during a capture, so a backward pass may be captured over
-        activations that no replay has filled yet. Here it executes, and sentinel values would lead
+        On CUDA nothing executes during a capture. Here it does, and sentinel values would lead
         integer indices out of bounds.
         """
         hidden = list(self.unreplayed)

@@ -49,7 +49,6 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped."""
     rule = (
         'param_grads="direct" writes parameter gradients inside of the graph: hooks on parameters '
         "never fire."
@@ -173,8 +172,8 @@ def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy gradients to their buffers, as part of a capture: one launch for each pair of dtypes.
 
     torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
-    few then take 13 us (H200), however small they are. So they are cut into pieces, as many as one
-    launch takes, that all multiprocessors share in; and a single one is left to the plain kernel.
+    few then take 13 us (H200). So they are cut into pieces, as many as one launch takes, that all
+    multiprocessors share in; and a single one is left to the plain kernel.
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for buffer, gradient in zip(buffers, gradients, strict=True):

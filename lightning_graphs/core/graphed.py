@@ -41,8 +41,6 @@ def set_again(stores: Stores) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
-    """The captured backward of a callable."""
-
     graph: CUDAGraph  # computes the gradients from ``output_gradients``
     output_gradients: OutputGradients  # its static inputs, one for each output that requires grad
     reach: tuple[frozenset[Tensor], ...]  # the leaves of autograd that each of these depends on

@@ -194,8 +194,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """For each tensor the index of the first one that is the same tensor, its own if none is.
 
     Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
-    gradients only one object is the same as itself: two autograd leaves over one storage receive
-    gradients of their own. An empty tensor is the same as none.
+    gradients only one object is the same as itself, and an empty tensor is the same as none.
     """
     first: dict[Hashable, int] = {}
     groups = []

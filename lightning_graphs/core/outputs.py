@@ -80,7 +80,7 @@ class OutputPlan:
         return self._lent[index]
 
     def settle(self) -> None:
-        """Begin to notice who keeps lent outputs; to be called before the first replay."""
+        """Begin to notice who keeps lent outputs, before the first replay."""
         for lent in self._lent.values():
             lent.settle()
 

@@ -1,7 +1,6 @@
 """One recorder: every operator, what it reads, writes and allocates, and the user's line.
 
-The emulated backend replays what it recorded, and the liveness check and the annotations of a CUDA
-capture are read off it.
+The emulated backend replays what it recorded; liveness and annotations on CUDA are read off it.
 """
 
 from __future__ import annotations
@@ -310,7 +309,6 @@ class Recorder(OperatorMode):
         return super().higher_order(func, args, kwargs)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
-        """Raise for an operator that cannot be captured, naming the user's line."""
         site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
         raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", remedy)
 
@@ -339,15 +337,14 @@ class Recorder(OperatorMode):
     def _meet_constant(self, tensor: Tensor) -> None:
         """Note a tensor that torch made of Python numbers, out of sight of the dispatcher.
 
-        A scalar enters kernels as a constant. More than one number is a copy from host memory,
-        none at all is memory like any other.
+        A scalar enters kernels as a constant. More numbers are a copy from host memory.
         """
         if self._strict and tensor.dim() > 0 and tensor.numel() > 0:
             self.refuse("a tensor of Python numbers", HOST_DATA)
         self.know(tensor, born=True).constant = tensor.numel() > 0
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        """Called before an operator writes; the emulated backend saves the value."""
+        """Called before an operator writes."""
 
     def keep(self, operation: Operation) -> None:
         """Called with each finished operation; the default keeps names and ids, no tensor."""

@@ -70,7 +70,6 @@ class ScopeStack:
     def profiler_range(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator of ``record_function`` and follow the range that it opens or closes."""
         if "enter" in str(func):
             self._push(str(args[0]))
         elif self._stack:

@@ -1,7 +1,4 @@
-"""The frozen signature of a call, and its diff.
-
-A graph is right only for calls like the one it was captured from: here is said what "like" means.
-"""
+"""The signature of a call: what a later one must have in common with it for a replay."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ class KernelChoice(NamedTuple):
 
     @classmethod
     def now(cls) -> KernelChoice:
-        """The switches as they are."""
         return cls(
             torch.get_float32_matmul_precision(),
             (_flash(), _efficient(), _cudnn(), _math()),
@@ -141,9 +137,6 @@ class Signature:
             extra: What else the signature is to depend on.
             unread: Names of Python values, and of containers of such, that do not count; with
                 ``EVERYTHING`` their types do not count either.
-
-        Raises:
-            CaptureError: A leaf is a tensor that cannot be a static input.
         """
         arg_names = tuple(names or ())
         paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
