@@ -147,7 +147,7 @@ class Launch(torch.autograd.Function):
             target.copy_(gradient)
         backward.graph.replay()
         direct = backward.direct
-        for parameter, buffer in zip(direct.parameters, direct._buffers, strict=True):
+        for parameter, buffer in zip(direct.parameters, direct.buffers, strict=True):
             parameter.grad = buffer
         buffers = backward.handed.buffers
         return None, None, buffers[0].data if buffers else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional
 
 from lightning_graphs.core.torch_private import generator_identity
 
@@ -263,3 +265,18 @@ FUNCTION_RULES: Mapping[str, _Rule] = {
     ),
 }
 """Python functions that the dispatcher never shows, or shows too late to tell what they are."""
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    # With a number of classes, a GPU's kernels look for themselves whether it is large enough; see
+    # ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
+    if num_classes < 0:
+        return functional.one_hot(tensor, num_classes)
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+REHEARSED: Mapping[Any, Callable[..., Any]] = {
+    functional.one_hot: _one_hot,
+}
+"""Functions that look at values on a CPU only, as they run where it stands for a GPU."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,13 +29,13 @@ from lightning_graphs.core.obstacles import (
     CONTROL_FLOW,
     FUNCTION_RULES,
     HOST_DATA,
+    REHEARSED,
     SET_GENERATOR,
     UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
     operator_obstacle,
 )
-from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.core.torch_private import eager_attention
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -138,36 +138,30 @@ class Operation:
         return str(self.func)
 
 
-@dataclass(slots=True)
 class KnownStorage:
-    """A storage that the recorder met, held weakly."""
+    """A storage that the recorder met as that of a tensor, held weakly."""
 
-    id: int  # its number in this recording
-    born: bool  # whether it was made inside the recorded code
-    first: str  # the tensor it was first seen as, in words
-    device_type: str
-    scalar: bool  # whether that tensor had no dimensions
-    site: CallSite  # the user's line that touched it first
-    # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
-    # parameters that it gathers
-    address: int | None
-    constant: bool = False  # made of Python numbers: kernels get its value, not its address
-    ref: weakref.ref[UntypedStorage] | None = None
-    freed: CallSite | None = None  # where it was freed
-
-    def storage(self) -> UntypedStorage | None:
-        """The storage, or None when it was freed."""
-        return self.ref() if self.ref is not None else None
+    def __init__(self, number: int, tensor: Tensor, site: CallSite, *, born: bool) -> None:
+        storage = tensor.untyped_storage()
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        self.id = number
+        self.born = born  # whether it was made inside the recorded code
+        self.first = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}] on {tensor.device}"
+        self.device_type = tensor.device.type
+        self.scalar = tensor.dim() == 0
+        self.site = site  # the user's line that touched it first
+        # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
+        # parameters that it gathers
+        self.address: int | None = storage.data_ptr()
+        self.constant = False  # made of Python numbers: kernels get its value, not its address
+        self.storage = weakref.ref(storage, self._on_freed)
+        self.freed: CallSite | None = None  # where it was freed
 
     def note_release(self) -> None:
         """Note whether its memory was let go of, while the storage itself lives."""
         storage = self.storage()
         if storage is not None and self.address and not storage.nbytes():
             self.address = None
-
-    def watch(self, storage: UntypedStorage) -> None:
-        """Hold it weakly and note the user's line that frees it."""
-        self.ref = weakref.ref(storage, self._on_freed)
 
     def _on_freed(self, _: object) -> None:
         self.freed = CallSiteFinder().here()
@@ -317,19 +311,7 @@ class Recorder(OperatorMode):
         storage = tensor.untyped_storage()
         known = self._by_identity.get(id(storage))
         if known is None or known.storage() is not storage:
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            first = f"{dtype}[{shape}] on {tensor.device}"
-            known = KnownStorage(
-                len(self.storages),
-                born,
-                first,
-                tensor.device.type,
-                tensor.dim() == 0,
-                self._sites.here(),
-                storage.data_ptr(),
-            )
-            known.watch(storage)
+            known = KnownStorage(len(self.storages), tensor, self._sites.here(), born=born)
             self._by_identity[id(storage)] = known
             self.storages.append(known)
         return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -160,18 +160,6 @@ class Signature:
         leaf_names = tuple(name for name, _ in found)
         aliases = alias_groups(tensors)
         return cls(tree, leaves, aliases, modes, extra, leaf_names, arg_names), tensors
-
-    def renewed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-        """The signature of the same call after it has run: objects may hold something by now."""
-        found: list[tuple[str, Any]] = []
-        flatten((tuple(args), dict(kwargs)), "", found)
-        if len(found) != len(self.leaves):  # it has changed its arguments
-            return self
-        pairs = zip(self.leaves, found, strict=True)
-        leaves = (
-            Constant.of(value) if isinstance(leaf, Constant) else leaf for leaf, (_, value) in pairs
-        )
-        return replace(self, leaves=tuple(leaves))
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:

@@ -24,10 +24,10 @@ from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
+    REHEARSED,
     Obstacle,
 )
 from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
-from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import LASTING

@@ -143,7 +143,7 @@ def test_reset(backend: BackendName, device: torch.device, param_grads: Any) -> 
     pending = graphed(x)
     forward = graphed.forward
     static = weakref.ref(forward.inputs.tensors[0])
-    output = weakref.ref(forward.outputs._tensors[0])
+    output = weakref.ref(forward.outputs.tensors[0])
     forward.reset()
     forward.reset()
     gc.collect()
