@@ -46,6 +46,7 @@ class CUDAGraph:
 
     Raises:
         UnsupportedError: ``backend="cuda"`` without a GPU.
+        ReplayError: By methods that need a capture, or the template, where there is none.
     """
 
     def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
@@ -127,11 +128,7 @@ class CUDAGraph:
         self._captured.abandon()
 
     def instantiate(self) -> None:
-        """Make the template executable; with ``keep_graph=True`` it may be repeated after edits.
-
-        Raises:
-            ReplayError: there is no template.
-        """
+        """Make the template executable; with ``keep_graph=True`` it may be repeated after edits."""
         self._refuse_without_capture("instantiate()")
         self._refuse_without_template("instantiate()")
         self._captured.instantiate()
@@ -140,8 +137,7 @@ class CUDAGraph:
         """Launch the captured work on the current stream.
 
         Raises:
-            ReplayError: nothing was captured, or an input was freed (``check_input_liveness``;
-                always on the emulated backend).
+            ReplayError: An input was freed (``check_input_liveness``; always if emulated).
         """
         self._replay()
 
@@ -168,11 +164,7 @@ class CUDAGraph:
         self._captured.reset()
 
     def pool(self) -> PoolHandle:
-        """The token of this graph's memory pool.
-
-        Raises:
-            ReplayError: nothing was captured.
-        """
+        """The token of this graph's memory pool."""
         self._refuse_without_capture("pool()")
         return self._captured.pool()
 
@@ -191,21 +183,13 @@ class CUDAGraph:
         self._captured.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
-        """The ``cudaGraph_t``; it exists with ``keep_graph=True`` only.
-
-        Raises:
-            GraphError: there is no template, or the backend has no such handle.
-        """
+        """The ``cudaGraph_t``; it exists with ``keep_graph=True`` and on CUDA only."""
         self._refuse_without_capture("raw_cuda_graph()")
         self._refuse_without_template("raw_cuda_graph()")
         return self._captured.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
-        """The ``cudaGraphExec_t``; valid until the next :meth:`instantiate` or :meth:`reset`.
-
-        Raises:
-            GraphError: the graph is not instantiated, or the backend has no such handle.
-        """
+        """The ``cudaGraphExec_t``; valid until the next :meth:`instantiate` or :meth:`reset`."""
         self._refuse_without_capture("raw_cuda_graph_exec()")
         return self._captured.raw_cuda_graph_exec()
 
@@ -229,9 +213,6 @@ class CUDAGraph:
         """Number of nodes by kind (``"kernel"``, ``"memcpy"``, ``"memset"``, ...).
 
         The mapping is empty on CUDA where cuda-python is missing or the driver does not tell.
-
-        Raises:
-            ReplayError: nothing was captured, or there is no template (``keep_graph=False``).
         """
         self._refuse_without_capture("node_counts()")
         self._refuse_without_template("node_counts()")

@@ -115,13 +115,6 @@ UNSUPPORTED_LAYOUT = Obstacle(
     code="x = x.to_dense()  # in the data loader",
     rehearsal=True,
 )
-UNDECLARED_MUTATION = Obstacle(
-    "A rehearsed operator must declare in its schema every argument that it writes.",
-    "name the argument in mutates_args of torch.library.custom_op",
-    kind="undeclared-write",
-    code='@torch.library.custom_op("mine::op", mutates_args=("x",))',
-    rehearsal=True,
-)
 SET_GENERATOR = Obstacle(
     "A capture cannot set or rewind a random generator: replays draw fresh numbers from it.",
     "seed outside of the captured code; torch.utils.checkpoint needs preserve_rng_state=False, and "

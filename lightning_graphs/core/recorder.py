@@ -18,7 +18,6 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.core.buffers import bytes_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
@@ -31,7 +30,6 @@ from lightning_graphs.core.obstacles import (
     HOST_DATA,
     REHEARSED,
     SET_GENERATOR,
-    UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
     operator_obstacle,
@@ -388,23 +386,7 @@ class Recorder(OperatorMode):
                 self.refuse(str(call.func), SET_GENERATOR)
             if self._strict and self.raises and is_collective(call.func):
                 return returned_alone(call.func, call.args)
-            if not self._strict or call.func.namespace in ("aten", "prims"):
-                return call.run()
-            return self._run_custom(call)
-
-    def _run_custom(self, call: OperatorCall) -> Any:
-        """Run an operator that is not believed that it writes nothing."""
-        declared = {id(t.untyped_storage()) for t in call.written}
-        storages = {id(s): s for s in (t.untyped_storage() for t in call.inputs)}
-        before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
-        result = call.run()
-        lied = [(s, v) for s, v in before if not torch.equal(bytes_of(s), bytes_of(v))]
-        if self.raises:
-            for storage, value in lied:
-                storage.copy_(value)
-        if lied:
-            self.refuse(str(call.func), UNDECLARED_MUTATION)
-        return result
+            return call.run()
 
     def _check(self, call: OperatorCall) -> None:
         func, args, kwargs = call.func, call.args, call.kwargs
