@@ -20,7 +20,7 @@ from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.driver import capture_frontier, count_kinds, walk
 from lightning_graphs.core.inspect import GraphInfo, from_cuda
-from lightning_graphs.core.known_causes import known_remedy
+from lightning_graphs.core.obstacles import known_remedy
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, refuse_dead_inputs
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError

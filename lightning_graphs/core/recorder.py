@@ -22,7 +22,6 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_comp
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.generators import GeneratorWatch
-from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COMPILED,
     CONTROL_FLOW,
@@ -33,6 +32,7 @@ from lightning_graphs.core.obstacles import (
     UNSUPPORTED_LAYOUT,
     Obstacle,
     operator_obstacle,
+    with_known_remedy,
 )
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.core.torch_private import eager_attention
