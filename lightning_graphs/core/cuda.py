@@ -18,7 +18,7 @@ import torch
 
 from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.core.driver import capture_frontier, count_kinds, walk
+from lightning_graphs.core.driver import capture_frontier, count_kinds
 from lightning_graphs.core.inspect import GraphInfo, from_cuda
 from lightning_graphs.core.obstacles import known_remedy
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, refuse_dead_inputs
@@ -327,9 +327,7 @@ class AnnotatingRecorder(Recorder):
     def inspection(self) -> GraphInfo:
         """Nodes with their scopes; to be called while the capture is still under way."""
         graph, _ = capture_frontier(self._stream)
-        records, _ = walk(graph)
-        handles = [record.handle for record in records]
-        return from_cuda(graph, dict(zip(handles, self._scopes_of_nodes, strict=False)))
+        return from_cuda(graph, self._scopes_of_nodes)
 
 
 class InputLiveness(Recorder):

@@ -102,13 +102,12 @@ def _call(name: str, *args: object) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the installed driver supports, as (major, minor)."""
+    """The newest CUDA version of the installed driver, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def require_driver(minimum: tuple[int, int], feature: str) -> None:
-    """Refuse ``feature`` on a driver older than CUDA ``minimum``."""
     present = driver_version()
     if present < minimum:
         raise UnsupportedError(

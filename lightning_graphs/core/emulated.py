@@ -65,8 +65,8 @@ class _Geometry(NamedTuple):
     def over(self, storage: UntypedStorage) -> Tensor:
         """A tensor that shares nothing but the memory with the one this was read from.
 
-        It has a version counter of its own, as a replay on a GPU leaves autograd's counters alone,
-        and is no inference tensor, which could not be written outside of inference mode.
+        It has a version counter of its own, as a replay leaves autograd's counters alone, and is no
+        inference tensor, which could not be written outside of inference mode.
         """
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -278,8 +278,7 @@ class EmulatedGraph(CapturedGraph):
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
         self._capture: RecordingCapture | None = None
-        self._revealed = contextlib.ExitStack()
-        self._rng: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._around = contextlib.ExitStack()
         self._executable: Recording | None = None
 
     def capture_begin(
@@ -288,32 +287,26 @@ class EmulatedGraph(CapturedGraph):
         # Annotations and input liveness cost nothing here: a recording always knows both.
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
-        self._rng = [(generator, generator.get_state()) for generator in generators]
-        self._revealed = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
         try:
             for generator in generators:  # who rewinds one to where another capture was is seen
+                self._around.callback(generator.set_state, generator.get_state())
                 generator.manual_seed(next(_captures))
-            self._revealed.enter_context(self._backend.revealed())
-            self._revealed.enter_context(announced_as_cuda_capture())
+            self._around.enter_context(self._backend.revealed())
+            self._around.enter_context(announced_as_cuda_capture())
             self._capture = RecordingCapture(generators)
             self._capture.__enter__()
         except BaseException:
             if not self._backend.is_capturing():  # interrupted before it began
-                self._revealed.close()
-                self._restore_generators()
+                self._around.close()
             raise
 
     def _leave_capture(self, capture: RecordingCapture) -> Recording:
         self._capture = None
-        with self._revealed:
+        with self._around:
             capture.__exit__(None, None, None)
             capture.restore_world()
-            self._restore_generators()
         return capture.finish()
-
-    def _restore_generators(self) -> None:
-        for generator, state in self._rng:
-            generator.set_state(state)
 
     def capture_end(self) -> None:
         assert self._capture is not None

@@ -69,9 +69,9 @@ class LentGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 
     Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
-    overwrite gradients that are still of use (pytorch#181723). Here the graph ends with one fused
-    copy into memory outside of its pool, and that memory is lent to one backward pass at a time. A
-    replay that finds any of it still held saves it first; from then on gradients are copies.
+    overwrite it (pytorch#181723). So the graph copies into memory outside of its pool, lent to one
+    backward pass at a time. A replay that finds any of it still held saves it first; from then on
+    gradients are copies.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
@@ -111,10 +111,7 @@ class LentGradients:
 
 
 class OutputGradients:
-    """The static inputs of a backward graph, where the gradients of outputs go.
-
-    The gradient that the graph of a later callable lends is read where it is.
-    """
+    """The static inputs of a backward graph; what a later graph lends is read in place."""
 
     def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
         self.buffers = list(buffers)
@@ -222,10 +219,9 @@ _ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memor
 class DirectGradients:
     """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
 
-    The graph ends with one fused copy into buffers outside of its pool: inside, their memory would
-    be that of activations. A parameter without gradient is given its buffer. A parameter that has
-    one gets the new gradient added; where that gradient is still the buffer, its value is moved out
-    of the way before the graph runs.
+    The graph copies them into buffers outside of its pool: inside, their memory would be that of
+    activations. A parameter without gradient is given its buffer. A parameter that has one gets the
+    new gradient added; where that is still the buffer, its value is moved away before.
     """
 
     def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:

@@ -129,8 +129,7 @@ class CUDAGraph:
 
     def instantiate(self) -> None:
         """Make the template executable; with ``keep_graph=True`` it may be repeated after edits."""
-        self._refuse_without_capture("instantiate()")
-        self._refuse_without_template("instantiate()")
+        self._require_capture("instantiate()", template=True)
         self._captured.instantiate()
 
     def replay(self) -> None:
@@ -141,12 +140,10 @@ class CUDAGraph:
         """
         self._replay()
 
-    def _refuse_without_capture(self, call: str) -> None:
+    def _require_capture(self, call: str, *, template: bool = False) -> None:
         if self._replay is _replay_of_nothing:
             raise _needs_capture(call)
-
-    def _refuse_without_template(self, call: str) -> None:
-        if not self._keep_graph:
+        if template and not self._keep_graph:
             raise ReplayError(
                 f"{call} needs the template of the graph.",
                 "keep_graph=False drops the template at capture_end",
@@ -165,7 +162,7 @@ class CUDAGraph:
 
     def pool(self) -> PoolHandle:
         """The token of this graph's memory pool."""
-        self._refuse_without_capture("pool()")
+        self._require_capture("pool()")
         return self._captured.pool()
 
     def enable_debug_mode(self) -> None:
@@ -175,7 +172,7 @@ class CUDAGraph:
 
     def debug_dump(self, debug_path: str) -> None:
         """Write the graph as DOT to ``debug_path``, if debug mode was enabled."""
-        self._refuse_without_capture("debug_dump()")
+        self._require_capture("debug_dump()")
         if not (self._has_debug_mode or self._keep_graph):  # torch's words
             message = "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()"
             warnings.warn(message, stacklevel=2)
@@ -184,13 +181,12 @@ class CUDAGraph:
 
     def raw_cuda_graph(self) -> int:
         """The ``cudaGraph_t``; it exists with ``keep_graph=True`` and on CUDA only."""
-        self._refuse_without_capture("raw_cuda_graph()")
-        self._refuse_without_template("raw_cuda_graph()")
+        self._require_capture("raw_cuda_graph()", template=True)
         return self._captured.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
         """The ``cudaGraphExec_t``; valid until the next :meth:`instantiate` or :meth:`reset`."""
-        self._refuse_without_capture("raw_cuda_graph_exec()")
+        self._require_capture("raw_cuda_graph_exec()")
         return self._captured.raw_cuda_graph_exec()
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -199,7 +195,7 @@ class CUDAGraph:
 
     def inspection(self) -> GraphInfo:
         """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
-        self._refuse_without_capture("inspection()")
+        self._require_capture("inspection()")
         if not (self._keep_graph or self._has_debug_mode or self._is_annotated):
             raise UnsupportedError(
                 "Inspecting a graph needs its template.",
@@ -214,14 +210,13 @@ class CUDAGraph:
 
         The mapping is empty on CUDA where cuda-python is missing or the driver does not tell.
         """
-        self._refuse_without_capture("node_counts()")
-        self._refuse_without_template("node_counts()")
+        self._require_capture("node_counts()", template=True)
         return self._captured.node_counts()
 
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keep the collector from finding old graphs: destroying one ends the capture (#161037)."""
+    # The collector would find old graphs, and destroying one ends the capture (#161037).
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -310,9 +305,8 @@ def _refuse_nested(backend: Backend) -> None:
 class GraphPool:
     """Graphs that share one memory pool and one capture stream, and are released together.
 
-    Graphs of one pool must replay in the order of their capture, never at the same time: the
-    memory that one has freed, the next one uses. Data loaders pin memory in threads, and a capture
-    in ``"global"`` mode dies of it.
+    They must replay in the order of their capture: the memory that one has freed, the next one
+    uses. Data loaders pin memory in threads, of which a capture in ``"global"`` mode dies.
     """
 
     def __init__(
@@ -343,7 +337,6 @@ class GraphPool:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:
-        """Capture the body into a new graph of this pool."""
         captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
         with graph(captured, self.handle, self.stream, self._capture_error_mode):
             yield captured

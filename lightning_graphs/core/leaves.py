@@ -84,7 +84,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Same:
-    """Equal only to a holder of the same object, kept alive here so that its id stays its own."""
+    """Equal only to a holder of the same object, which it keeps alive."""
 
     value: Any
 
@@ -226,7 +226,7 @@ _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, th
 
 
 def as_hashable(value: Any) -> Hashable:
-    """What stands for a value, and for what an object or own container holds, in comparisons."""
+    """What stands for a value, and for what is inside of it, in comparisons."""
     if isinstance(value, nn.Module):
         return Same(value)
     if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):

@@ -17,10 +17,7 @@ class Source(Protocol):
 
 
 class LentMemory:
-    """Memory of a graph that callers may see, and whether somebody still looks at it.
-
-    A graph must not be replayed over memory that a caller has kept from the replay before.
-    """
+    """Memory of a graph that callers may see, which no replay may overwrite as long as they do."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()

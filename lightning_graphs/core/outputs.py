@@ -61,7 +61,7 @@ class OutputPlan:
             self._build = tuple
 
     def finish_capture(self) -> None:
-        """Let go of the captured autograd graph: the backward graph is all that is left of it."""
+        """Let go of the captured autograd graph."""
         self.requiring_grad = []
 
     def lend(self, index: int) -> LentMemory:
@@ -78,7 +78,6 @@ class OutputPlan:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a caller still holds what a lent output was at the last replay."""
         return any(lent.is_kept for lent in self._lent.values())
 
     def give_away(self) -> Any:

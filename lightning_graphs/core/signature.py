@@ -34,10 +34,7 @@ EVERYTHING = _Everything()
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The switches of torch that change what a call computes.
-
-    ``autocast_dtype`` is None while autocast is off: then it changes nothing.
-    """
+    """The switches of torch that change what a call computes."""
 
     grad_enabled: bool
     autocast_enabled: bool
@@ -171,7 +168,7 @@ class Signature:
         return tuple(name for name, leaf in pairs if isinstance(leaf, TensorSpec))
 
     def diff(self, other: Signature) -> list[str]:
-        """What changed from this signature to another, a line each; empty only when equal."""
+        """What changed from this signature to another, a line each."""
         lines = []
         if self.tree != other.tree:
             lines.append(f"structure: {first_change('', self.tree, other.tree)}")
