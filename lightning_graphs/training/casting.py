@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import cached_property
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,10 +18,7 @@ from lightning_graphs.core.autograd_graph import has_python_nodes, leaves_behind
 from lightning_graphs.core.casts import cast_together
 from lightning_graphs.core.torch_private import has_gradient_hooks, hooks_registered
 from lightning_graphs.training.observers import overrides
-from lightning_graphs.training.own_code import OwnCode, is_lightnings
-
-_TO_NODES = frozenset({"next_functions", "get_gradient_edge"})
-"""Names in code that may put hooks on the nodes of gradients, of which torch tells nobody."""
+from lightning_graphs.training.own_code import is_lightnings
 
 
 class StepCasts:
@@ -32,19 +28,6 @@ class StepCasts:
         self._trainer = trainer
         self._module = module
         self._has_hooks = False
-
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Looked at once there is a capture: to read all code takes its time."""
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        kinds = map(type, [*self._module.modules(), *callbacks])
-        return (
-            is_lightnings(type(self._trainer.strategy), "strategies.single_device")
-            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
-            and not overrides(self._module, "backward")
-            and not overrides(self._trainer.precision_plugin, "backward")
-            and _TO_NODES.isdisjoint(OwnCode(self._module).words_of(kinds))
-        )
 
     @contextlib.contextmanager
     def watched_forward(self) -> Iterator[None]:
@@ -61,7 +44,10 @@ class StepCasts:
 
     def _is_unseen(self, loss: Tensor) -> bool:
         return (
-            self._is_plain
+            is_lightnings(type(self._trainer.strategy), "strategies.single_device")
+            and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+            and not overrides(self._module, "backward")
+            and not overrides(self._trainer.precision_plugin, "backward")
             and not self._has_hooks
             and not has_python_nodes([loss])
             and not any(map(has_gradient_hooks, leaves_behind([loss])))

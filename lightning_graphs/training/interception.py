@@ -82,10 +82,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def properties_watched(owner: Any, properties: Mapping[str, property]) -> Iterator[None]:
-    """Let an object be of a subclass of its class with these properties, and take that back."""
+def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object be of a subclass of its class with these members, and take that back."""
     original = type(owner)
-    owner.__class__ = type(original.__name__, (original,), dict(properties))
+    owner.__class__ = type(original.__name__, (original,), dict(members))
     try:
         yield
     finally:

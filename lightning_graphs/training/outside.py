@@ -46,8 +46,7 @@ class OutsideValues:
         self._functions: dict[FunctionType, None] = {}
         self._caches: dict[Any, int] = {}
         self._known: set[CodeType] = set()
-        self._reading: dict[str, CallSite] = {}
-        self._binding: dict[str, CallSite] = {}
+        self._codes: list[CodeType] = []
         self._closures: dict[CodeType, list[FunctionType]] = {}
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
         self._contents = Contents()
@@ -115,18 +114,11 @@ class OutsideValues:
             return
         codes = list(codes_in(code))
         self._known.update(codes)
-        names = {name for part in codes for name in part.co_names}
-        self.words |= names
-        for part in codes:
-            line, lines = part.co_firstlineno, dict(dis.findlinestarts(part))
-            for instruction in dis.get_instructions(part):
-                line = lines.get(instruction.offset) or line
-                name, action = instruction.argval, instruction.opname
-                if name in names or name in part.co_freevars:
-                    sites = self._binding if action.startswith("STORE") else self._reading
-                    sites.setdefault(name, CallSite(part.co_filename, line, part.co_name))
-                if "GLOBAL" in action:
-                    self._add(name, table, name, names)
+        self._codes += codes
+        names = dict.fromkeys(name for part in codes for name in part.co_names)
+        self.words.update(names)
+        for name in names:  # attributes among them may have the name of a global variable
+            self._add(name, table, name, names)
         if set(code.co_freevars) - {_OF_SUPER}:
             self._closures[code] = []
 
@@ -234,8 +226,11 @@ class OutsideValues:
 
     def site_of(self, name: str) -> CallSite:
         """The author's line that binds a name, or else the first one that reads it."""
-        sites, words = {**self._reading, **self._binding}, reversed(re.findall(r"\w+", name))
-        return next((sites[word] for word in words if word in sites), CallSite())
+        for word in reversed(re.findall(r"\w+", name)):
+            found = [place for code in self._codes for place in _lines_with(code, word)]
+            if found:
+                return max(found, key=lambda place: place[0])[1]
+        return CallSite()
 
     def restore(self) -> None:
         """Put everything back."""
@@ -282,6 +277,16 @@ class OutsideValues:
                 owner = place.owner
                 get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
                 yield place.name, get, place.key, owner
+
+
+def _lines_with(code: CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
+    """The lines of a function with a name, and whether they bind it."""
+    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset) or line
+        if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
+            binds = instruction.opname.startswith("STORE")
+            yield binds, CallSite(code.co_filename, line, code.co_name)
 
 
 class _Place(NamedTuple):

@@ -18,10 +18,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import properties_watched
+from lightning_graphs.training.interception import subclassed
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import AttributeReads
 
 SIDE_EFFECT = Obstacle(
     "A captured step runs no Python code: what it prints, writes and logs by itself would stop.",
@@ -183,7 +182,7 @@ def _loggers_watched(trainer: Trainer, used: _Used) -> Iterator[None]:
 
         return property(read, plain.__set__)
 
-    with properties_watched(trainer, {name: watching(name) for name in _LOGGERS}):
+    with subclassed(trainer, {name: watching(name) for name in _LOGGERS}):
         yield
 
 
@@ -191,7 +190,7 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     """The frame that asks for a logger, behind the properties of the module and of the trainer."""
     while frame is not None and (
         frame.f_code.co_name in _LOGGERS
-        or frame.f_globals.get("__name__") == AttributeReads.__module__
+        or frame.f_globals.get("__name__", "").startswith("lightning_graphs.")
     ):
         frame = frame.f_back
     return frame
