@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.core.callsite import stacklevel_of_user
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured

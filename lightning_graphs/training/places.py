@@ -75,11 +75,12 @@ class Places:
     ) -> bool:
         """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
 
-        What an optimizer moves is none of it, nor are parameters that a hook exchanges.
+        What an optimizer moves is none of it, nor are parameters that it is told of.
         """
         known = trained_parameters(self._module.trainer)
-        for _, table, _, tensor in moved:
-            if id(tensor) in known or (table is not None and tensor.requires_grad):
+        for _, table, key, tensor in moved:
+            now = tensor if table is None else table[key]
+            if id(tensor) in known or id(now) in known:
                 return False
         return self.learn(
             [

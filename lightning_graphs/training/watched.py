@@ -26,8 +26,7 @@ from lightning_graphs.core.obstacles import (
     FUNCTION_RULES,
     Obstacle,
 )
-from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
-from lightning_graphs.core.rehearsed import REHEARSED
+from lightning_graphs.core.recorder import REHEARSED, Operation, OperatorCall, Recorder
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import LASTING

@@ -12,12 +12,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.lending import ReplayOrder
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import Signature
+from lightning_graphs.core.signature import KernelChoice, Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import hook_tables, is_compiled_in_place
 from lightning_graphs.core.values import HeldValues
