@@ -22,7 +22,7 @@ from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import Absence, is_object, is_plain
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import subclassed
+from lightning_graphs.training.interception import patched, subclassed
 from lightning_graphs.training.python_state import STORED, AttributeReads
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
@@ -358,11 +358,8 @@ def old_gradients_watched(
         refuse("set")
         gradient.__set__(parameter, value)
 
-    Parameter.grad = property(read, write)  # type: ignore[assignment]
-    try:
+    with patched(Parameter, grad=property(read, write)):
         yield
-    finally:
-        del Parameter.grad
 
 
 def _uses_no_gradient(frame: FrameType, harmless: Collection[str]) -> bool:

@@ -62,7 +62,7 @@ from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import LeftBehindError
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.side_effects import effects_refused
 from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.transfer import copies_on_host
 
@@ -280,9 +280,8 @@ class StepCapture:
             rates = None if self._capturable is None else self._capturable.live_rates()
             self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            effects = SideEffects(self._trainer, self._own)
-            stack.enter_context(effects.watched())
-            stack.enter_context(effects.refused(outside, "training_step"))
+            effects = effects_refused(self._trainer, self._own, outside, "training_step")
+            stack.enter_context(effects)
             if places is not None:
                 stack.enter_context(places.exchanged())
             yield outside, loose

@@ -42,7 +42,7 @@ from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import CodeOfModules, OwnCode
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.side_effects import effects_refused
 from lightning_graphs.training.statistics import (
     CaptureCost,
     Statistics,
@@ -94,8 +94,6 @@ class Baked:
             stack.enter_context(kept_log_caught(trainer, refuse_log))
             self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
             self.outside.tell(self._generators.add, self.loose.add)
-            self._effects = SideEffects(trainer, self._own)
-            stack.enter_context(self._effects.watched())
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
@@ -118,7 +116,7 @@ class Baked:
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors."""
         try:
-            with self._effects.refused(self.outside, "its forward"):
+            with effects_refused(self._root.trainer, self._own, self.outside, "its forward"):
                 result = run()
         finally:
             changed = self._reads.changed_outside(set(map(id, module.modules())))
