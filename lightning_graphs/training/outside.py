@@ -37,7 +37,13 @@ class OutsideValues:
     Each function is looked at when it is called for the first time, before it can change anything.
     """
 
-    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        own: OwnCode,
+        # Called with the name and value of everything that is found, and of what is inside of it
+        *listeners: Callable[[str, Any], object],
+    ) -> None:
         self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
         self._own = own
@@ -51,8 +57,7 @@ class OutsideValues:
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
         self._contents = Contents()
         self._classes = self._contents.classes
-        self._held: list[tuple[str, Any]] = []
-        self._listeners: list[Callable[[str, Any], object]] = [self._contents.add]
+        self._listeners = (self._contents.add, *listeners)
         for child in module.modules():
             self._look_into_class(type(child))
             for hook in module_hooks(child):
@@ -64,13 +69,6 @@ class OutsideValues:
             for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
                 for hook in table.values() if isinstance(table, dict) else ():
                     self._assume(hook)
-
-    def tell(self, *listeners: Callable[[str, Any], object]) -> None:
-        """Call these with the name and value of everything that is found, and what is inside."""
-        self._listeners += listeners
-        for name, value in self._held:
-            for tell in listeners:
-                tell(name, value)
 
     # ------------------------------------------------------------------ following
 
@@ -199,7 +197,6 @@ class OutsideValues:
                 self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
 
     def _found(self, name: str, value: Any) -> None:
-        self._held.append((name, value))
         for tell in self._listeners:
             tell(name, value)
         if is_object(value):

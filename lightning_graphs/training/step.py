@@ -264,8 +264,7 @@ class StepCapture:
         self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
-        outside = OutsideValues(self._module, self._own)
-        outside.tell(loose.add, generators.add)
+        outside = OutsideValues(self._module, self._own, loose.add, generators.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))

@@ -82,7 +82,9 @@ class Baked:
         """Note what the body, a capture of these modules, reads."""
         modules = list(modules)
         self._code = CodeOfModules(modules, graphed=True)
-        self.outside = OutsideValues(nn.ModuleList(modules), self._own)
+        self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
+        found = self._generators.add, self.loose.add
+        self.outside = OutsideValues(nn.ModuleList(modules), self._own, *found)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
@@ -92,8 +94,6 @@ class Baked:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
-            self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
-            self.outside.tell(self._generators.add, self.loose.add)
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
