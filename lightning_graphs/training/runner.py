@@ -17,7 +17,7 @@ from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.agreement import Agreement
-from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.body import StepBody, scaler_of
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.gradients import KEPT_LATE
@@ -35,7 +35,6 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.own_batch import BatchValueRead, BatchValues
 from lightning_graphs.training.plan import StepPlan, StepPlans
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
 from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator

@@ -18,10 +18,18 @@ from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host_recording import ArenaFull, HostRecording
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
+from lightning_graphs.core.torch_private import (
+    capture_unseen,
+    has_compiled_anything,
+    hooks_registered,
+)
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.body import StepBody
-from lightning_graphs.training.casting import StepCasts
+from lightning_graphs.training.body import (
+    StepBody,
+    resume_scaling,
+    scaling_state,
+    without_autocast_cache,
+)
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
@@ -47,18 +55,14 @@ from lightning_graphs.training.memory import (
     RaisedInCapture,
     code_captured,
 )
+from lightning_graphs.training.observers import cast_unseen
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import LeftBehindError
 from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.precision import (
-    resume_scaling,
-    scaling_state,
-    without_autocast_cache,
-)
 from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.side_effects import effects_refused
 from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.transfer import copies_on_host
 
@@ -83,8 +87,8 @@ class StepCapture:
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._units = units_of(trainer)
-        self._casts = StepCasts(trainer, module)
         self._is_unseen = True
+        self._registers_hooks = False
         self._asked: list[str] = []
         self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
@@ -260,8 +264,7 @@ class StepCapture:
         self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         loose, generators = LooseTensors(self._module), Generators(self._module)
-        outside = OutsideValues(self._module, self._own)
-        outside.tell(loose.add, generators.add)
+        outside = OutsideValues(self._module, self._own, loose.add, generators.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
@@ -276,9 +279,8 @@ class StepCapture:
             rates = None if self._capturable is None else self._capturable.live_rates()
             self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            effects = SideEffects(self._trainer, self._own)
-            stack.enter_context(effects.watched())
-            stack.enter_context(effects.refused(outside, "training_step"))
+            effects = effects_refused(self._trainer, self._own, outside, "training_step")
+            stack.enter_context(effects)
             if places is not None:
                 stack.enter_context(places.exchanged())
             yield outside, loose
@@ -286,10 +288,11 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        watched = self._casts.watched_forward()
-        numbers = numbers_exchanged(self._optimizer, self._in_optimizer)
-        with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
-            return StepBody.forward(self._body, arguments, recorder)
+        numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
+        with old_gradients_watched(self._trainer), numbers, self._unseen(), self._host:
+            result = StepBody.forward(self._body, arguments, recorder)
+        self._registers_hooks = hooks_registered() != hooks
+        return result
 
     def _open_keys(self) -> Sequence[Collection[str]]:
         """The numbers in each parameter group that may move without another capture."""
@@ -301,7 +304,10 @@ class StepCapture:
         ]
 
     def _backward(self, loss: Tensor) -> None:
-        with self._casts.together(loss), self._unseen():
+        casts: AbstractContextManager[None] = nullcontext()
+        if not self._registers_hooks:
+            casts = cast_unseen(self._trainer, self._module, loss)
+        with casts, self._unseen():
             StepBody._backward(self._body, loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
