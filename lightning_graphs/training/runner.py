@@ -317,7 +317,7 @@ class StepRunner:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
         signature, tensors = self._signature_of(args, conditions)
 
-        def capture() -> StepPlan:
+        def capture() -> StepPlan | None:
             self._retry.before_capture(args)
             for plan in self._cache.plans():
                 plan.gradients.lend()
@@ -336,6 +336,8 @@ class StepRunner:
                 self._captures_unseen = False
             else:
                 self._refused(signature, error)
+            return None
+        if plan is None:
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
         signature = replace(signature, extra=(conditions, *plan.told))
