@@ -164,8 +164,7 @@ def test_a_new_shape_in_each_step_gets_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert fit.seconds == pytest.approx(400 * 0.04)
 
 
-def shuffled(counts: dict[int, int]) -> list[int]:
-    steps = [kind for kind, count in counts.items() for _ in range(count)]
+def shuffled(steps: list[int]) -> list[int]:
     random.Random(0).shuffle(steps)
     return steps
 
@@ -174,32 +173,37 @@ TEXTS = {168: 38, 176: 30, 160: 24, 184: 17, 192: 17, 208: 15, 152: 14, 224: 8, 
 TEXTS |= {256: 5, 240: 4, 248: 4, 144: 3, 136: 2, 304: 2, 232: 2}
 LLAMA = {"eager": 46.0, "replay": 13.0, "verification": 120.0}
 BERT = {"eager": 43.5, "replay": 28.5, "refused": 130.0, "verification": 150.0}
-WHOLE_FITS = {  # the shapes of the steps; what things take; how much of the eager time, at most
-    "13 lengths": (shuffled({i: 400 // 13 for i in range(13)}), LLAMA, 0.62),
-    "60 lengths": (shuffled({i: 400 // 60 for i in range(60)}), LLAMA, 0.98),
-    "new length at each step": (list(range(400)), LLAMA, 1.0),
-    "BERT with a padding collator": (shuffled(TEXTS), BERT, 1.02),
-    "mixture of experts": (["x"] * 250, {"eager": 31.0, "replay": 20.0}, 0.8),
-    "validation every 20 steps": (["x"] * 300, {"eager": 36.0, "replay": 4.3}, 0.25),
-    "15 steps": (["x"] * 15, {"eager": 36.0, "replay": 4.3}, 1.0),
-    "GPT-2 350M": (["x"] * 80, {"eager": 300.0, "behind": 250.0, "replay": 298.0}, 1.0),
+GPT2 = {"eager": 36.0, "replay": 4.3}
+QUICK, SLOW, SLOWEST = (200.0, 100.0), (400.0, 150.0), (800.0, 690.0)
+# The shapes of the steps; what they take; what captures take; how much of the eager time, at most.
+WHOLE_FITS = {
+    "13 lengths": (shuffled([i % 13 for i in range(400)]), LLAMA, SLOW, 0.5),
+    "13 lengths, quick": (shuffled([i % 13 for i in range(400)]), LLAMA, QUICK, 0.4),
+    "60 lengths": (shuffled([i % 60 for i in range(400)]), LLAMA, SLOW, 0.97),
+    "60 lengths, quick": (shuffled([i % 60 for i in range(400)]), LLAMA, QUICK, 0.8),
+    "new length at each step": (list(range(400)), LLAMA, SLOW, 1.0),
+    "texts": (shuffled([n for n, k in TEXTS.items() for _ in range(k)]), BERT, SLOWEST, 1.02),
+    "ten epochs": (shuffled([n for n, k in TEXTS.items() for _ in range(5 * k)]), BERT, SLOW, 0.75),
+    "mixture of experts": (["x"] * 250, {"eager": 31.0, "replay": 20.0}, SLOW, 0.72),
+    "validation every 20 steps": (["x"] * 300, GPT2, SLOW, 0.2),
+    "15 steps": (["x"] * 15, GPT2, QUICK, 1.0),
+    "GPT-2 350M": (["x"] * 80, {"eager": 300.0, "behind": 250.0, "replay": 298.0}, QUICK, 1.0),
 }
 
 
-@pytest.mark.parametrize(
-    "captures", [(200.0, 100.0), (400.0, 150.0), (700.0, 350.0), (700.0, 690.0)]
-)
 @pytest.mark.parametrize("row", WHOLE_FITS)
-def test_whole_fits_gain_or_lose_hardly_anything(
-    monkeypatch: pytest.MonkeyPatch, row: str, captures: tuple[float, float]
-) -> None:
-    steps, given, most = WHOLE_FITS[row]
-    first, further = captures
-    times = Times(first=first, further=further, **given)
-    fit = Fit(monkeypatch, times=times).run(steps)
-    eager = len(steps) * times.eager / 1e3
-    print(row, captures, len(fit.graphs), fit.statistics.replayed, round(fit.seconds / eager, 3))
-    assert fit.seconds <= most * eager + 1e-9
+def test_whole_fits_gain_or_lose_hardly_anything(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    steps, given, (first, further), most = WHOLE_FITS[row]
+    fit = Fit(monkeypatch, times=Times(first=first, further=further, **given)).run(steps)
+    eager = len(steps) * given["eager"] / 1e3
+    assert fit.seconds <= most * eager * 1.0001
+
+
+def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 40)
+    assert few.graphs == []
+    assert few.seconds == pytest.approx(40 * 0.04 + 0.01)  # the capture that showed it
+    assert Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 100).graphs == ["x"]
 
 
 def test_no_more_graphs_than_allowed_and_none_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
