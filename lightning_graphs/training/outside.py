@@ -37,7 +37,9 @@ class OutsideValues:
     Each function is looked at when it is called for the first time, before it can change anything.
     """
 
-    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+    def __init__(
+        self, module: nn.Module, own: OwnCode, held: Iterable[tuple[str, Any]] | None = None
+    ) -> None:
         self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
         self._own = own
@@ -58,7 +60,7 @@ class OutsideValues:
             self._look_into_class(type(child))
             for hook in module_hooks(child):
                 self._assume(hook)
-        for _, value in held_in(module):
+        for _, value in held_in(module) if held is None else held:
             if is_object(value):
                 self._look_into_class(type(value))
         for parameter in module.parameters():  # their hooks run in a thread of autograd's

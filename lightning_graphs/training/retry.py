@@ -50,10 +50,11 @@ class StepBegin:
         self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
         self._modules = list(module.modules())
         batch = list(held_in_value("batch", args, {}))
-        self._python = Contents([*held_in(module), *batch])
-        self._generators = Generators(module)
+        held = list(held_in(module))
+        self._python = Contents([*held, *batch])
+        self._generators = Generators(module, held)
         self._put_logs_back = logs_kept(trainer)
-        found = LooseTensors(module)
+        found = LooseTensors(module, held)
         for name, value in batch:
             found.add(name, value)
         tensors = [*module.buffers(), *found.tensors]
@@ -145,7 +146,8 @@ class EagerRetry:
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
-        self._keep(args)
+        if not self.budget.is_roomy:
+            self._keep(args)
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Let go of old gradients that the captured step zeroes before its code sees them."""

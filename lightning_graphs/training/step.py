@@ -38,7 +38,7 @@ from lightning_graphs.training.gradients import (
     PersistentGradients,
     gradients_set_aside,
 )
-from lightning_graphs.training.held_values import Generators, LooseTensors
+from lightning_graphs.training.held_values import Generators, LooseTensors, held_in
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LogRecorder
@@ -262,8 +262,9 @@ class StepCapture:
     def _environment(
         self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
-        loose, generators = LooseTensors(self._module), Generators(self._module)
-        outside = OutsideValues(self._module, self._own)
+        held = list(held_in(self._module))
+        loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
+        outside = OutsideValues(self._module, self._own, held)
         outside.tell(loose.add, generators.add)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
