@@ -214,7 +214,7 @@ def operator_obstacle(
     if func in _LOOKED_AT:
         return LINEAR_ALGEBRA
     if func.overloadpacket is aten._ctc_loss:
-        return CTC_LOSS
+        return None if func is aten._ctc_loss.default else CTC_LOSS
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:
@@ -252,9 +252,15 @@ def _moves_to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> Obst
     return HOST_READ if asked else None
 
 
+def _reads_lengths(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    lengths = (*args[2:4], kwargs.get("input_lengths"), kwargs.get("target_lengths"))
+    return CTC_LOSS if any(isinstance(given, Tensor) for given in lengths) else None
+
+
 _Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
 FUNCTION_RULES: Mapping[str, _Rule] = {
     "to": _moves_to_host,
+    "ctc_loss": _reads_lengths,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
     **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
     **dict.fromkeys(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -15,9 +16,30 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     See ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
     """
     if num_classes < 0:
-        return torch.nn.functional.one_hot(tensor, num_classes)
+        return functional.one_hot(tensor, num_classes)
     zeros = tensor.new_zeros((*tensor.shape, num_classes))
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
-REHEARSED: Mapping[Any, Callable[..., Any]] = {torch.nn.functional.one_hot: _one_hot}
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The table of lengths for a mean is written out of sight; a GPU gets a copy of it."""
+    means = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    given = (log_probs, targets, input_lengths, target_lengths, blank)
+    losses = functional.ctc_loss(*given, "none" if means else reduction, zero_infinity)
+    if not means:
+        return losses
+    return (losses / torch.stack([losses.new_full((), max(1, n)) for n in target_lengths])).mean()
+
+
+REHEARSED: Mapping[Any, Callable[..., Any]] = {
+    functional.one_hot: _one_hot,
+    functional.ctc_loss: _ctc_loss,
+}

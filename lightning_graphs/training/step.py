@@ -90,7 +90,7 @@ class StepCapture:
         self._asked: list[str] = []
         self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
-        self._host: AbstractContextManager[object] = nullcontext()
+        self._recording: HostRecording | None = None
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
@@ -183,7 +183,7 @@ class StepCapture:
                 copies = copies_on_host(self._trainer, tensors)
                 device, room = self._module.device, self._room_on_device
                 recording = HostRecording(device, inputs.tensors, copies, room)
-            self._host = nullcontext() if recording is None else recording
+            self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
@@ -302,7 +302,8 @@ class StepCapture:
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
         numbers = numbers_exchanged(self._optimizer, self._in_optimizer)
-        with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
+        host = self._recording or nullcontext()
+        with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), host:
             return StepBody.forward(self._body, arguments, recorder)
 
     def _open_keys(self) -> Sequence[Collection[str]]:
@@ -315,7 +316,9 @@ class StepCapture:
         ]
 
     def _backward(self, loss: Tensor) -> None:
-        with self._casts.together(loss), self._unseen():
+        recording = self._recording
+        host = recording if recording is not None and recording.in_backward else nullcontext()
+        with self._casts.together(loss), self._unseen(), host:
             StepBody._backward(self._body, loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
