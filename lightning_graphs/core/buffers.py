@@ -37,15 +37,11 @@ class StaticInputs:
 
     Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
     overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
-    (:func:`~lightning_graphs.core.signature.alias_groups`) share one buffer. Construct it outside
-    of a capture, on the stream that will copy.
+    share one. Construct it outside of a capture, on the stream that will copy.
 
     Args:
         tensors: Tensor leaves of a signature; copied, never kept.
-        given: Buffers that exist already, by the index of their leaf; of its shape and strides.
-
-    Attributes:
-        tensors: The buffers, one for each leaf, detached from every autograd graph.
+        given: Buffers that exist already, by the index of their leaf.
     """
 
     def __init__(
@@ -74,10 +70,9 @@ class StaticInputs:
     def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
         """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
 
-        The leaves must have the specs and aliases of those at construction, which
-        :class:`~lightning_graphs.core.call_plan.CallPlan` verifies: nothing is checked here. A
-        leaf that already is its buffer costs no copy; one that lies in another buffer is read
-        before that buffer is overwritten.
+        The leaves must have the specs and aliases of those at construction: nothing is checked
+        here. A leaf that already is its buffer costs no copy; one that lies in another buffer is
+        read before that buffer is overwritten.
         """
         plan = self._every if given else self._own
         if not plan.targets:
@@ -90,8 +85,6 @@ class StaticInputs:
 
 
 class _CopyPlan:
-    """How some leaves of a call get into their buffers."""
-
     def __init__(self, buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]) -> None:
         # A foreach call with one tensor of another kind among them copies all of them one by one.
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -110,7 +103,6 @@ class _CopyPlan:
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Copy these leaves of a call."""
         sources = [tensors[i] for i in self._leaves]
         for k, span in self._spans:
             sources[k] = _linear(sources[k], span)
@@ -138,9 +130,29 @@ class AddressGuard:
     A tensor is watched by identity, address, geometry, dtype and ``requires_grad``, never by value.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._unmoved: Collection[int] = ()
-        self._watch([("", dict(named))])
+    def __init__(
+        self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
+    ) -> None:
+        """Watch every value of every table; messages open with the name of the table."""
+        self._values = [table.values() for _, table in tables if table]  # live views
+        self._empty = [table for _, table in tables if not table]
+        self._known = [(name, table, dict(table)) for name, table in tables]
+        self._objects = list(chain.from_iterable(self._values))
+        names = [_named(name, key) for name, table in tables for key in table]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and id(value) not in unmoved
+        ]
+        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
+        self._local = list(map(local, self._tensors))
+        self._tensor_names = [names[i] for i in watched]
+        self._indices = list(range(len(watched)))
+        self._pointers = list(map(Tensor.data_ptr, self._local))
+        self._trainable = [t for t in self._tensors if t.requires_grad]
+        self._frozen = [t for t in self._tensors if not t.requires_grad]
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        self._geometries = list(map(_geometry, self._tensors))
 
     @classmethod
     def of_module(
@@ -148,9 +160,7 @@ class AddressGuard:
     ) -> AddressGuard:
         """Watches every parameter, buffer and submodule where the module keeps it.
 
-        So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
-        one that appears where None was or where nothing was, and a replaced or added submodule are
-        seen too.
+        So those that are replaced or added are seen, too.
 
         Args:
             module: The module; submodules shared between parents are watched in every parent.
@@ -164,26 +174,21 @@ class AddressGuard:
             kinds = ("parameter", "buffer", "submodule")
             pairs = zip(kinds, tables_of(owner), strict=True)
             tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
-        guard = cls(())
         if exempt:
             tables = [
                 (name, _Part(table, keys) if keys else table)
                 for name, table in tables
                 for keys in [{key for key in table if (id(table), key) in exempt}]
             ]
-            guard._unmoved = {owner for owner, key in exempt if key == "data"}
-        guard._watch(tables)
-        return guard
+        return cls(tables, {owner for owner, key in exempt if key == "data"})
 
     def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
         Args:
             geometry: Whether shape, strides and dtype are compared too. Without, a check costs less
-                than half, and misses only a tensor that took another geometry at the same address,
-                as ``t_()`` does.
-            trainable: Whether to see that what required grad still does, for callers without an
-                autograd node, which is told so.
+                than half, and misses only what ``t_()`` does.
+            trainable: Whether to see that what required grad still does; autograd nodes are told.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -197,33 +202,10 @@ class AddressGuard:
         ):
             self._refuse()
 
-    def _watch(self, tables: list[tuple[str, Mapping[str, Any]]]) -> None:
-        """Watch every value of every table; messages open with the name of the table."""
-        self._values = [table.values() for _, table in tables if table]  # live views
-        self._empty = [table for _, table in tables if not table]
-        self._known = [(name, table, dict(table)) for name, table in tables]
-        self._objects = list(chain.from_iterable(self._values))
-        names = [_named(name, key) for name, table in tables for key in table]
-        watched = [
-            i
-            for i, value in enumerate(self._objects)
-            if isinstance(value, Tensor) and id(value) not in self._unmoved
-        ]
-        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
-        self._local = list(map(local, self._tensors))
-        self._tensor_names = [names[i] for i in watched]
-        self._indices = list(range(len(watched)))
-        self._pointers = list(map(Tensor.data_ptr, self._local))
-        self._trainable = [t for t in self._tensors if t.requires_grad]
-        self._frozen = [t for t in self._tensors if not t.requires_grad]
-        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
-        self._geometries = list(map(_geometry, self._tensors))
-
     def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
         """What is another tensor by now, or has other memory, if nothing else has changed.
 
-        Returns:
-            Path, table and key, and the former tensor; without a table it is the same one.
+        Path, table and key, and the former tensor; without a table it is the same one.
         """
         found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
         for name, table, known in self._known:
@@ -304,10 +286,11 @@ class StateSnapshot:
             for tensor, address in zip(self._tensors, self._addresses, strict=True):
                 of_device = views.setdefault(tensor.device, {})
                 if address and address not in of_device:
-                    of_device[address] = _storage_bytes(tensor)
-            copies = _copies_on_host if on_host else clone_all
+                    of_device[address] = bytes_of(tensor.untyped_storage())
             self._saved = [
-                (list(own.values()), copies(list(own.values()))) for own in views.values() if own
+                (own, [view.to("cpu", copy=True) for view in own] if on_host else clone_all(own))
+                for own in (list(of_device.values()) for of_device in views.values())
+                if own
             ]
         self._copies = {
             view.data_ptr(): copy
@@ -325,13 +308,10 @@ class StateSnapshot:
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def restore(self) -> None:
-        """Writes the saved values back in place, one foreach call for each device.
+        """Writes the saved values back in place; version counters stay as they are.
 
-        Autograd does not notice: version counters stay as they are.
-
-        Raises:
-            ReplayError: A tensor has been given another storage, which a graph would not reach. It
-                has its former one again.
+        A tensor that has been given another storage, which a graph would not reach, gets its former
+        one back, and is refused.
         """
         moved = []
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
@@ -353,10 +333,6 @@ class StateSnapshot:
             )
 
 
-def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to("cpu", copy=True) for tensor in tensors]
-
-
 def _empty_like(tensor: Tensor) -> Tensor:
     """A buffer with the same strides, overlaps and gaps included, in a storage of its own."""
     return torch.empty_strided(
@@ -371,10 +347,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _overlap_span(tensor: Tensor) -> int:
-    """The extent of a tensor whose elements may share memory, 0 for any other.
-
-    ``copy_`` refuses to write such a tensor, so it is copied as the memory it spans.
-    """
+    # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -388,9 +361,9 @@ def _linear(tensor: Tensor, span: int) -> Tensor:
     return tensor.as_strided((span,), (1,)) if span else tensor
 
 
-def _storage_bytes(tensor: Tensor) -> Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage())
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

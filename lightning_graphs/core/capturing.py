@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments import contents_left, contents_of
-from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
+from lightning_graphs.core.autograd_graph import (
+    ahead_of_casts,
+    gradients_behind,
+    has_python_nodes,
+    leaves_behind,
+)
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.casts import ahead_of_casts
-from lightning_graphs.core.generators import (
-    random_place,
-    rewinding_refused,
-    same_random_numbers,
-)
+from lightning_graphs.core.contents import contents_left, contents_of
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
@@ -30,13 +30,11 @@ from lightning_graphs.core.gradients import (
     refuse_parameter_hooks,
     zero_gradient,
 )
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
-from lightning_graphs.core.held import Bindings, Held, trainable_parameters, with_leaves_behind
-from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
-from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.recorder import Recorder
-from lightning_graphs.core.refusals import (
+from lightning_graphs.core.held import (
+    Bindings,
+    Held,
     is_changed,
     original_of,
     refuse_history_of_others,
@@ -44,7 +42,12 @@ from lightning_graphs.core.refusals import (
     refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
+    trainable_parameters,
+    with_leaves_behind,
 )
+from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
+from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
     clone_all,
@@ -54,6 +57,48 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
+
+
+def random_place(device_type: str) -> tuple[int, ...]:
+    """How many random numbers the generators of the GPUs have given.
+
+    Nothing is known on a CPU, nor inside of a capture.
+    """
+    if device_type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return ()
+    return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
+
+
+@contextlib.contextmanager
+def _rewinding_refused(draws: bool) -> Iterator[None]:
+    """Refuse to set CUDA's generators in the body, the capture of a backward pass by itself.
+
+    Activation checkpointing sets them to where the forward pass began, so that dropout gives the
+    same numbers. A graph of its own begins where the forward graph has ended. Where the forward
+    pass draws no numbers, nothing is refused.
+    """
+    original = torch.cuda.set_rng_state
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        observed = "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
+        raise CaptureError(SET_GENERATOR.rule, observed, SET_GENERATOR.remedy)
+
+    if draws:
+        torch.cuda.set_rng_state = refuse
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state = original
+
+
+@contextlib.contextmanager
+def _same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    if torch.cuda.is_available() and not devices:
+        devices = [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +197,7 @@ class CallableCapture:
         backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
-        with same_random_numbers(self._tensors), backend.side_stream():
+        with _same_random_numbers(self._tensors), backend.side_stream():
             try:
                 place = random_place(backend.device_type)
                 self._check_gradients(self._pull_back(self._first_call()))
@@ -238,27 +283,12 @@ class CallableCapture:
                 self._made.outputs = self._call_leaving_arguments(static=static)
                 self._registers_hooks = hooks_registered() != hooks
             self._look_behind(self._made.outputs, start)
-        except CaptureError as error:
+        except CaptureError:
             self._given.restore()  # what the warm-up has left
-            raise self._explained(error) from error
+            raise
         refuse_rebound_tensors(before.restore())
         self._made.forward = captured
         self._made.place = self._made.order.place()
-
-    def _explained(self, error: CaptureError) -> CaptureError:
-        """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
-        if error.__cause__ is None:  # nothing of CUDA's, which would be it
-            return error
-        with same_random_numbers(self._tensors):
-            state = StateSnapshot(self._held.state())
-            try:
-                with Recorder(), contents_left(self._args, self._kwargs):
-                    self._call()
-            except CaptureError as explained:
-                return explained
-            finally:
-                state.restore()
-        return error
 
     def capture_backward(self) -> None:
         """Capture the gradients of the outputs with respect to inputs and parameters."""
@@ -285,7 +315,7 @@ class CallableCapture:
             apart = targets
         elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
             asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])
-        with self._made.pool.capture() as captured, rewinding_refused(self.draws):
+        with self._made.pool.capture() as captured, _rewinding_refused(self.draws):
             gradients = gradients_behind(
                 outputs, asked, static, hooked=self._made.parameters, apart=apart
             )

@@ -28,7 +28,6 @@ GradientBuffers = Callable[[Sequence[Parameter]], Sequence[Tensor]]
 
 
 def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
-    """Buffers of their own for these parameters."""
     return list(map(empty_gradient, parameters))
 
 
@@ -85,16 +84,14 @@ class LentGradients:
 
     @property
     def buffers(self) -> Sequence[Tensor | None]:
-        """The lent memory of each gradient; None where there is none."""
         return self._buffers
 
     @property
     def is_kept(self) -> bool:
-        """Whether somebody holds any of the memory."""
         return any(loan.is_kept for loan in self._loans)
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture."""
+        """Write the gradients into the buffers, as the last part of a capture."""
         self._buffers = list(map(_fitted, self._reserved, gradients))
         self._lent = [buffer for buffer in self._buffers if buffer is not None]
         for loan in self._loans:
@@ -131,7 +128,6 @@ class OutputGradients:
         self._targets = [self.buffers[i] for i in self._own]
 
     def completed(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The gradients, with zeros in the place of those that do not exist."""
         pairs = zip(gradients, self.buffers, strict=True)
         return [torch.zeros_like(buffer) if g is None else g for g, buffer in pairs]
 
@@ -213,7 +209,6 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of their memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -232,11 +227,10 @@ _ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memor
 class DirectGradients:
     """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
 
-    The graph ends with one fused copy of all parameter gradients into buffers that live outside of
-    its pool: inside, their memory would be that of activations which the backward pass has freed
-    and the next forward writes again. A parameter without gradient is given its buffer. A
-    parameter that has one gets the new gradient added; where that gradient is still the buffer,
-    its value is moved out of the way before the graph runs.
+    The graph ends with one fused copy into buffers outside of its pool: inside, their memory would
+    be that of activations. A parameter without gradient is given its buffer. A parameter that has
+    one gets the new gradient added; where that gradient is still the buffer, its value is moved out
+    of the way before the graph runs.
     """
 
     def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
@@ -248,11 +242,9 @@ class DirectGradients:
 
     @property
     def parameters(self) -> Sequence[Parameter]:
-        """The parameters whose gradients it writes."""
         return self._parameters
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture."""
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
         self._parameters = [self._parameters[i] for i in used]
         self._buffers = [self._buffers[i] for i in used]
@@ -260,7 +252,6 @@ class DirectGradients:
         write_all(self._buffers, [g for g in gradients if g is not None])
 
     def refuse_hooks(self) -> None:
-        """Refuse to go on where a hook would be skipped."""
         number = hooks_registered()
         if number == self._hooks_looked_at:
             return
@@ -289,7 +280,6 @@ class DirectGradients:
         self._accumulate(parameters if reached is None else reached)
 
     def _move_out_of_the_way(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients that are still the graph's buffers: the replay overwrites those."""
         held = [i for i, g in enumerate(gradients) if g is self._buffers[i]]
         if not held:
             return

@@ -1,4 +1,4 @@
-"""``CUDAGraph`` and ``graph``: torch's documented API over either backend."""
+"""``CUDAGraph`` and ``graph``: torch's documented API over either backend; and who owns graphs."""
 
 from __future__ import annotations
 
@@ -95,10 +95,7 @@ class CUDAGraph:
                 "call reset() first, or create another CUDAGraph",
             )
         self._captured.capture_begin(
-            pool,
-            capture_error_mode,
-            annotate=enable_annotations,
-            check_input_liveness=check_input_liveness,
+            pool, capture_error_mode, enable_annotations, check_input_liveness
         )
         self._capturing, self._is_annotated = True, enable_annotations
 
@@ -327,3 +324,56 @@ def _refuse_nested(backend: Backend) -> None:
             "a capture was begun inside of another one",
             "end the other capture first",
         )
+
+
+class GraphPool:
+    """Graphs that share one memory pool and one capture stream, and are released together.
+
+    Graphs of one pool must replay in the order of their capture, never at the same time: the
+    memory that one has freed, the next one uses. Data loaders pin memory in threads, and a capture
+    in ``"global"`` mode dies of it.
+    """
+
+    def __init__(
+        self,
+        pool: PoolHandle | None = None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        keep_graphs: bool = False,
+        capture_error_mode: str = "thread_local",
+        backend: BackendName = "auto",
+    ) -> None:
+        self.backend = get_backend(backend)
+        self.handle = pool if pool is not None else self.backend.new_pool()
+        self.stream = stream
+        self._keep_graphs = keep_graphs
+        self._capture_error_mode = capture_error_mode
+        self._graphs: list[CUDAGraph] = []
+
+    def beside(self, pool: PoolHandle | None = None) -> GraphPool:
+        """Another one like this, whose graphs are released by themselves."""
+        return GraphPool(
+            pool,
+            stream=self.stream,
+            keep_graphs=self._keep_graphs,
+            capture_error_mode=self._capture_error_mode,
+            backend=self.backend.name,
+        )
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[CUDAGraph]:
+        """Capture the body into a new graph of this pool."""
+        captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
+        with graph(captured, self.handle, self.stream, self._capture_error_mode):
+            yield captured
+        self._graphs.append(captured)
+
+    def release(self, captured: CUDAGraph) -> None:
+        """Reset one graph of this pool; its memory serves the next capture."""
+        self._graphs.remove(captured)
+        captured.reset()
+
+    def close(self) -> None:
+        """Reset every graph; may be called again."""
+        while self._graphs:
+            self._graphs.pop().reset()

@@ -18,10 +18,9 @@ from torch.nn import Parameter
 from lightning_graphs.core.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.lending import PendingBackward, ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes
 from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.core.torch_private import in_transform, version_of, will_execute

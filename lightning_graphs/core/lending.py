@@ -12,8 +12,7 @@ from lightning_graphs.core.torch_private import storage_uses, version_of
 class Source(Protocol):
     """Memory of an earlier graph that stands for an argument of a later one."""
 
-    def holds(self, argument: Tensor) -> bool:
-        """Whether the value of this argument is in the memory now."""
+    def holds(self, argument: Tensor) -> bool: ...
 
 
 class LentMemory:
@@ -28,7 +27,6 @@ class LentMemory:
         self._address = tensor.data_ptr()
 
     def holds(self, argument: Tensor) -> bool:
-        """Whether this argument is the lent tensor itself."""
         return argument.data_ptr() == self._address
 
     def settle(self) -> None:
@@ -65,8 +63,6 @@ class SharedArgument:
 
 
 class PendingBackward:
-    """A forward pass whose backward has not run."""
-
     __slots__ = ("after", "before", "is_done", "is_void")
 
     def __init__(self, after: int, before: int) -> None:
@@ -115,13 +111,12 @@ class ReplayOrder:
         self.last = place
 
     def wait(self, after: int, before: int) -> PendingBackward:
-        """Expect the backward at place ``before`` of the forward at place ``after``."""
+        """Expect the backward at one place of the forward at another."""
         pending = PendingBackward(after, before)
         self._pending[pending] = None
         return pending
 
     def finish(self, pending: PendingBackward) -> None:
-        """Note the replay of a backward graph."""
         pending.is_done = True
         del self._pending[pending]
         self.replay(pending.before)

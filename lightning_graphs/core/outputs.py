@@ -24,10 +24,8 @@ class OutputPlan:
     """Rebuilds the return value of a captured call around the tensors of a replay.
 
     Args:
-        value: What the captured call returned: containers of tensors, None and constants. Constants
-            are returned by every replay as they were at capture.
-        static: Hand the graph's own output tensors out instead of copies; the next replay
-            overwrites them.
+        value: What the captured call returned; every replay returns its constants.
+        static: Hand the graph's own output tensors out instead of copies.
         state: Tensors of the callable's own. An output that lies in the memory of one is handed out
             itself: whoever writes it means to write there.
 
@@ -72,7 +70,6 @@ class OutputPlan:
 
     @property
     def differentiable_indices(self) -> list[int]:
-        """Which of :attr:`tensors` require grad."""
         return self._differentiable
 
     def lend(self, index: int) -> LentMemory:
@@ -111,7 +108,6 @@ class OutputPlan:
         return tuple(self._take(self._differentiable))
 
     def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:
-        """The return value of a call."""
         if differentiable is None:
             return self._build(self._take(range(len(self._tensors))))
         if not self._plain:

@@ -1,7 +1,7 @@
 """One recorder: every operator, what it reads, writes and allocates, and the user's line.
 
-The emulated backend replays what it recorded, the liveness check and the annotations of a CUDA
-capture are read off it, and a failed capture is explained by running the code once more under it.
+The emulated backend replays what it recorded, and the liveness check and the annotations of a CUDA
+capture are read off it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_graphs.core.buffers import bytes_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
-from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COMPILED,
     CONTROL_FLOW,
     FUNCTION_RULES,
     HOST_DATA,
+    REHEARSED,
     SET_GENERATOR,
     UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
     operator_obstacle,
 )
-from lightning_graphs.core.rehearsed import REHEARSED
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.core.torch_private import eager_attention
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
 _M = TypeVar("_M", bound="OperatorMode")
@@ -47,7 +47,6 @@ _R = TypeVar("_R", bound="Recorder")
 UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.native_batch_norm.default: (3, 4),
     aten.cudnn_batch_norm.default: (3, 4),
-    aten.miopen_batch_norm.default: (3, 4),
     aten.batch_norm_update_stats.default: (1, 2),
     aten.batch_norm_gather_stats.default: (3, 4),
     aten.batch_norm_gather_stats_with_counts.default: (3, 4),
@@ -68,11 +67,6 @@ def _is_plain(tensor: Tensor) -> bool:
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     strided = tensor.layout is torch.strided and not tensor.is_nested
     return plain and strided and not tensor.is_quantized
-
-
-def bytes_of(storage: UntypedStorage) -> Tensor:
-    """All of a storage as bytes, among which a NaN is equal to itself."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _dispatches(kind: type) -> bool:
@@ -102,7 +96,7 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 class OperatorCall(NamedTuple):
-    """An operator that is about to run, with the tensors that it is given and those it writes."""
+    """An operator that is about to run."""
 
     func: OpOverload
     args: tuple[Any, ...]
@@ -112,12 +106,10 @@ class OperatorCall(NamedTuple):
 
     @classmethod
     def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
-        """Look through the arguments of an operator."""
         inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
         return cls(func, args, kwargs, inputs, list(written_tensors(func, args, kwargs)))
 
     def run(self) -> Any:
-        """What the operator returns."""
         return self.func(*self.args, **self.kwargs)
 
     def mapped(self, change: Callable[[Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -128,65 +120,40 @@ class OperatorCall(NamedTuple):
 
 @dataclass(slots=True)
 class Operation:
-    """One operator call as it was recorded.
-
-    Attributes:
-        func: The operator.
-        args: Positional arguments, as the recorder's :meth:`Recorder.keep` left them.
-        kwargs: Keyword arguments, likewise.
-        result: What the operator returned, likewise.
-        reads: Ids of the storages it read; an id names one allocation, never an address.
-        writes: Ids of the storages that it wrote or allocated.
-        nbytes: Bytes of the tensors that it wrote or returned.
-        scope: The Python scopes around the call: module path and ``record_function`` ranges.
-        site: The user's line.
-        grad_mode: Whether gradients were enabled; oneDNN's LSTM, for one, keeps a workspace then.
-    """
+    """One operator call as it was recorded; :meth:`Recorder.keep` changes what it holds."""
 
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    nbytes: int
-    scope: str
+    reads: tuple[int, ...]  # ids of storages; an id names one allocation, never an address
+    writes: tuple[int, ...]  # those that it wrote or allocated
+    nbytes: int  # of the tensors that it wrote or returned
+    scope: str  # the Python scopes around it: module path and ``record_function`` ranges
     site: CallSite
-    grad_mode: bool
+    grad_mode: bool  # oneDNN's LSTM, for one, keeps a workspace where gradients are enabled
 
     @property
     def name(self) -> str:
-        """The operator's name, such as ``aten.mm.default``."""
         return str(self.func)
 
 
 @dataclass(slots=True)
 class KnownStorage:
-    """A storage that the recorder met, held weakly.
+    """A storage that the recorder met, held weakly."""
 
-    Attributes:
-        id: Its number in this recording.
-        born: Whether it was made inside the recorded code.
-        constant: Whether Python numbers were made into it: kernels get its value, not its address.
-        first: The tensor it was first seen as, in words.
-        device_type: ``"cuda"`` or ``"cpu"``.
-        scalar: Whether that tensor had no dimensions.
-        site: The user's line that touched it first.
-        address: Where it is; None where the recorded code lets go of it and gets it again, as FSDP2
-            does with the parameters that it gathers.
-        freed: Where it was freed; None while it lives.
-    """
-
-    id: int
-    born: bool
-    first: str
+    id: int  # its number in this recording
+    born: bool  # whether it was made inside the recorded code
+    first: str  # the tensor it was first seen as, in words
     device_type: str
-    scalar: bool
-    site: CallSite
+    scalar: bool  # whether that tensor had no dimensions
+    site: CallSite  # the user's line that touched it first
+    # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
+    # parameters that it gathers
     address: int | None
-    constant: bool = False
+    constant: bool = False  # made of Python numbers: kernels get its value, not its address
     ref: weakref.ref[UntypedStorage] | None = None
-    freed: CallSite | None = None
+    freed: CallSite | None = None  # where it was freed
 
     def storage(self) -> UntypedStorage | None:
         """The storage, or None when it was freed."""
@@ -199,11 +166,54 @@ class KnownStorage:
             self.address = None
 
     def watch(self, storage: UntypedStorage) -> None:
-        """Hold ``storage`` weakly and note the user's line that frees it."""
+        """Hold it weakly and note the user's line that frees it."""
         self.ref = weakref.ref(storage, self._on_freed)
 
     def _on_freed(self, _: object) -> None:
         self.freed = CallSiteFinder().here()
+
+    def __str__(self) -> str:
+        freed = f"freed at {self.freed.describe()}" if self.freed is not None else "moved"
+        return f"{self.first}, first used at {self.site.describe()}, {freed}"
+
+
+def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
+    """Refuse a replay that would read freed memory."""
+    if dead:
+        raise ReplayError(
+            "Every tensor that a graph reads must live, at its address, until the last replay.",
+            "; ".join(map(str, dead[:3])),
+            "keep a reference to the tensor beside the graph, and copy new values into it",
+        )
+
+
+class GeneratorWatch:
+    """Tells operators that draw from a generator which something else than an operator has set."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = tuple(generators)
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the generators as they are now: whatever set them before is of no interest."""
+        self._as_left = self._states()
+
+    @contextlib.contextmanager
+    def around(self, func: OpOverload) -> Iterator[bool]:
+        """While the operator runs: whether it draws, and a generator was set since the last one."""
+        before = self._states()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        yield draws and not _equal(before, self._as_left)
+        after = self._states()
+        if draws or not _equal(before, after):
+            self._as_left = after
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
 
 
 class OperatorMode(TorchDispatchMode):
@@ -215,8 +225,13 @@ class OperatorMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._functions = contextlib.ExitStack()
+        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _M) -> _M:
+        if "torch._dynamo" in sys.modules:
+            # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
+            # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
+            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:
             self._functions.enter_context(_FunctionMode(self.call))
@@ -225,6 +240,7 @@ class OperatorMode(TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         self._functions.close()  # and with it a cycle, which would keep tensors until the next gc
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._compiler.close()
 
     def __torch_dispatch__(
         self,
@@ -260,7 +276,6 @@ class OperatorMode(TorchDispatchMode):
     def operator(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator."""
         raise NotImplementedError
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -290,12 +305,9 @@ class Recorder(OperatorMode):
         generators: Random generators that may be drawn from.
         strict: Refuse with :class:`CaptureError` what CUDA refuses. Off, the recorder only watches,
             as it does during a real capture, where CUDA itself refuses.
-
-    Attributes:
-        raises: Whether :meth:`refuse` raises. An observer notes the obstacle, and the code goes on.
     """
 
-    raises = True
+    raises = True  # an observer notes what :meth:`refuse` is told, and the code goes on
 
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
         super().__init__()
@@ -308,13 +320,8 @@ class Recorder(OperatorMode):
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._compiler = contextlib.ExitStack()
 
     def __enter__(self: _R) -> _R:
-        if "torch._dynamo" in sys.modules:
-            # Compiled code runs eagerly under a dispatch mode. torch 2.13 keeps that so afterwards,
-            # or raises with fullgraph=True, unless it is told to.
-            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
         super().__enter__()
         self._generator_watch.begin()
         self._scopes.start()
@@ -323,10 +330,8 @@ class Recorder(OperatorMode):
     def __exit__(self, *exc: Any) -> None:
         self._scopes.stop()
         super().__exit__(*exc)
-        self._compiler.close()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a Python function of torch, unless a rule refuses it."""
         name = getattr(func, "__name__", "")
         rule = FUNCTION_RULES.get(name)
         if rule is not None and (obstacle := rule(args, kwargs)) is not None:
@@ -344,7 +349,7 @@ class Recorder(OperatorMode):
         raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", remedy)
 
     def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
-        """The entry of the tensor's storage, made when it is met for the first time."""
+        """The entry of the tensor's storage."""
         storage = tensor.untyped_storage()
         known = self._by_identity.get(id(storage))
         if known is None or known.storage() is not storage:
@@ -365,9 +370,6 @@ class Recorder(OperatorMode):
             self.storages.append(known)
         return known
 
-    def _is_constant(self, tensor: Tensor) -> bool:
-        return self.know(tensor).constant
-
     def _meet_constant(self, tensor: Tensor) -> None:
         """Note a tensor that torch made of Python numbers, out of sight of the dispatcher.
 
@@ -379,7 +381,7 @@ class Recorder(OperatorMode):
         self.know(tensor, born=True).constant = tensor.numel() > 0
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        """Called before an operator writes ``tensor``; the emulated backend saves its value."""
+        """Called before an operator writes; the emulated backend saves the value."""
 
     def keep(self, operation: Operation) -> None:
         """Called with each finished operation; the default keeps names and ids, no tensor."""
@@ -461,7 +463,9 @@ class Recorder(OperatorMode):
 
     def _check(self, call: OperatorCall) -> None:
         func, args, kwargs = call.func, call.args, call.kwargs
-        obstacle = operator_obstacle(func, args, kwargs, self._generators, self._is_constant)
+        obstacle = operator_obstacle(
+            func, args, kwargs, self._generators, lambda tensor: self.know(tensor).constant
+        )
         if obstacle is None and not all(map(_is_plain, call.inputs)):
             obstacle = UNSUPPORTED_LAYOUT
         if obstacle is None and inside_compiled_module():

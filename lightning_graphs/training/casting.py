@@ -15,8 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_graphs.core.autograd_graph import has_python_nodes, leaves_behind
-from lightning_graphs.core.casts import cast_together
+from lightning_graphs.core.autograd_graph import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.core.torch_private import has_gradient_hooks, hooks_registered
 from lightning_graphs.training.observers import overrides
 from lightning_graphs.training.own_code import OwnCode, is_lightnings

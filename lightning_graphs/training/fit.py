@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import LoggedNumbers

@@ -15,11 +15,9 @@ from torch.optim import Optimizer
 from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.body import loss_of
-from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import held_in, held_in_value
+from lightning_graphs.training.held_values import Generators, LooseTensors, held_in, held_in_value
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
 from lightning_graphs.training.lightning_private import logs_kept
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import SETTLED, MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.plan import StepPlan
 from lightning_graphs.training.precision import scaler_of

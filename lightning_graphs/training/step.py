@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.host_recording import ArenaFull, HostRecording
 from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
@@ -34,16 +33,15 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.gradients import (
     GradientTargets,
     PersistentGradients,
     gradients_set_aside,
 )
+from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LogRecorder
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import UnreadValues, batch_left

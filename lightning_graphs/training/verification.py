@@ -18,7 +18,7 @@ from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import rates_exchanged
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_graphs.core.observer import Call, Observer, changes
 from lightning_graphs.core.obstacles import HOST_READ
+from lightning_graphs.training.watched import Call, Observer, changes
 
 
 @torch.library.custom_op("lightning_graphs_tests::secretly_zeroing", mutates_args=())

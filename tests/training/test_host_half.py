@@ -234,11 +234,11 @@ DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
 READ = [AMask, Lengths, Places, Unique, AsList, Shifted, IndexedByAList, ConstantMask]
 SPOKEN = [Spoken, SpokenWithPadding]
+SERVED = [*HOISTED, *DRAWN, *READ, *SPOKEN]
+BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength]
 
 
-@pytest.mark.parametrize(
-    "module", [*HOISTED, *DRAWN, *READ, *SPOKEN], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("module", SERVED, ids=lambda kind: kind.__name__)
 def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[[], Any]) -> None:
     eager, captured = fit_twice(backend, tmp_path, module=module, data=lambda: batches(12))
     compare(eager, captured)
@@ -258,9 +258,7 @@ def test_what_is_written_on_the_host(
     assert captured.statistics.captures == 1 or "of the host" in captured.statistics.fallbacks[0]
 
 
-@pytest.mark.parametrize(
-    "module", [Dropped, Drawn, ABranch, SpokenAtLength], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("module", BRANCHING, ids=lambda kind: kind.__name__)
 def test_a_branch_that_turns_out_otherwise(
     backend: str, tmp_path: Path, module: Callable[[], Any]
 ) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
+from lightning_graphs.core.graph import GraphPool
+from lightning_graphs.core.held import refuse_written_arguments
 from lightning_graphs.core.lending import ReplayOrder, Source
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.refusals import refuse_written_arguments
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import (
     capture_unseen,
@@ -267,7 +267,6 @@ class _Capture:
             with torch.inference_mode(False), self._state.restored(), capture_unseen([]):
                 return run()
         except GraphError as error:
-            self._baked.outside.empty_caches()  # of the run that explains the refusal
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
         except Exception as error:
             if is_out_of_memory(error):

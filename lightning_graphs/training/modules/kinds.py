@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.kernel_choice import KernelChoice
-from lightning_graphs.core.signature import EVERYTHING, Modes, Signature
+from lightning_graphs.core.signature import EVERYTHING, KernelChoice, Modes, Signature
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     gradient_hooks,

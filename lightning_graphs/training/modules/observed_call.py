@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.kernel_choice import KernelChoice
+from lightning_graphs.core.held import is_changed
 from lightning_graphs.core.leaves import SameInside, as_hashable, special_kind
-from lightning_graphs.core.refusals import is_changed
-from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.torch_private import current_autograd_node
 from lightning_graphs.core.tree import flatten
 from lightning_graphs.errors import CaptureError

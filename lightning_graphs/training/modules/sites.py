@@ -12,12 +12,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.lending import ReplayOrder
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import Signature
+from lightning_graphs.core.signature import KernelChoice, Signature
 from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import hook_tables, is_compiled_in_place
 from lightning_graphs.core.values import HeldValues
@@ -28,11 +26,10 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.logs import refuse_log
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
