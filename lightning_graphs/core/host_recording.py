@@ -313,7 +313,9 @@ class HostRecording(OperatorMode):
         if name == "ctc_loss":
             args = self._with_lengths(*args)
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
-            return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
+            # ``x[mask] = number`` looks at nothing on the host
+            fills = len(args) == 3 and not (isinstance(args[2], Tensor) and args[2].dim())
+            return func(args[0], self._index(args[0], args[1], fills), *args[2:], **kwargs)
         if name in _FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
             self._tape.refuse(f"{name} of a tensor that changes from step to step")
         if name in _FROM_PYTHON and not isinstance(data, Tensor):
@@ -348,22 +350,26 @@ class HostRecording(OperatorMode):
 
         return (log_probs, targets, *map(told, given[:2]), *given[2:])
 
-    def _index(self, tensor: Tensor, index: Any) -> Any:
+    def _index(self, tensor: Tensor, index: Any, fills: bool) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""
         if isinstance(index, tuple):
-            return tuple(part for item in index for part in self._parts(tensor, item))
+            return tuple(part for item in index for part in self._parts(tensor, item, fills))
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             given = {"device": tensor.device}
             return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
         if not (isinstance(index, Tensor) and index.dim()):
             return index
         shadow = self._shadow(index)
-        if shadow is not None and index.dtype is torch.bool and not self._tape.changes(shadow):
+        if (
+            shadow is not None
+            and index.dtype is torch.bool
+            and not (fills and self._tape.changes(shadow))
+        ):
             return index.nonzero(as_tuple=True)  # as many of them at every replay
         return self._copied(index, {}) if self._is_host(index) else index
 
-    def _parts(self, tensor: Tensor, index: Any) -> tuple[Any, ...]:
-        found = self._index(tensor, index)
+    def _parts(self, tensor: Tensor, index: Any, fills: bool) -> tuple[Any, ...]:
+        found = self._index(tensor, index, fills)
         return found if isinstance(index, Tensor) and isinstance(found, tuple) else (found,)
 
     def _to_python(self, name: str, tensor: Any) -> Tensor | None:

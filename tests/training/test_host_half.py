@@ -214,12 +214,15 @@ class SpokenAtLength(Spoken):
 
 
 class Chosen(Plain):
-    """A loss of some elements; not every batch has as many of them."""
+    """A loss of some rows; about one batch in six has a row that is left out."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super(Plain, self).training_step(batch, batch_idx)
-        chosen = (batch["x"] > 1.5).any(1)
-        return loss + self.net[0](batch["x"])[chosen].sum()
+        hidden, chosen = self.net[0](batch["x"]), batch["x"][:, 0] > 2.0
+        masked = hidden * 2.0
+        masked.detach()[chosen] = 0.5
+        masked[~chosen] = self.net[0].weight[:, 0]
+        return loss + hidden[~chosen].mean() + hidden[chosen, 1:3].sum() + masked.square().mean()
 
 
 class ABranch(Plain):
@@ -235,7 +238,7 @@ IN_PLACE = [FilledInPlace, WrittenOnTheHost]
 READ = [AMask, Lengths, Places, Unique, AsList, Shifted, IndexedByAList, ConstantMask]
 SPOKEN = [Spoken, SpokenWithPadding]
 SERVED = [*HOISTED, *DRAWN, *READ, *SPOKEN]
-BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength]
+BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength, Chosen]
 
 
 @pytest.mark.parametrize("module", SERVED, ids=lambda kind: kind.__name__)
