@@ -49,7 +49,17 @@ _TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthva
 _SELECTIONS = frozenset(
     {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
     | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
-    | {"constant_pad_nd", "clamp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+    | {
+        "constant_pad_nd",
+        "clamp",
+        "zeros",
+        "ones",
+        "full",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    }
     | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
     | {"copy", "fill", "zero", "index_put", "scatter", "new_zeros", "new_ones", "new_full"}
 )
@@ -312,10 +322,10 @@ class HostRecording(OperatorMode):
                 return func(value, *args[1:], **kwargs)
         if name == "ctc_loss":
             args = self._with_lengths(*args)
+        if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
+            return None
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
-            # ``x[mask] = number`` looks at nothing on the host
-            fills = len(args) == 3 and not (isinstance(args[2], Tensor) and args[2].dim())
-            return func(args[0], self._index(args[0], args[1], fills), *args[2:], **kwargs)
+            return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
         if name in _FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
             self._tape.refuse(f"{name} of a tensor that changes from step to step")
         if name in _FROM_PYTHON and not isinstance(data, Tensor):
@@ -350,26 +360,22 @@ class HostRecording(OperatorMode):
 
         return (log_probs, targets, *map(told, given[:2]), *given[2:])
 
-    def _index(self, tensor: Tensor, index: Any, fills: bool) -> Any:
+    def _index(self, tensor: Tensor, index: Any) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""
         if isinstance(index, tuple):
-            return tuple(part for item in index for part in self._parts(tensor, item, fills))
+            return tuple(part for item in index for part in self._parts(tensor, item))
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             given = {"device": tensor.device}
             return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
         if not (isinstance(index, Tensor) and index.dim()):
             return index
         shadow = self._shadow(index)
-        if (
-            shadow is not None
-            and index.dtype is torch.bool
-            and not (fills and self._tape.changes(shadow))
-        ):
+        if shadow is not None and index.dtype is torch.bool:
             return index.nonzero(as_tuple=True)  # as many of them at every replay
         return self._copied(index, {}) if self._is_host(index) else index
 
-    def _parts(self, tensor: Tensor, index: Any, fills: bool) -> tuple[Any, ...]:
-        found = self._index(tensor, index, fills)
+    def _parts(self, tensor: Tensor, index: Any) -> tuple[Any, ...]:
+        found = self._index(tensor, index)
         return found if isinstance(index, Tensor) and isinstance(found, tuple) else (found,)
 
     def _to_python(self, name: str, tensor: Any) -> Tensor | None:
@@ -413,6 +419,19 @@ class HostRecording(OperatorMode):
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
         result = value if on_host and not moves else self._copied(value, {})
         return result.requires_grad_() if grad else result
+
+
+def _filled(tensor: Tensor, index: Any, number: float) -> bool:
+    """Fill a part of a tensor, without the tensor that torch makes of the number unseen."""
+    parts = index if type(index) is tuple else (index,)
+    if isinstance(index, Tensor) and index.dtype is torch.bool:  # so does torch's own kernel
+        further = (1,) * (tensor.dim() - index.dim())
+        tensor.masked_fill_(index.reshape(index.shape + further), number)
+    elif all(part is None or part is ... or type(part) in (int, slice) for part in parts):
+        tensor[index].fill_(number)
+    else:
+        return False
+    return True
 
 
 def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -167,6 +167,19 @@ class ConstantMask(Plain):
         return loss + similar[pairs[2], 1:3].sum() + similar[[1], pairs[2]].sum()
 
 
+class Global(Plain):
+    """As Longformer asks whether any token attends to all."""
+
+    def scale(self, x: Tensor) -> float:
+        attends = torch.zeros_like(x, dtype=torch.long)
+        attends[:, 0] = 1
+        attends[..., 1:3] = 0.0
+        attends = (x > -1e9).long() * (attends + 1)
+        mask = torch.where(attends > 0, torch.tensor(0.0, device=x.device), -1e9)
+        mask[attends == 2] = 1e9
+        return 2.0 if (mask > 0).flatten().any().item() else 1.0
+
+
 class AsList(Plain):
     def scale(self, x: Tensor) -> float:
         return float(sum((x[:, 0] > -1e9).tolist())) / 8
@@ -220,7 +233,7 @@ class Chosen(Plain):
         loss = super(Plain, self).training_step(batch, batch_idx)
         hidden, chosen = self.net[0](batch["x"]), batch["x"][:, 0] > 2.0
         masked = hidden * 2.0
-        masked.detach()[chosen] = 0.5
+        masked[chosen] = 0.5
         masked[~chosen] = self.net[0].weight[:, 0]
         return loss + hidden[~chosen].mean() + hidden[chosen, 1:3].sum() + masked.square().mean()
 
@@ -235,7 +248,7 @@ class ABranch(Plain):
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
 DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
-READ = [AMask, Lengths, Places, Unique, AsList, Shifted, IndexedByAList, ConstantMask]
+READ = [AMask, Lengths, Places, Unique, AsList, Shifted, Global, IndexedByAList, ConstantMask]
 SPOKEN = [Spoken, SpokenWithPadding]
 SERVED = [*HOISTED, *DRAWN, *READ, *SPOKEN]
 BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength, Chosen]
