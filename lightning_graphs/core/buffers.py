@@ -275,9 +275,14 @@ class StateSnapshot:
 
     A whole storage is saved, so views and overlapping tensors come back right, together with what
     else lies in it.
+
+    Args:
+        tensors: What is saved.
+        room: How many bytes the copies may take on the tensors' own device, None for all that they
+            need; the rest is copied to memory of the host.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, room: int | None = None) -> None:
         self._tensors = list(tensors)
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
@@ -287,11 +292,13 @@ class StateSnapshot:
                 of_device = views.setdefault(tensor.device, {})
                 if address and address not in of_device:
                     of_device[address] = bytes_of(tensor.untyped_storage())
-            self._saved = [
-                (own, [view.to("cpu", copy=True) for view in own] if on_host else clone_all(own))
-                for own in (list(of_device.values()) for of_device in views.values())
-                if own
-            ]
+            self._saved: list[tuple[list[Tensor], list[Tensor]]] = []
+            for own in views.values():
+                here, there = _split(list(own.values()), room)
+                if here:
+                    self._saved.append((here, clone_all(here)))
+                if there:
+                    self._saved.append((there, [t.to("cpu", copy=True) for t in there]))
         self._copies = {
             view.data_ptr(): copy
             for own, copies in self._saved
@@ -331,6 +338,19 @@ class StateSnapshot:
                 f"tensor {i} ({_described(_geometry(self._tensors[i]))}) moved since the snapshot",
                 "change values in place between the snapshot and its restoration",
             )
+
+
+def _split(views: list[Tensor], room: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have room, and those that have none."""
+    here: list[Tensor] = []
+    there: list[Tensor] = []
+    for view in views:
+        if room is not None and view.nbytes > room:
+            there.append(view)
+            continue
+        here.append(view)
+        room = None if room is None else room - view.nbytes
+    return here, there
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

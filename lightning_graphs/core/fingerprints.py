@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Elements at a time: what a CPU keeps in its cache, and what keeps a GPU busy. A fingerprint needs
-64 MiB beside the tensors at most."""
+32 MiB beside the tensors at most."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -22,13 +22,21 @@ from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.lending import PendingBackward, ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Modes
-from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.core.torch_private import in_transform, version_of, will_execute
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     ReplayError,
     SignatureError,
 )
+
+Stores = tuple[tuple[nn.Module, str, Any], ...]
+"""Module, name and value of attributes that code sets; the values are plain ones."""
+
+
+def set_again(stores: Stores) -> None:
+    """Set these attributes, past whatever the module makes of it: that has run at capture."""
+    for module, name, value in stores:
+        vars(module)[name] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.interception import StepHandler, intercept
 from lightning_graphs.training.investment import Waiting
+from lightning_graphs.training.memory import RaisedInCapture
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics, differences, listed
-from lightning_graphs.training.step import RaisedInCapture
 from lightning_graphs.training.timing import StepTiming, Stopwatch, judge
 from lightning_graphs.training.watch import OF_THE_TRAINER
 

@@ -61,6 +61,12 @@ class StepBegin:
             tensors += [g for _, g, _ in self._parameters if g is not None]
         self._tensors = Kept(tensors, module.device, budget)
 
+    def forget_gradients(self) -> None:
+        """Let go of those that parameters have no more."""
+        self._parameters = [
+            (p, None if p.grad is None else g, trainable) for p, g, trainable in self._parameters
+        ]
+
     def restore(self) -> None:
         """Put everything back."""
         self._tensors.restore()
@@ -140,6 +146,12 @@ class EagerRetry:
         """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
         self._keep(args)
+
+    def forget_gradients(self, plan: StepPlan) -> None:
+        """Let go of old gradients that the captured step zeroes before its code sees them."""
+        plan.gradients.forget_old()
+        if self._begin is not None:
+            self._begin.forget_gradients()
 
     def _keep(self, args: tuple[Any, ...]) -> None:
         self._begin = StepBegin(

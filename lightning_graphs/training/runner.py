@@ -355,6 +355,8 @@ class StepRunner:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._agreement.is_on:
             plan.unverified = False
+            self._retry.forget_gradients(plan)
+            self._kept.attached = None
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)

@@ -13,14 +13,13 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
+from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host_recording import ArenaFull, HostRecording
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
@@ -35,6 +34,7 @@ from lightning_graphs.training.frozen import (
 )
 from lightning_graphs.training.gradients import (
     GradientTargets,
+    GradientUse,
     PersistentGradients,
     gradients_set_aside,
 )
@@ -42,7 +42,11 @@ from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LogRecorder
-from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
+from lightning_graphs.training.memory import (
+    NoRoomError,
+    RaisedInCapture,
+    code_captured,
+)
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
@@ -60,10 +64,6 @@ from lightning_graphs.training.transfer import copies_on_host
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
-
-
-class RaisedInCapture(CaptureError):
-    """The code of a step raised while it was captured; ``__cause__`` is what it raised."""
 
 
 class StepCapture:
@@ -149,6 +149,7 @@ class StepCapture:
                 "look at parameters in on_after_backward or later",
             )
 
+    @code_captured("A captured step")
     def _captured(
         self,
         batch: Any,
@@ -186,16 +187,15 @@ class StepCapture:
             self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
-            targets = GradientTargets(
-                self._optimizer,
-                [p for p in self._module.parameters() if p.requires_grad],
-                self.persistent,
+            use = GradientUse(
                 keeps=self._keeps_gradients(phase),
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
                 copied=self._learned.kept.are_copied,
                 reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
+            trainable = [p for p in self._module.parameters() if p.requires_grad]
+            targets = GradientTargets(self._optimizer, trainable, self.persistent, use)
             recorder = LogRecorder(self._module, self._progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
@@ -214,19 +214,7 @@ class StepCapture:
             unread.refuse_read()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
-        except Exception as error:
-            abandon()
-            if isinstance(error, GraphError):
-                raise
-            if is_out_of_memory(error):
-                raise no_room("A captured step", first_line(error)) from error
-            site = CallSiteFinder().of_exception(error)
-            raise RaisedInCapture(
-                "A step is captured by running its code, with stand-ins for what has no value yet.",
-                f"{type(error).__name__}: {error}, at {site.describe()}",
-                "mend the line, if the eager step raises it too; stand-ins may only be passed on",
-            ) from error
-        except BaseException:  # KeyboardInterrupt and the like
+        except BaseException:  # KeyboardInterrupt and the like, too
             abandon()
             raise
         if self._capturable is not None:
