@@ -231,9 +231,15 @@ class OperatorMode(TorchDispatchMode):
         """Run an operator that is given functions; attention is made of others, which are seen."""
         if (kernel := eager_attention(func)) is None:
             return func(*args, **kwargs)
+        with self.seeing_further():
+            return kernel(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def seeing_further(self) -> Iterator[None]:
+        """See operators within the one that is run."""
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
-            return kernel(*args, **kwargs)
+            yield
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

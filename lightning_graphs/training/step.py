@@ -92,7 +92,7 @@ class StepCapture:
         self._registers_hooks = False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
-        self._host: AbstractContextManager[object] = nullcontext()
+        self._recording: HostRecording | None = None
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
@@ -189,7 +189,7 @@ class StepCapture:
                 copies = copies_on_host(self._trainer, tensors)
                 device, room = self._module.device, self._room_on_device
                 recording = HostRecording(device, inputs.tensors, copies, room)
-            self._host = nullcontext() if recording is None else recording
+            self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
@@ -293,7 +293,8 @@ class StepCapture:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
-        with old_gradients_watched(self._trainer), numbers, self._unseen(), self._host:
+        host = self._recording or nullcontext()
+        with old_gradients_watched(self._trainer), numbers, self._unseen(), host:
             result = StepBody.forward(self._body, arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result
@@ -311,7 +312,9 @@ class StepCapture:
         casts: AbstractContextManager[None] = nullcontext()
         if not self._registers_hooks:
             casts = cast_unseen(self._trainer, self._module, loss)
-        with casts, self._unseen():
+        recording = self._recording
+        host = recording if recording is not None and recording.in_backward else nullcontext()
+        with casts, self._unseen(), host:
             StepBody._backward(self._body, loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
