@@ -12,14 +12,23 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.contents import Change, Contents
 from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.stores import Content, Entry, Growing, Memory, Number, Place
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.frozen import StandIn
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.stored import CapturedStores, is_state, signature_of
+from lightning_graphs.training.stored import (
+    CapturedStores,
+    Content,
+    Entry,
+    Growing,
+    Memory,
+    Number,
+    Place,
+    is_state,
+    signature_of,
+)
 
 
 class LeftBehindError(CaptureError):

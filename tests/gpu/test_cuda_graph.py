@@ -15,7 +15,7 @@ from lightning_graphs import CaptureError, ReplayError
 from lightning_graphs.core import CUDAGraph, graph, graph_pool_handle
 from lightning_graphs.core import driver as bindings
 from lightning_graphs.core.backend import get_backend
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.graph import GraphPool
 
 pytestmark = pytest.mark.gpu
 
