@@ -321,7 +321,7 @@ class NeedsMore(Plain):
 
 
 def out_of_memory(rank: int, backend: str, root: Path) -> None:
-    """Find no memory for a step on one rank, while graphs have theirs; that rank says why."""
+    """Find no memory for a step on one rank, while graphs have theirs; a file has what is said."""
     data = of_rank(rank)
     data[17] = {name: torch.cat([value, value]) for name, value in data[17].items()}
     given = {**DDP, "data": lambda: data, "module": NeedsMore}
@@ -331,7 +331,8 @@ def out_of_memory(rank: int, backend: str, root: Path) -> None:
         try:
             made.run()
         finally:
-            print(*(str(w.message) for w in said if "runs out of memory" in str(w.message)))
+            lines = [str(w.message) for w in said if "runs out of memory" in str(w.message)]
+            (root / f"said by {rank}").write_text("\n".join(lines))
             assert made.statistics.replayed > 0
 
 
