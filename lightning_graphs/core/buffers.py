@@ -178,10 +178,8 @@ class AddressGuard:
     def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
-        Args:
-            geometry: Whether shape, strides and dtype are compared too. Without, a check costs less
-                than half, and misses only what ``t_()`` does.
-            trainable: Whether to see that what required grad still does; autograd nodes are told.
+        Without ``geometry`` it costs less than half, and misses only what ``t_()`` does. That what
+        required grad still does is of no interest to those whose autograd node is told so.
         """
         found = list(chain.from_iterable(self._values))
         if (
