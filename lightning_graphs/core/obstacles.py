@@ -272,7 +272,7 @@ def operator_obstacle(
     if func in _LOOKED_AT:
         return LINEAR_ALGEBRA
     if func.overloadpacket is aten._ctc_loss:
-        return CTC_LOSS
+        return None if func is aten._ctc_loss.default else CTC_LOSS
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:
@@ -310,9 +310,15 @@ def _moves_to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> Obst
     return HOST_READ if asked else None
 
 
+def _reads_lengths(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    lengths = (*args[2:4], kwargs.get("input_lengths"), kwargs.get("target_lengths"))
+    return CTC_LOSS if any(isinstance(given, Tensor) for given in lengths) else None
+
+
 _Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
 FUNCTION_RULES: Mapping[str, _Rule] = {
     "to": _moves_to_host,
+    "ctc_loss": _reads_lengths,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
     **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
     **dict.fromkeys(
@@ -332,7 +338,26 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    # For a mean torch divides by a table of lengths, which it writes out of the dispatcher's sight.
+    means = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    given = (log_probs, targets, input_lengths, target_lengths, blank)
+    losses = functional.ctc_loss(*given, "none" if means else reduction, zero_infinity)
+    if not means:
+        return losses
+    return (losses / torch.stack([losses.new_full((), max(1, n)) for n in target_lengths])).mean()
+
+
 REHEARSED: Mapping[Any, Callable[..., Any]] = {
     functional.one_hot: _one_hot,
+    functional.ctc_loss: _ctc_loss,
 }
 """Functions that look at values on a CPU only, as they run where it stands for a GPU."""

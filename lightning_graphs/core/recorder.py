@@ -6,6 +6,7 @@ The emulated backend replays what it recorded; liveness and annotations on CUDA 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,12 +76,18 @@ def written_tensors(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
     """The arguments that ``func`` writes, by its schema or by :data:`UNDECLARED_WRITES`."""
-    for position in UNDECLARED_WRITES.get(func, ()) or written_position(func):
-        yield from tensors_in(args[position])
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)
+    for position, name in _written_arguments(func):
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
+    """Position and name of each."""
+    named = list(enumerate(argument.name for argument in func._schema.arguments))
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    undeclared = [named[i] for i in UNDECLARED_WRITES.get(func, ()) or written_position(func)]
+    declared = [at for at, kind in zip(named, kinds, strict=True) if kind and kind.is_write]
+    return undeclared + declared
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -223,9 +230,15 @@ class OperatorMode(TorchDispatchMode):
         """Run an operator that is given functions; attention is made of others, which are seen."""
         if (kernel := eager_attention(func)) is None:
             return func(*args, **kwargs)
+        with self.seeing_further():
+            return kernel(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def seeing_further(self) -> Iterator[None]:
+        """See operators within the one that is run."""
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
-            return kernel(*args, **kwargs)
+            yield
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

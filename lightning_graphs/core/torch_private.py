@@ -89,13 +89,9 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     torch has functions to register them and none to ask. Without the tables the answer is no.
     """
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
-    tables = [
-        getattr(optimizer, "_optimizer_step_pre_hooks", None),
-        getattr(optimizer, "_optimizer_step_post_hooks", None),
-        getattr(shared, "_global_optimizer_pre_hooks", None),
-        getattr(shared, "_global_optimizer_post_hooks", None),
-    ]
-    return any(tables)
+    owners = ((optimizer, "_optimizer_step"), (shared, "_global_optimizer"))
+    names = ((owner, f"{name}_{when}_hooks") for owner, name in owners for when in ("pre", "post"))
+    return any(getattr(owner, name, None) for owner, name in names)
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -236,6 +232,15 @@ def out_of_sight() -> Iterator[None]:
             _python_dispatch._push_mode(modes.pop())
 
 
+def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    """Run what an operator does on a device, where modes see the operators that it is made of.
+
+    Nothing public leaves out the modes for an operator and keeps them for those inside of it.
+    """
+    key = getattr(torch._C.DispatchKey, device.type.upper())
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
 def demangle(symbol: str) -> str:
     """The C++ name behind a symbol, as torch's profiler finds it.
 
@@ -253,9 +258,7 @@ def generator_identity(generator: torch.Generator) -> int:
 
 def empty_host_cache() -> None:
     """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
-    function = getattr(torch._C, "_host_emptyCache", None)
-    if function is not None:
-        function()
+    getattr(torch._C, "_host_emptyCache", lambda: None)()
 
 
 def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
