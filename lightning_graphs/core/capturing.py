@@ -259,7 +259,9 @@ class CallableCapture:
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
         static, lenders = self._output_gradients(outputs)
-        positions = self._differentiable_positions()
+        # Where the inputs of the targets stand among the tensor leaves of the call.
+        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._tensors]
+        positions = tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
         direct = None
         if self._settings.direct:
             refuse_parameter_hooks(self._named())
@@ -313,20 +315,15 @@ class CallableCapture:
             static.append(buffer)
         return static, lenders
 
-    def _differentiable_positions(self) -> tuple[int, ...]:
-        """Where the inputs of :meth:`_targets` stand among the tensor leaves of the call."""
-        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._tensors]
-        return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
-
     def finish(self) -> GraphedCallable:
         guards = self._held.guards(self._made.parameters)
-        return self._made.finish_capture(self._held.submodules(), guards)
+        return self._made.finish_capture(self._held.submodules, guards)
 
     def abandon(self) -> None:
         self._bindings.restore()
 
     def _named(self) -> list[tuple[str, Parameter]]:
-        named = (*self._held.named_parameters(), *self._held.tensors.items())
+        named = (*self._held.named("parameters"), *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
         return [
             (names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._made.parameters)

@@ -196,7 +196,9 @@ class StepObserver:
         call.follows_values = bool(self.observation.shaped_by)
         call.transformed = transformed
         # Precision plugins set the default dtype for the step's own code alone.
-        call.switched = self._kernels._replace(dtype=call.kernels.dtype).changes(call.kernels)
+        call.switched = self._kernels._replace(default_dtype=call.kernels.default_dtype).changes(
+            call.kernels
+        )
         self._times[module] += 1
         self._find_sources(call)
         self._places[call] = random_place(self._device_type)

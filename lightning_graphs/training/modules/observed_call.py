@@ -130,7 +130,7 @@ class ObservedState:
         self._device_type = device_type
         self._autocast = call.autocast
         self._grad_enabled = call.grad_enabled
-        self._dtype = call.kernels.dtype
+        self._dtype = call.kernels.default_dtype
         self._modules = list(call.module.modules())
         self._training = call.training
         self._parameters = list(call.module.parameters())
