@@ -137,7 +137,7 @@ class OwnCode:
         values += [vars(m)[name] for m in modules for name in names & vars(m).keys()]
         found = map(function_of, values)
         own = (f for f in found if isinstance(f, FunctionType) and self.has_module(f.__module__))
-        return set(map(inspect.unwrap, own))  # type: ignore[arg-type]
+        return set(map(inspect.unwrap, own))
 
     def has_module(self, name: str) -> bool:
         """Whether a module that has been imported under this name is the author's."""

@@ -278,7 +278,7 @@ class StepCapture:
             stack.enter_context(effects.watched())
             stack.enter_context(effects.refused(outside, "training_step"))
             if places is not None:
-                stack.enter_context(places.exchanged())
+                stack.enter_context(places.exchanged(self._numbers.number))
             yield outside, loose
 
     def _forward(
