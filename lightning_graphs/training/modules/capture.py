@@ -195,17 +195,13 @@ class _Capture:
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
         """Copy no argument that a graph of the same pool has already: as its output, or its own."""
         found: dict[int, tuple[Tensor, Source]] = {}
-        for leaf, makers in self._call.sources.items():
-            for call, output in makers:
-                capture = self._beside(call, earlier)
-                if capture is not None:
-                    outputs = capture.passes.outputs
-                    found[leaf] = outputs.tensors[output], outputs.lend(output)
-        for leaf, calls in self._call.shared.items():
-            others = ((self._beside(call, earlier), index) for call, index in calls)
-            first = next(((other, index) for other, index in others if other is not None), None)
-            if first is not None:
-                found[leaf] = first[0].passes.share(first[1])
+        for leaf, sources in self._call.sources.items():
+            for seen in sources:
+                capture = self._beside(seen.call, earlier)
+                if capture is None or (leaf in found and not seen.returned):
+                    continue
+                passes, index = capture.passes, seen.index
+                found[leaf] = passes.lend(index) if seen.returned else passes.share(index)
         if found:
             self.passes.read_in_place(found)
 
@@ -215,7 +211,7 @@ class _Capture:
         given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
             for leaf, makers in other._call.sources.items():
-                mine = [output for call, output in makers if call is self._call]
+                mine = [made.index for made in makers if made.returned and made.call is self._call]
                 lent = other.passes.lent_gradient(leaf) if other.pool is self.pool else None
                 for output in mine:
                     given.setdefault(output, []).append(lent if len(mine) == 1 else None)

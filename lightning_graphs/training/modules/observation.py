@@ -56,12 +56,9 @@ class ObservedCall:
     backwards: int = 0  # how often a backward pass went through its outputs
     twice_differentiable: bool = False  # a backward pass was run with ``create_graph=True``
     partial: bool = False  # a backward pass left the module's parameters out
-    # For each argument that other observed calls returned, by its index among the tensors of the
-    # arguments, these calls and the index of the tensor in what they returned.
-    sources: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
-    # For each other argument without gradient that earlier calls were given, too: these calls and
-    # the argument's index there.
-    shared: dict[int, list[tuple[ObservedCall, int]]] = field(default_factory=dict)
+    # For each argument, by its index among the tensors of the arguments, earlier calls that have
+    # returned it; or, where there are none and it has no gradient, those that were given it, too.
+    sources: dict[int, list[Seen]] = field(default_factory=dict)
     ordinal: int = 0  # which call of the module in the step it is, counted from 0
     # No backward pass went through it in its step, and the outputs' autograd graph was kept: one
     # may come later.
@@ -153,7 +150,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class Seen:
     """A tensor that an observed call was given or has returned.
 
     It is kept alive, so that its address stays its own.
@@ -163,6 +160,7 @@ class _Seen:
     index: int  # its place among the tensors that the call was given or returned
     tensor: Tensor  # the tensor, detached
     version: int  # how often its memory had been written then
+    returned: bool  # and not given
 
     def is_(self, argument: Tensor) -> bool:
         """Whether an argument is this tensor, unchanged."""
@@ -244,9 +242,8 @@ class StepObserver:
         looks_at_shapes: bool = False,
     ) -> None:
         self.observation = Observation()
-        self._made: dict[int, list[_Seen]] = {}
-        self._shared: list[_Seen] = []
-        self._given: dict[int, list[_Seen]] = {}
+        self._seen: dict[int, list[Seen]] = {}
+        self._shared: list[Seen] = []
         self._device_type = device_type
         self._kernels = KernelChoice.now()
         self._is_stepping = is_stepping
@@ -313,23 +310,20 @@ class StepObserver:
         self.observation.calls.append(call)
 
     def _find_sources(self, call: ObservedCall) -> None:
-        """Note which arguments are what an observed call has returned, unchanged since."""
+        """Note which arguments other calls have returned or were given, unchanged since."""
         arguments = _tensors_in((call.args, call.kwargs))
         if not all(map(_has_address, arguments)):
             return  # such a call is no graph
-        for i, first in enumerate(alias_groups(arguments)):
-            found = [m for m in self._made.get(arguments[i].data_ptr(), ()) if m.is_(arguments[i])]
-            if found and first == i:
-                call.sources[i] = [(made.call, made.index) for made in found]
-            elif first == i and not (arguments[i].requires_grad or arguments[i].is_inference()):
-                self._find_shared(call, i, arguments[i])
-
-    def _find_shared(self, call: ObservedCall, index: int, argument: Tensor) -> None:
-        """Note which calls were given an argument before, unchanged since."""
-        known = self._given.setdefault(argument.data_ptr(), [])
-        if found := [(seen.call, seen.index) for seen in known if seen.is_(argument)]:
-            call.shared[index] = found
-        known.append(_Seen(call, index, argument, version_of(argument)))
+        for i in set(alias_groups(arguments)):
+            argument = arguments[i]
+            known = self._seen.setdefault(argument.data_ptr(), [])
+            found = [seen for seen in known if seen.is_(argument)]
+            returned = [seen for seen in found if seen.returned]
+            if returned:
+                call.sources[i] = returned
+            elif not (argument.requires_grad or argument.is_inference()):
+                call.sources[i] = found
+                known.append(Seen(call, i, argument, version_of(argument), returned=False))
 
     def _counts(self) -> bool:
         if is_current_stream_capturing():  # a call without autograd
@@ -365,8 +359,8 @@ class StepObserver:
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
-            made = _Seen(call, i, tensor.detach(), version_of(tensor))
-            self._made.setdefault(tensor.data_ptr(), []).append(made)
+            made = Seen(call, i, tensor.detach(), version_of(tensor), returned=True)
+            self._seen.setdefault(tensor.data_ptr(), []).append(made)
             if self._is_shared(call, tensor, tensors):
                 self._shared.append(made)
 
@@ -421,7 +415,7 @@ class StepObserver:
             call.outlives |= call.backwards == 0 and token() is not None
         for made in self._shared:
             made.call.rewritten |= version_of(made.tensor) != made.version
-        for held in (self._graphs, self._shared, self._open, self._made, self._given):
+        for held in (self._graphs, self._shared, self._open, self._seen):
             held.clear()
 
     def discard(self) -> None:
