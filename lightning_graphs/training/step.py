@@ -217,6 +217,9 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
+        stores = segments.stores
+        if places is not None:
+            stores = {name: places.without_numbers(found) for name, found in stores.items()}
         outside.read_into(self._learned.reads)
         output.finish_capture()
         return StepPlan(
@@ -235,7 +238,7 @@ class StepCapture:
             graphs=segments.graphs,
             adds=adds,
             written=loose.written(),
-            stores=segments.stores,
+            stores=stores,
             places=places,
             scaling=scaling,
             host=host,

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import clone_all, version_of
@@ -267,6 +268,11 @@ class CapturedStores:
         finally:
             for place, value in reversed(before):
                 place.put(value)
+
+    def without_numbers(self, stores: Stores) -> Stores:
+        """Without the numbers among them: those are stored here, and read by the next step."""
+        mine = {(id(place.owner), place.keys) for place in self._numbers}
+        return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 
     def look(self) -> None:
         """See what the code has left; what it stores after this is refused."""
