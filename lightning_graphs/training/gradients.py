@@ -116,6 +116,29 @@ class AttachedGradients:
             for parameter, _ in found:
                 parameter.grad = None
 
+    def forget_old(self) -> None:
+        """Let go of the gradients of the step before, which this one zeroes first."""
+        for parameter in self.parameters if self.in_pool else ():
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """While an eager step runs, move its gradients to the buffers: they take no more memory."""
+
+        def move(buffer: Tensor, parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.requires_grad:
+                return
+            if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
+                parameter.grad = buffer.copy_(gradient)
+
+        pairs = zip(self.parameters, self.buffers, strict=True) if self.in_pool else ()
+        with contextlib.ExitStack() as hooks:
+            for parameter, buffer in pairs:
+                hook = parameter.register_post_accumulate_grad_hook(partial(move, buffer))
+                hooks.callback(hook.remove)
+            yield
+
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
         if self.copied:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.lending import ReplayOrder, Source
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.torch_private import (
     capture_unseen,
     has_compiled_anything,
@@ -264,7 +264,6 @@ class _Capture:
         except NoRoomError:
             raise
         except GraphError as error:
-            self._baked.outside.empty_caches()  # of the run that explains the refusal
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:

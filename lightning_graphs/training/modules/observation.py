@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
-from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.recorder import OperatorMode
+from lightning_graphs.core.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
     in_transform,
@@ -196,21 +195,19 @@ class WatchedForward(Entry):
         return output
 
 
-class _ShapesOfValues(TorchDispatchMode):
+class _ShapesOfValues(OperatorMode):
     """Calls ``found`` with every operator whose output shape depends on values."""
 
-    supports_higher_order_operators = True
+    sees_functions = False
 
     def __init__(self, found: Callable[[Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._found = found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        known = isinstance(func, OpOverload)
-        if known and operator_obstacle(func, args, kwargs, (), _is_constant) is DYNAMIC_SHAPE:
+        if operator_obstacle(func, args, kwargs, (), _is_constant) is DYNAMIC_SHAPE:
             self._found(func)
         return func(*args, **kwargs)
 
