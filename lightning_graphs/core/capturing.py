@@ -122,6 +122,10 @@ class CallableCapture:
     def _tensors(self) -> list[Tensor]:
         return self._made.inputs.tensors
 
+    def lend(self, output: int) -> tuple[Tensor, Source]:
+        """An output of the captured forward, for a later call that is given it."""
+        return self.outputs.tensors[output], self.outputs.lend(output)
+
     def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
         """The static input of an argument, for later calls that are given the same tensor."""
         return self._tensors[leaf], self._made.shared.setdefault(leaf, SharedArgument())

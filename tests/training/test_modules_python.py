@@ -436,7 +436,7 @@ def test_a_kernel_that_the_step_asks_for(backend: str, tmp_path: Path, scope: st
     if scope == "modules":
         assert captured.statistics.modules == ["second"]
         (said,) = captured.statistics.fallbacks
-        assert "`first` stays eager" in said
+        assert "`first` is not graphed: it is made under switches" in said
         assert "kernels of attention" in said
 
 
