@@ -43,6 +43,7 @@ class OutsideValues:
         own: OwnCode,
         # Called with the name and value of everything that is found, and of what is inside of it
         *listeners: Callable[[str, Any], object],
+        held: Iterable[tuple[str, Any]] | None = None,
     ) -> None:
         self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
@@ -62,7 +63,7 @@ class OutsideValues:
             self._look_into_class(type(child))
             for hook in module_hooks(child):
                 self._assume(hook)
-        for _, value in held_in(module):
+        for _, value in held_in(module) if held is None else held:
             if is_object(value):
                 self._look_into_class(type(value))
         for parameter in module.parameters():  # their hooks run in a thread of autograd's

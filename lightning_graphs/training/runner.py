@@ -130,8 +130,8 @@ class StepRunner:
             return
         self._release_graphs(plan)
 
-    def _release_graphs(self, plan: StepPlan) -> None:
-        for graph in plan.graphs:
+    def _release_graphs(self, plan: StepPlan | None) -> None:
+        for graph in () if plan is None else plan.graphs:
             self._pool.release(graph)
 
     @property
@@ -316,7 +316,7 @@ class StepRunner:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
         signature, tensors = self._signature_of(args, conditions)
 
-        def capture() -> StepPlan:
+        def capture() -> StepPlan | None:
             self._retry.before_capture(args)
             for plan in self._cache.plans():
                 plan.gradients.lend()
@@ -335,6 +335,8 @@ class StepRunner:
                 self._captures_unseen = False
             else:
                 self._refused(signature, error)
+            return None
+        if plan is None:
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
         signature = replace(signature, extra=(conditions, *plan.told))

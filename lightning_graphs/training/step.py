@@ -46,7 +46,7 @@ from lightning_graphs.training.gradients import (
     PersistentGradients,
     gradients_set_aside,
 )
-from lightning_graphs.training.held_values import Generators, LooseTensors
+from lightning_graphs.training.held_values import Generators, LooseTensors, held_in
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LogRecorder
@@ -76,6 +76,8 @@ class StepCapture:
     def __init__(self, fit: Fit, body: StepBody, learned: Learned) -> None:
         self._learned = learned
         self._progress = fit.progress
+        self._investment = fit.investment
+        self._ranks = fit.ranks
         self._trainer = trainer = fit.trainer
         self._module = module = fit.module
         self._pool = fit.pool
@@ -87,12 +89,10 @@ class StepCapture:
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._units = units_of(trainer)
-        self._is_unseen = True
         self._registers_hooks = False
         self._asked: list[str] = []
-        self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
-        self._host: AbstractContextManager[object] = nullcontext()
+        self._recording: HostRecording | None = None
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
@@ -104,19 +104,20 @@ class StepCapture:
         rest: Sequence[Any],  # further arguments of ``training_step``
         signature: Signature,  # the signature of ``(batch,)``
         phase: Phase,  # its part in the accumulation window
-    ) -> StepPlan:
+    ) -> StepPlan | None:
         """Capture the step of this batch; nothing executes.
 
         Libraries are not told that it is captured: they take the way of eager steps. Where that is
         refused, it is captured once more with what it computes on the host recorded, and after that
         both ways with libraries that are told. The way that succeeds is the first one of the next
         capture. Where none does, all is as before, but for a gradient reducer that waits for
-        the rest of a backward pass.
+        the rest of a backward pass. None: it could be captured, but costs more than it saves.
         """
         unread = UnreadValues(signature)
         self._refuse_looks_at_shards()
         while True:
             self._asked.clear()
+            self._investment.tries_again()
             try:
                 return self._captured(batch, tensors, rest, signature, phase, unread)
             except ArenaFull as error:
@@ -137,10 +138,12 @@ class StepCapture:
                     continue
                 if isinstance(error, LeftBehindError):
                     raise
-                if not (self._has_host_half or has_compiled_anything()):
-                    self._has_host_half = True
-                elif self._is_unseen and self._asked:
-                    self._is_unseen = self._has_host_half = False
+                if not (self._learned.has_host_half or has_compiled_anything()):
+                    self._learned.has_host_half = True
+                    if self._ranks.are_one and not self._investment.goes_on_with_host():
+                        return None
+                elif self._learned.is_unseen and self._asked:
+                    self._learned.is_unseen = self._learned.has_host_half = False
                 else:
                     raise
 
@@ -182,11 +185,11 @@ class StepCapture:
         try:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
-            if self._has_host_half:
+            if self._learned.has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
                 device, room = self._module.device, self._room_on_device
                 recording = HostRecording(device, inputs.tensors, copies, room)
-            self._host = nullcontext() if recording is None else recording
+            self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
@@ -263,8 +266,9 @@ class StepCapture:
     def _environment(
         self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
-        loose, generators = LooseTensors(self._module), Generators(self._module)
-        outside = OutsideValues(self._module, self._own, loose.add, generators.add)
+        held = list(held_in(self._module))
+        loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
+        outside = OutsideValues(self._module, self._own, loose.add, generators.add, held=held)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
@@ -289,7 +293,8 @@ class StepCapture:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
-        with old_gradients_watched(self._trainer), numbers, self._unseen(), self._host:
+        host = self._recording or nullcontext()
+        with old_gradients_watched(self._trainer), numbers, self._unseen(), host:
             result = StepBody.forward(self._body, arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result
@@ -307,11 +312,13 @@ class StepCapture:
         casts: AbstractContextManager[None] = nullcontext()
         if not self._registers_hooks:
             casts = cast_unseen(self._trainer, self._module, loss)
-        with casts, self._unseen():
+        recording = self._recording
+        host = recording if recording is not None and recording.in_backward else nullcontext()
+        with casts, self._unseen(), host:
             StepBody._backward(self._body, loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
-        return capture_unseen(self._asked) if self._is_unseen else nullcontext()
+        return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
 
     def update_eagerly(self, plan: StepPlan) -> None:
         """Take the optimizer step on gradients that a graph computed and hooks have changed."""

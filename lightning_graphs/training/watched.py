@@ -18,14 +18,15 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
-from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
+    REHEARSED,
     Obstacle,
+    with_known_remedy,
 )
-from lightning_graphs.core.recorder import REHEARSED, Operation, OperatorCall, Recorder
+from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import LASTING

@@ -234,7 +234,7 @@ class CapturedCalls:
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
         # Any graph over the same memory may overwrite it.
-        return any(site.graphed.outputs_are_kept for site in self.captured)
+        return any(site.graphed.outputs.is_kept for site in self.captured)
 
     @property
     def is_waiting(self) -> bool:
