@@ -89,9 +89,8 @@ def gradients_behind(
 def gradients_kept_apart(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
 
-    Autograd gives one tensor to all who need it, and some hooks write into theirs. What goes to
-    ``.grad`` is copied before a later hook can write into it; ``torch.autograd.grad`` returns what
-    is in the tensor at the end.
+    Autograd gives one tensor to all who need it, and some hooks write into theirs after what goes
+    to ``.grad`` is copied.
     """
     handles = [tensor.register_hook(_copy) for tensor in tensors if tensor.requires_grad]
     try:
@@ -135,7 +134,6 @@ def ahead_of_casts(
 
 
 def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
-    """Whether the only user casts a floating-point tensor to such a dtype, and does no more."""
     if len(users) != 1 or type(parameter) not in (Tensor, Parameter):
         return False
     made = outputs_of(users[0])
@@ -153,10 +151,9 @@ def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
 def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
     """While the body runs a backward pass through these outputs, cast many gradients at once.
 
-    Autograd keeps the gradients of parameters that have one already, or that are used more than
-    once behind the outputs, and those of a pass that asks for some parameters only or that will be
-    differentiated. Others are in ``.grad`` at the end of the pass, and not before: no Python code
-    may take part in it.
+    Autograd keeps the gradients of parameters that have one already or are used more than once, and
+    those of a pass that asks for some parameters only or will be differentiated. Others are in
+    ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
     """
     gathered = _GatheredGradients()
     handles = []
@@ -173,8 +170,6 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
 
 
 class _GatheredGradients:
-    """Gradients of one backward pass on their way to ``.grad``, taken ahead of their casts."""
-
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._is_announced = False

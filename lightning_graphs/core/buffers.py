@@ -1,7 +1,6 @@
 """Memory that graphs are captured over: static inputs, guarded addresses, saved state.
 
-A graph reads and writes the addresses it was captured with. Everything here is prepared once, at
-capture; what runs with every replay is one fused copy or one comparison of lists.
+All is prepared at capture; a replay costs one fused copy and one comparison of lists.
 """
 
 from __future__ import annotations
@@ -107,28 +106,22 @@ class _CopyPlan:
         for k, span in self._spans:
             sources[k] = _linear(sources[k], span)
         if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
-            self._copy_foreign(sources)
+            # Some lie in our own buffers, at their places or at others.
+            pairs = zip(sources, self.targets, strict=True)
+            pending = [
+                (s.clone() if s.untyped_storage().data_ptr() in self._storages else s, t)
+                for s, t in pairs
+                if s.data_ptr() != t.data_ptr()
+            ]
+            for source, target in pending:
+                target.copy_(source)
             return
         for part, targets in self._groups:
             copy_all(targets, sources[part])
 
-    def _copy_foreign(self, sources: list[Tensor]) -> None:
-        """The copy when some sources lie in our own buffers, at their places or at others."""
-        pending = []
-        for source, target in zip(sources, self.targets, strict=True):
-            if source.untyped_storage().data_ptr() not in self._storages:
-                pending.append((source, target))
-            elif source.data_ptr() != target.data_ptr():
-                pending.append((source.clone(), target))
-        for source, target in pending:
-            target.copy_(source)
-
 
 class AddressGuard:
-    """Notices that tensors a graph was captured over have moved or changed since.
-
-    A tensor is watched by identity, address, geometry, dtype and ``requires_grad``, never by value.
-    """
+    """Notices that tensors a graph was captured over have moved or changed, but for values."""
 
     def __init__(
         self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
@@ -203,9 +196,9 @@ class AddressGuard:
             self._refuse()
 
     def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
-        """What is another tensor by now, or has other memory, if nothing else has changed.
+        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
 
-        Path, table and key, and the former tensor; without a table it is the same one.
+        Without a table it is the same tensor. Nothing is told if something else has changed, too.
         """
         found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
         for name, table, known in self._known:
@@ -250,7 +243,7 @@ class AddressGuard:
 
 
 class _Part(Mapping[str, Any]):
-    """A table without some of its entries, as it is now."""
+    """A table without some of its entries."""
 
     def __init__(self, table: Mapping[str, Any], without: Collection[str]) -> None:
         self._table = table
@@ -271,16 +264,7 @@ def _named(table: str, key: str) -> str:
 
 
 class StateSnapshot:
-    """Values of tensors, saved once for each storage, to be written back where they were.
-
-    A whole storage is saved, so views and overlapping tensors come back right, together with what
-    else lies in it.
-
-    Args:
-        tensors: What is saved.
-        room: How many bytes the copies may take on the tensors' own device, None for all that they
-            need; the rest is copied to memory of the host.
-    """
+    """Values of tensors, saved once for each storage, together with what else lies in it."""
 
     def __init__(self, tensors: Iterable[Tensor], *, room: int | None = None) -> None:
         self._tensors = list(tensors)

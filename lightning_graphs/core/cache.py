@@ -20,8 +20,6 @@ _RECENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the captures of a cache have led to."""
-
     lost: int  # how many of them were refused or dropped, or gave way to another one of their shape
     uses: int  # how often their plans were used
     moved: bool  # there are plans for the shape in question, for other values
@@ -77,7 +75,6 @@ class PlanCache(Generic[Key, Plan]):
         return len(self._plans)
 
     def plans(self) -> list[Plan]:
-        """The plans, most recently used first."""
         return list(reversed(self._plans.values()))
 
     def keys(self) -> list[Key]:

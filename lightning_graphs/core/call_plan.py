@@ -166,7 +166,6 @@ class _Code:
         self._lines.append(f"if not ({condition}): return None")
 
     def _unpack(self, children: Sequence[Node | None], items: str) -> None:
-        """Takes one container apart and goes on with its children, depth first."""
         if not children:
             return
         start = self._nodes

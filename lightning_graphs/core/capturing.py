@@ -1,11 +1,11 @@
-"""Warm-up and capture of one callable: from sample arguments to a :class:`GraphedCallable`."""
+"""Warm-up and capture of one callable."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ from lightning_graphs.core.autograd_graph import (
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.contents import contents_left, contents_of
+from lightning_graphs.core.fingerprints import Fingerprinter
+from lightning_graphs.core.generators import (
+    random_place,
+    rewinding_refused,
+    same_random_numbers,
+)
 from lightning_graphs.core.gradients import (
     DirectGradients,
     GradientBuffers,
@@ -31,74 +37,28 @@ from lightning_graphs.core.gradients import (
     zero_gradient,
 )
 from lightning_graphs.core.graph import GraphPool
-from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.held import (
     Bindings,
     Held,
-    is_changed,
     original_of,
     refuse_history_of_others,
     refuse_rebound_tensors,
     refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
-    trainable_parameters,
     with_leaves_behind,
 )
 from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
-from lightning_graphs.core.obstacles import SET_GENERATOR
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
-    clone_all,
     hooks_registered,
     nodes_recorded,
     version_of,
 )
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
-
-
-def random_place(device_type: str) -> tuple[int, ...]:
-    """How many random numbers the generators of the GPUs have given.
-
-    Nothing is known on a CPU, nor inside of a capture.
-    """
-    if device_type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return ()
-    return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
-
-
-@contextlib.contextmanager
-def _rewinding_refused(draws: bool) -> Iterator[None]:
-    """Refuse to set CUDA's generators in the body, the capture of a backward pass by itself.
-
-    Activation checkpointing sets them to where the forward pass began, so that dropout gives the
-    same numbers. A graph of its own begins where the forward graph has ended. Where the forward
-    pass draws no numbers, nothing is refused.
-    """
-    original = torch.cuda.set_rng_state
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        observed = "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
-        raise CaptureError(SET_GENERATOR.rule, observed, SET_GENERATOR.remedy)
-
-    if draws:
-        torch.cuda.set_rng_state = refuse
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state = original
-
-
-@contextlib.contextmanager
-def _same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
-    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
-    if torch.cuda.is_available() and not devices:
-        devices = [torch.cuda.current_device()]
-    with torch.random.fork_rng(devices):
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +87,16 @@ class CallableCapture:
         modes = Modes.current(settings.pool.backend.device_type)
         signature, tensors = Signature.of(args, kwargs, modes=modes)
         module = function if isinstance(function, nn.Module) else None
-        self._made = CapturedCall(
+        self._made = GraphedCallable(
             original or original_of(function),
             module,
             CallPlan(signature, check_modes=False),
             settings.pool,
             settings.order,
-            StaticInputs(tensors),
-            trainable_parameters(module),
+            tensors,
         )
+        if module is not None:
+            self._made.parameters = [p for p in module.parameters() if p.requires_grad]
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._tensors)
         self._settings = settings
         self.draws = False  # random numbers, on a GPU
@@ -150,13 +111,11 @@ class CallableCapture:
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """What messages call the tensors among the arguments, in their order."""
         return self._made.plan.signature.tensor_names
 
     @property
     def outputs(self) -> OutputPlan:
         """What the captured call returns; there is one once the forward pass is captured."""
-        assert self._made.outputs is not None
         return self._made.outputs
 
     @property
@@ -169,7 +128,7 @@ class CallableCapture:
 
     def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
-        backward = self._made.backward
+        backward = self._made.backward_pass
         if backward is None or leaf not in backward.input_positions:
             return None
         buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
@@ -177,7 +136,7 @@ class CallableCapture:
 
     def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
         """Read arguments where earlier graphs have them; before the forward is captured."""
-        self._made.borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
+        self._made.borrowed = tuple((leaf, source) for leaf, (_, source) in arguments.items())
         given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
         self._made.inputs = StaticInputs(self._tensors, given=given)
         self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
@@ -192,12 +151,12 @@ class CallableCapture:
         """Run it on a side stream, leaving no trace in state or generators.
 
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
-        then, and not memory of a capture, where nothing is computed. A call that was observed has.
+        then, and not memory of a capture, where nothing is computed.
         """
         backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
-        with _same_random_numbers(self._tensors), backend.side_stream():
+        with same_random_numbers(self._tensors), backend.side_stream():
             try:
                 place = random_place(backend.device_type)
                 self._check_gradients(self._pull_back(self._first_call()))
@@ -208,11 +167,12 @@ class CallableCapture:
                 state.restore()
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
-        renewed = self._made.plan.signature.renewed(self._args, self._kwargs)
-        self._made.plan = CallPlan(renewed, check_modes=False)
+        known = self._made.plan.signature
+        renewed, _ = Signature.of(self._args, self._kwargs, modes=known.modes)
+        if renewed.tree == known.tree:  # objects may hold something by now
+            self._made.plan = CallPlan(renewed, check_modes=False)
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
-        """Call it, and refuse it if it writes its arguments."""
         tensors = self._tensors
         versions = list(map(version_of, tensors))
         returned = self._call()
@@ -229,11 +189,12 @@ class CallableCapture:
     def _first_call(self) -> OutputPlan:
         """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
         tensors = self._tensors
-        values = clone_all([t.detach() for t in tensors])
-        start = nodes_recorded()
+        # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
+        fingerprints = Fingerprinter()
+        before, start = fingerprints.of(tensors), nodes_recorded()
         outputs = self._call_leaving_arguments(static=True)
-        written = [bool(is_changed(*pair)) for pair in zip(tensors, values, strict=True)]
-        refuse_written_arguments(self.argument_names, written)
+        written = map(operator.ne, before, fingerprints.of(tensors))
+        refuse_written_arguments(self.argument_names, list(written))
         self._look_behind(outputs, start)
         return outputs
 
@@ -260,7 +221,7 @@ class CallableCapture:
         )
 
     def _call(self) -> Any:
-        modes = self._made.plan.signature.modes
+        modes = self._made.modes
         with torch.autocast(
             modes.device_type,
             dtype=modes.autocast_dtype,
@@ -287,15 +248,13 @@ class CallableCapture:
             self._given.restore()  # what the warm-up has left
             raise
         refuse_rebound_tensors(before.restore())
-        self._made.forward = captured
+        self._made.forward_graph = captured
         self._made.place = self._made.order.place()
 
     def capture_backward(self) -> None:
-        """Capture the gradients of the outputs with respect to inputs and parameters."""
-        assert self._made.outputs is not None
         outputs, targets = self._made.outputs.requiring_grad, self._targets()
         if outputs and targets:
-            self._made.backward = self._captured_backward(outputs, targets)
+            self._made.backward_pass = self._captured_backward(outputs, targets)
         self._made.outputs.finish_capture()
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
@@ -315,7 +274,7 @@ class CallableCapture:
             apart = targets
         elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
             asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])
-        with self._made.pool.capture() as captured, _rewinding_refused(self.draws):
+        with self._made.pool.capture() as captured, rewinding_refused(self.draws):
             gradients = gradients_behind(
                 outputs, asked, static, hooked=self._made.parameters, apart=apart
             )
@@ -360,13 +319,10 @@ class CallableCapture:
         return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
 
     def finish(self) -> GraphedCallable:
-        """The callable that replays the captured passes."""
-        made = self._made
-        made.modules, made.guards = self._held.submodules(), self._held.guards(made.parameters)
-        return GraphedCallable(made)
+        guards = self._held.guards(self._made.parameters)
+        return self._made.finish_capture(self._held.submodules(), guards)
 
     def abandon(self) -> None:
-        """Give the modules back what a failed attempt has rebound."""
         self._bindings.restore()
 
     def _named(self) -> list[tuple[str, Parameter]]:

@@ -54,7 +54,6 @@ class Contents:
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
         self._containers: list[tuple[str, Any, Any, Any]] = []
-        self._arrays: list[tuple[str, Any, Any]] = []
         self._slots: list[tuple[str, Any, str, Any]] = []
         self.classes: dict[type, dict[str, Any]] = {}
         self._tables: set[int] = set()
@@ -71,7 +70,7 @@ class Contents:
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
         elif is_small_array(value):
-            self._arrays.append((name, value, value.copy()))
+            self._containers.append((name, value, value, value.copy()))
 
     def add_place(self, name: str, owner: Any, key: str) -> None:
         """Look at what a key is bound to; see :func:`bound`."""
@@ -103,9 +102,6 @@ class Contents:
                     if _differs(table, before, key):
                         pair = (held.get(key, Absence.ABSENT) for held in (before, table))
                         yield Change(f"{name}{self._label(owner, key)}", owner, table, key, *pair)
-        for name, array, before in self._arrays:
-            if _is_written(array, before):
-                yield Change(name, array, array, None, before, array)
         for name, owner, key, before in self._places():
             if not is_still(now := bound(owner, key), before):
                 yield Change(name, owner, owner, key, before, now)
@@ -146,9 +142,6 @@ class Contents:
                     _refill(container, before)
             elif not _same(container, before):
                 _refill(container, before)
-        for _, array, before in self._arrays:
-            if _is_written(array, before):
-                array[...] = before
         for _, owner, key, before in list(self._places()):
             if not is_still(bound(owner, key), before):
                 _bind(owner, key, before)
@@ -157,11 +150,16 @@ class Contents:
 def _copy(container: Any) -> Any:
     if isinstance(container, dict):
         return dict(container)
+    if is_small_array(container):
+        return container.copy()
     return set(container) if isinstance(container, set) else list(container)
 
 
 def _refill(container: Any, before: Any) -> None:
     # Past methods of its own: some containers forbid their own change.
+    if is_small_array(container):
+        container[...] = before
+        return
     kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if kind in (list, deque) else kind.update)(container, before)
@@ -188,17 +186,15 @@ def is_still(now: Any, before: Any) -> bool:
 
 
 def _same(now: Any, before: Any) -> bool:
+    if is_small_array(now):
+        return ArrayValue.of(now) == ArrayValue.of(before)
     if isinstance(now, set):
         return bool(now == before)
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _is_written(now: Any, before: Any) -> bool:
-    return ArrayValue.of(now) != ArrayValue.of(before)
-
-
 def bound(owner: Any, key: Any) -> Any:
-    """What is in a dict or a class under a key, or in a slot of an object, as a closure's cell."""
+    """What is in a dict or a class under a key, or in a slot of an object."""
     if isinstance(owner, (dict, type)):
         return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
     return in_slot(owner, key)

@@ -18,9 +18,9 @@ import torch
 
 from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.core.driver import capture_frontier, count_kinds, walk
+from lightning_graphs.core.driver import capture_frontier, count_kinds
 from lightning_graphs.core.inspect import GraphInfo, from_cuda
-from lightning_graphs.core.known_causes import known_remedy
+from lightning_graphs.core.obstacles import known_remedy
 from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, refuse_dead_inputs
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
@@ -78,19 +78,16 @@ class CudaBackend(Backend):
         return pool
 
     def taken(self, pool: PoolHandle, graph: CudaGraph) -> None:
-        """Note a graph that lives in a pool."""
         self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
 
     def left(self, pool: PoolHandle, graph: CudaGraph) -> None:
-        """Note that it does no longer."""
         self._graphs_of[pool].discard(graph)
 
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
         """Leave behind a capture that was invalidated.
 
-        From 2.11 to 2.13 the pinned-memory allocator goes on recording for the pool of such a
-        capture, through a filter that reads the graph object, and nothing can end it. So the object
-        lives on, and whoever names the pool again is given another.
+        From 2.11 to 2.13 the pinned-memory allocator goes on recording for its pool through a
+        filter that reads the graph object, which nothing can end: the object lives on.
         """
         abandon_capture_pool(device, pool)
         self._failed.append(native)
@@ -330,9 +327,7 @@ class AnnotatingRecorder(Recorder):
     def inspection(self) -> GraphInfo:
         """Nodes with their scopes; to be called while the capture is still under way."""
         graph, _ = capture_frontier(self._stream)
-        records, _ = walk(graph)
-        handles = [record.handle for record in records]
-        return from_cuda(graph, dict(zip(handles, self._scopes_of_nodes, strict=False)))
+        return from_cuda(graph, self._scopes_of_nodes)
 
 
 class InputLiveness(Recorder):

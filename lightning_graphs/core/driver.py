@@ -1,9 +1,8 @@
 """The only place that calls ``cuda.bindings``: raw graph handles, through the driver API.
 
-The bindings are imported on first use and nothing is called at import, so that a machine without
-GPU, driver or cuda-python can import this package. What the *driver* can do is asked of
-:func:`driver_version`: newer bindings offer functions that an older driver lacks, and calling those
-raises. What the *bindings* call a function is asked of their major version's names, which differ.
+The bindings are imported on first use. What the *driver* can do is asked of :func:`driver_version`:
+newer bindings offer functions that an older driver lacks, and calling those raises. What the
+*bindings* call a function is asked of their major version's names, which differ.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class NodeRecord(NamedTuple):
 
 
 def driver() -> ModuleType:
-    """The module ``cuda.bindings.driver``."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -104,13 +102,12 @@ def _call(name: str, *args: object) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the installed driver supports, as (major, minor)."""
+    """The newest CUDA version of the installed driver, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def require_driver(minimum: tuple[int, int], feature: str) -> None:
-    """Refuse ``feature`` on a driver older than CUDA ``minimum``."""
     present = driver_version()
     if present < minimum:
         raise UnsupportedError(

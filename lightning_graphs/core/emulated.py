@@ -65,8 +65,8 @@ class _Geometry(NamedTuple):
     def over(self, storage: UntypedStorage) -> Tensor:
         """A tensor that shares nothing but the memory with the one this was read from.
 
-        It has a version counter of its own, as a replay on a GPU leaves autograd's counters alone,
-        and is no inference tensor, which could not be written outside of inference mode.
+        It has a version counter of its own, as a replay leaves autograd's counters alone, and is no
+        inference tensor, which could not be written outside of inference mode.
         """
         with torch.inference_mode(False):
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -82,10 +82,7 @@ def _own_view(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _ExternalTensor:
-    """A tensor over a storage that existed before the capture, held weakly.
-
-    A CUDA graph keeps the addresses of its inputs and not the inputs; neither does a recording.
-    """
+    """A tensor over a storage from before the capture: held as weakly as a CUDA graph does."""
 
     storage: KnownStorage
     geometry: _Geometry
@@ -121,22 +118,17 @@ class GraphMemory:
 
     def __init__(self, born: Sequence[tuple[UntypedStorage, torch.dtype]]) -> None:
         self._born = born
-        self._hidden: list[UntypedStorage] | None = None
+        self.hidden: list[UntypedStorage] | None = None
 
     def poison(self) -> None:
         """Overwrite what the capture computed, so that a missing replay shows."""
-        self._hidden = [storage.clone() for storage, _ in self._born]
+        self.hidden = [storage.clone() for storage, _ in self._born]
         for storage, dtype in self._born:
             _fill_with_sentinel(storage, dtype)
 
     def reveal(self) -> None:
-        """Bring the values back that :meth:`poison` hid."""
-        for (storage, _), value in zip(self._born, self._hidden or (), strict=False):
+        for (storage, _), value in zip(self._born, self.hidden or (), strict=False):
             storage.copy_(value)
-
-    def forget_hidden(self) -> None:
-        """Drop the values of the capture: a replay has computed real ones."""
-        self._hidden = None
 
 
 class Recording:
@@ -244,7 +236,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self) -> None:
         self._pools = itertools.count(1)
-        self._unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+        self.unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return EmulatedGraph(self, keep_graph)
@@ -255,23 +247,14 @@ class EmulatedBackend(Backend):
     def is_capturing(self) -> bool:
         return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
 
-    def poison(self, memory: GraphMemory) -> None:
-        memory.poison()
-        self._unreplayed.add(memory)
-
-    def replayed(self, memory: GraphMemory) -> None:
-        memory.forget_hidden()
-        self._unreplayed.discard(memory)
-
     @contextlib.contextmanager
     def revealed(self) -> Iterator[None]:
         """While a capture runs, earlier captures show the values that they computed.
 
-        On CUDA nothing executes during a capture, so a backward pass may be captured over
-        activations that no replay has filled yet. Here it executes, and sentinel values would lead
+        On CUDA nothing executes during a capture. Here it does, and sentinel values would lead
         integer indices out of bounds.
         """
-        hidden = list(self._unreplayed)
+        hidden = list(self.unreplayed)
         for memory in hidden:
             memory.reveal()
         try:
@@ -295,8 +278,7 @@ class EmulatedGraph(CapturedGraph):
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
         self._capture: RecordingCapture | None = None
-        self._revealed = contextlib.ExitStack()
-        self._rng: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._around = contextlib.ExitStack()
         self._executable: Recording | None = None
 
     def capture_begin(
@@ -305,32 +287,26 @@ class EmulatedGraph(CapturedGraph):
         # Annotations and input liveness cost nothing here: a recording always knows both.
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
-        self._rng = [(generator, generator.get_state()) for generator in generators]
-        self._revealed = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
         try:
             for generator in generators:  # who rewinds one to where another capture was is seen
+                self._around.callback(generator.set_state, generator.get_state())
                 generator.manual_seed(next(_captures))
-            self._revealed.enter_context(self._backend.revealed())
-            self._revealed.enter_context(announced_as_cuda_capture())
+            self._around.enter_context(self._backend.revealed())
+            self._around.enter_context(announced_as_cuda_capture())
             self._capture = RecordingCapture(generators)
             self._capture.__enter__()
         except BaseException:
             if not self._backend.is_capturing():  # interrupted before it began
-                self._revealed.close()
-                self._restore_generators()
+                self._around.close()
             raise
 
     def _leave_capture(self, capture: RecordingCapture) -> Recording:
         self._capture = None
-        with self._revealed:
+        with self._around:
             capture.__exit__(None, None, None)
             capture.restore_world()
-            self._restore_generators()
         return capture.finish()
-
-    def _restore_generators(self) -> None:
-        for generator, state in self._rng:
-            generator.set_state(state)
 
     def capture_end(self) -> None:
         assert self._capture is not None
@@ -341,7 +317,8 @@ class EmulatedGraph(CapturedGraph):
                 "captured on wrong device or stream.",
                 stacklevel=3,
             )
-        self._backend.poison(recording.memory)
+        recording.memory.poison()
+        self._backend.unreplayed.add(recording.memory)
         if not self._keep_graph:
             self.instantiate()
             self.recording = None
@@ -366,7 +343,8 @@ class EmulatedGraph(CapturedGraph):
             self.instantiate()
         assert self._executable is not None
         self._executable.run()
-        self._backend.replayed(self._executable.memory)
+        self._executable.memory.hidden = None  # there are real values from now on
+        self._backend.unreplayed.discard(self._executable.memory)
 
     def reset(self) -> None:
         self.recording = self._executable = self._pool = None

@@ -25,8 +25,7 @@ class Held:
     """The modules and tensors that a callable names itself.
 
     Those are the callable where it is a module, and otherwise what it finds in its closure, its
-    globals, ``self`` with its attributes, and the arguments of a ``functools.partial``. What it
-    reaches through other functions is not seen.
+    globals, ``self`` with its attributes, and the arguments of a ``functools.partial``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -48,17 +47,14 @@ class Held:
         ]
 
     def submodules(self) -> list[nn.Module]:
-        """All modules, each once."""
         return [owner for _, owner in self.owners]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters of all modules with their full names."""
         roots = self.modules.items()
         named = (item for name, root in roots for item in root.named_parameters(name))
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers of all modules with their full names."""
         named = (item for name, root in self.modules.items() for item in root.named_buffers(name))
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
@@ -70,7 +66,6 @@ class Held:
         return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
-        """Guards over everything held."""
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
         known = set(map(id, self.state()))
         loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]
@@ -113,11 +108,6 @@ class Bindings:
                 if key in before:
                     table[key] = before[key]
         return rebound
-
-
-def trainable_parameters(module: nn.Module | None) -> list[Parameter]:
-    """The parameters of a module that require a gradient; none of what is no module."""
-    return [p for p in module.parameters() if p.requires_grad] if module is not None else []
 
 
 def with_leaves_behind(
@@ -247,19 +237,3 @@ def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
             "a sparse gradient",
             "nn.Embedding(..., sparse=False)",
         )
-
-
-def is_changed(tensor: Tensor, before: Tensor) -> Tensor:
-    """Whether any bit of a plain strided tensor is another one: a bool on its device."""
-    # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
-    return (_bits(tensor) != _bits(before)).any()
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.bool:  # a byte of it may be any number but zero
-        return tensor.detach()
-    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return numbers.detach().view(_WORDS[numbers.itemsize])

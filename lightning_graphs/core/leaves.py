@@ -54,13 +54,7 @@ class TensorSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps; always so when empty."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def __str__(self) -> str:
         return self._text(
@@ -90,7 +84,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Same:
-    """Equal only to a holder of the same object, kept alive here so that its id stays its own."""
+    """Equal only to a holder of the same object, which it keeps alive."""
 
     value: Any
 
@@ -194,8 +188,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """For each tensor the index of the first one that is the same tensor, its own if none is.
 
     Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
-    gradients only one object is the same as itself: two autograd leaves over one storage receive
-    gradients of their own. An empty tensor is the same as none.
+    gradients only one object is the same as itself, and an empty tensor is the same as none.
     """
     first: dict[Hashable, int] = {}
     groups = []
@@ -233,7 +226,7 @@ _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, th
 
 
 def as_hashable(value: Any) -> Hashable:
-    """What stands for a value, and for what an object or own container holds, in comparisons."""
+    """What stands for a value, and for what is inside of it, in comparisons."""
     if isinstance(value, nn.Module):
         return Same(value)
     if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -16,10 +17,7 @@ class Source(Protocol):
 
 
 class LentMemory:
-    """Memory of a graph that callers may see, and whether somebody still looks at it.
-
-    A graph must not be replayed over memory that a caller has kept from the replay before.
-    """
+    """Memory of a graph that callers may see, which no replay may overwrite as long as they do."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -62,14 +60,14 @@ class SharedArgument:
         return argument is self._tensor and version_of(argument) == self._version
 
 
+@dataclass(eq=False, slots=True)
 class PendingBackward:
-    __slots__ = ("after", "before", "is_done", "is_void")
+    """A forward pass whose backward has not run."""
 
-    def __init__(self, after: int, before: int) -> None:
-        self.after = after  # place of its forward graph
-        self.before = before  # place of its backward graph
-        self.is_void = False  # whether a graph has overwritten what the backward pass needs
-        self.is_done = False
+    after: int  # place of its forward graph
+    before: int  # place of its backward graph
+    is_void: bool = False  # whether a graph has overwritten what the backward pass needs
+    is_done: bool = False
 
 
 class ReplayOrder:

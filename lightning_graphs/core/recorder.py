@@ -1,12 +1,12 @@
 """One recorder: every operator, what it reads, writes and allocates, and the user's line.
 
-The emulated backend replays what it recorded, and the liveness check and the annotations of a CUDA
-capture are read off it.
+The emulated backend replays what it recorded; liveness and annotations on CUDA are read off it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.core.buffers import bytes_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.fsdp_private import asks_for_shapes, unwraps_itself
-from lightning_graphs.core.known_causes import with_known_remedy
+from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COMPILED,
     CONTROL_FLOW,
@@ -31,10 +30,10 @@ from lightning_graphs.core.obstacles import (
     HOST_DATA,
     REHEARSED,
     SET_GENERATOR,
-    UNDECLARED_MUTATION,
     UNSUPPORTED_LAYOUT,
     Obstacle,
     operator_obstacle,
+    with_known_remedy,
 )
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.core.torch_private import eager_attention
@@ -78,12 +77,18 @@ def written_tensors(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Iterator[Tensor]:
     """The arguments that ``func`` writes, by its schema or by :data:`UNDECLARED_WRITES`."""
-    for position in UNDECLARED_WRITES.get(func, ()) or written_position(func):
-        yield from tensors_in(args[position])
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)
+    for position, name in _written_arguments(func):
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
+    """Position and name of each."""
+    named = list(enumerate(argument.name for argument in func._schema.arguments))
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    undeclared = [named[i] for i in UNDECLARED_WRITES.get(func, ()) or written_position(func)]
+    declared = [at for at, kind in zip(named, kinds, strict=True) if kind and kind.is_write]
+    return undeclared + declared
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -138,36 +143,30 @@ class Operation:
         return str(self.func)
 
 
-@dataclass(slots=True)
 class KnownStorage:
-    """A storage that the recorder met, held weakly."""
+    """A storage that the recorder met as that of a tensor, held weakly."""
 
-    id: int  # its number in this recording
-    born: bool  # whether it was made inside the recorded code
-    first: str  # the tensor it was first seen as, in words
-    device_type: str
-    scalar: bool  # whether that tensor had no dimensions
-    site: CallSite  # the user's line that touched it first
-    # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
-    # parameters that it gathers
-    address: int | None
-    constant: bool = False  # made of Python numbers: kernels get its value, not its address
-    ref: weakref.ref[UntypedStorage] | None = None
-    freed: CallSite | None = None  # where it was freed
-
-    def storage(self) -> UntypedStorage | None:
-        """The storage, or None when it was freed."""
-        return self.ref() if self.ref is not None else None
+    def __init__(self, number: int, tensor: Tensor, site: CallSite, *, born: bool) -> None:
+        storage = tensor.untyped_storage()
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        self.id = number
+        self.born = born  # whether it was made inside the recorded code
+        self.first = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}] on {tensor.device}"
+        self.device_type = tensor.device.type
+        self.scalar = tensor.dim() == 0
+        self.site = site  # the user's line that touched it first
+        # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
+        # parameters that it gathers
+        self.address: int | None = storage.data_ptr()
+        self.constant = False  # made of Python numbers: kernels get its value, not its address
+        self.storage = weakref.ref(storage, self._on_freed)
+        self.freed: CallSite | None = None  # where it was freed
 
     def note_release(self) -> None:
         """Note whether its memory was let go of, while the storage itself lives."""
         storage = self.storage()
         if storage is not None and self.address and not storage.nbytes():
             self.address = None
-
-    def watch(self, storage: UntypedStorage) -> None:
-        """Hold it weakly and note the user's line that frees it."""
-        self.ref = weakref.ref(storage, self._on_freed)
 
     def _on_freed(self, _: object) -> None:
         self.freed = CallSiteFinder().here()
@@ -185,35 +184,6 @@ def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
             "; ".join(map(str, dead[:3])),
             "keep a reference to the tensor beside the graph, and copy new values into it",
         )
-
-
-class GeneratorWatch:
-    """Tells operators that draw from a generator which something else than an operator has set."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = tuple(generators)
-        self.begin()
-
-    def begin(self) -> None:
-        """Take the generators as they are now: whatever set them before is of no interest."""
-        self._as_left = self._states()
-
-    @contextlib.contextmanager
-    def around(self, func: OpOverload) -> Iterator[bool]:
-        """While the operator runs: whether it draws, and a generator was set since the last one."""
-        before = self._states()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        yield draws and not _equal(before, self._as_left)
-        after = self._states()
-        if draws or not _equal(before, after):
-            self._as_left = after
-
-    def _states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-
-def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 class OperatorMode(TorchDispatchMode):
@@ -344,7 +314,6 @@ class Recorder(OperatorMode):
         return super().higher_order(func, args, kwargs)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
-        """Raise for an operator that cannot be captured, naming the user's line."""
         site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
         raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", remedy)
 
@@ -353,19 +322,7 @@ class Recorder(OperatorMode):
         storage = tensor.untyped_storage()
         known = self._by_identity.get(id(storage))
         if known is None or known.storage() is not storage:
-            shape = "x".join(map(str, tensor.shape)) or "scalar"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            first = f"{dtype}[{shape}] on {tensor.device}"
-            known = KnownStorage(
-                len(self.storages),
-                born,
-                first,
-                tensor.device.type,
-                tensor.dim() == 0,
-                self._sites.here(),
-                storage.data_ptr(),
-            )
-            known.watch(storage)
+            known = KnownStorage(len(self.storages), tensor, self._sites.here(), born=born)
             self._by_identity[id(storage)] = known
             self.storages.append(known)
         return known
@@ -373,15 +330,14 @@ class Recorder(OperatorMode):
     def _meet_constant(self, tensor: Tensor) -> None:
         """Note a tensor that torch made of Python numbers, out of sight of the dispatcher.
 
-        A scalar enters kernels as a constant. More than one number is a copy from host memory,
-        none at all is memory like any other.
+        A scalar enters kernels as a constant. More numbers are a copy from host memory.
         """
         if self._strict and tensor.dim() > 0 and tensor.numel() > 0:
             self.refuse("a tensor of Python numbers", HOST_DATA)
         self.know(tensor, born=True).constant = tensor.numel() > 0
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        """Called before an operator writes; the emulated backend saves the value."""
+        """Called before an operator writes."""
 
     def keep(self, operation: Operation) -> None:
         """Called with each finished operation; the default keeps names and ids, no tensor."""
@@ -443,23 +399,7 @@ class Recorder(OperatorMode):
                 self.refuse(str(call.func), SET_GENERATOR)
             if self._strict and self.raises and is_collective(call.func):
                 return returned_alone(call.func, call.args)
-            if not self._strict or call.func.namespace in ("aten", "prims"):
-                return call.run()
-            return self._run_custom(call)
-
-    def _run_custom(self, call: OperatorCall) -> Any:
-        """Run an operator that is not believed that it writes nothing."""
-        declared = {id(t.untyped_storage()) for t in call.written}
-        storages = {id(s): s for s in (t.untyped_storage() for t in call.inputs)}
-        before = [(s, s.clone()) for key, s in storages.items() if key not in declared]
-        result = call.run()
-        lied = [(s, v) for s, v in before if not torch.equal(bytes_of(s), bytes_of(v))]
-        if self.raises:
-            for storage, value in lied:
-                storage.copy_(value)
-        if lied:
-            self.refuse(str(call.func), UNDECLARED_MUTATION)
-        return result
+            return call.run()
 
     def _check(self, call: OperatorCall) -> None:
         func, args, kwargs = call.func, call.args, call.kwargs

@@ -1,12 +1,9 @@
-"""The frozen signature of a call, and its diff.
-
-A graph is right only for calls like the one it was captured from: here is said what "like" means.
-"""
+"""The signature of a call: what a later one must have in common with it for a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +34,7 @@ EVERYTHING = _Everything()
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The switches of torch that change what a call computes.
-
-    ``autocast_dtype`` is None while autocast is off: then it changes nothing.
-    """
+    """The switches of torch that change what a call computes."""
 
     grad_enabled: bool
     autocast_enabled: bool
@@ -85,7 +79,6 @@ class KernelChoice(NamedTuple):
 
     @classmethod
     def now(cls) -> KernelChoice:
-        """The switches as they are."""
         return cls(
             torch.get_float32_matmul_precision(),
             (_flash(), _efficient(), _cudnn(), _math()),
@@ -141,9 +134,6 @@ class Signature:
             extra: What else the signature is to depend on.
             unread: Names of Python values, and of containers of such, that do not count; with
                 ``EVERYTHING`` their types do not count either.
-
-        Raises:
-            CaptureError: A leaf is a tensor that cannot be a static input.
         """
         arg_names = tuple(names or ())
         paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
@@ -168,18 +158,6 @@ class Signature:
         aliases = alias_groups(tensors)
         return cls(tree, leaves, aliases, modes, extra, leaf_names, arg_names), tensors
 
-    def renewed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-        """The signature of the same call after it has run: objects may hold something by now."""
-        found: list[tuple[str, Any]] = []
-        flatten((tuple(args), dict(kwargs)), "", found)
-        if len(found) != len(self.leaves):  # it has changed its arguments
-            return self
-        pairs = zip(self.leaves, found, strict=True)
-        leaves = (
-            Constant.of(value) if isinstance(leaf, Constant) else leaf for leaf, (_, value) in pairs
-        )
-        return replace(self, leaves=tuple(leaves))
-
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
@@ -190,7 +168,7 @@ class Signature:
         return tuple(name for name, leaf in pairs if isinstance(leaf, TensorSpec))
 
     def diff(self, other: Signature) -> list[str]:
-        """What changed from this signature to another, a line each; empty only when equal."""
+        """What changed from this signature to another, a line each."""
         lines = []
         if self.tree != other.tree:
             lines.append(f"structure: {first_change('', self.tree, other.tree)}")

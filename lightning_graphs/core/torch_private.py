@@ -63,13 +63,13 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def outputs_of(node: Node) -> Sequence[Any]:
-    """Dtype, device and shape of each output of an operator, given its backward node, or none."""
+    """Dtype, device and shape of each output of an operator, given its backward node."""
     found: Sequence[Any] = getattr(node, "_input_metadata", ())
     return found
 
 
 def nodes_recorded() -> int:
-    """How many nodes autograd has recorded in this thread; see :func:`recorded_before`."""
+    """How many nodes autograd has recorded in this thread."""
     node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
 
@@ -97,7 +97,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     """Let schedulers take what stands for ``optimizer.step`` for a step that they watch already.
 
-    One that is made in the middle of a fit would wrap it for good, and warn that it steps first.
+    One that is made in the middle of a fit would wrap it for good.
     """
     step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -118,7 +118,7 @@ _never_the_same = itertools.count()
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters, buffers and submodules; nothing public gives them.
+    """Where a module keeps its parameters, buffers and submodules.
 
     Scripted modules keep theirs in C++, where nobody replaces them: these are copies.
     """
@@ -145,7 +145,7 @@ def _set_and_tell(module: nn.Module, name: str, value: Any) -> None:
 def attributes_watched(tell: _OnSet) -> Iterator[None]:
     """Call this with module, name and former value of whatever is set in a module, by any thread.
 
-    Only the setter of ``nn.Module`` sees all of them. It is everybody's again when nobody watches.
+    Only the setter of ``nn.Module`` sees all of them.
     """
     with _on_set_lock:
         _on_set.append(tell)
@@ -187,10 +187,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_anything() -> bool:
-    """Whether ``torch.compile`` has compiled code in this process, of whomever.
-
-    Nothing public counts it. Where torch lacks the counters the answer is yes.
-    """
+    """Whether ``torch.compile`` has compiled code in this process; yes where nothing counts it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return False
@@ -283,9 +280,8 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
 def will_execute(node: Node) -> bool:
     """Whether the backward pass that is running on this thread goes through ``node``.
 
-    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``; without the private
-    function the answer is yes. It raises where ``torch.autograd.grad()`` returns the gradient of
-    the node's leaf.
+    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
+    where the latter returns the gradient of the node's leaf.
     """
     function = getattr(torch._C, "_will_engine_execute_node", None)
     try:
@@ -302,8 +298,7 @@ _innermost_transform: Callable[[], object] = getattr(
 def in_transform() -> bool:
     """Whether code runs inside of ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
 
-    Its tensors carry batches or tangents that a graph knows nothing of. Where torch lacks the
-    private ways the answer is no.
+    Its tensors carry batches or tangents that a graph knows nothing of.
     """
     if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
         return False
@@ -368,9 +363,8 @@ def announced_as_cuda_capture() -> AbstractContextManager[None]:
 def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     """Let libraries hear that no capture is under way, so that they take the way of eager steps.
 
-    transformers keeps attention masks in a capture that it drops in an eager step: other kernels
-    run, which round otherwise and may have to be loaded first. torch itself hears the truth. The
-    names of the modules that were told so are added to a list.
+    transformers keeps attention masks in a capture that it drops in an eager step. torch itself
+    hears the truth. The names of the modules that were told so are added to a list.
     """
 
     def answer(caller: str) -> bool | None:
@@ -412,10 +406,7 @@ _WORTH_FOREACH = 3
 
 
 def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs.
-
-    No public API makes a storage of an address; without the private one the tensors are returned.
-    """
+    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs."""
     make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if make is None:
         return list(tensors)
@@ -435,7 +426,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 
 def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """A function that tells the same of many storages, and keeps them."""
+    """A function that tells the same of many storages."""
     addresses = [storage._cdata for storage in storages]
 
     def uses() -> list[int]:

@@ -152,10 +152,7 @@ class _Substitution:
 
 
 def first_change(path: str, before: Node | None, after: Node | None) -> str:
-    """The first place, depth first, where two trees differ, and what is there in each.
-
-    The empty path is that of the positional arguments, whose labels are whole names already.
-    """
+    """The first place, depth first, where two trees differ, and what is there in each."""
     if before is not None and after is not None:
         # The context of a deque does not tell its length.
         same = (before.kind, before.context) == (after.kind, after.context)
@@ -192,7 +189,6 @@ def open_container(value: Any) -> Opened | None:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Whether a value is an object with a method ``to``: Lightning moves batches of such a kind."""
     kind = type(value)
     return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
 
@@ -204,7 +200,6 @@ def attributes_in(value: Any) -> dict[str, Any]:
 
 
 def has_more(kind: type) -> bool:
-    """Whether containers of this kind may have attributes beside their items."""
     if not issubclass(kind, MutableMapping) or kind in _MAPPINGS or is_registered(kind):
         return False
     return bool(kind.__dictoffset__) and not is_of_library(kind)

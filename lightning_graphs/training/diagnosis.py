@@ -171,23 +171,10 @@ class Diagnosis:
                 known.count += 1
                 known.last_step = self.steps
                 return
-        self.findings.append(
-            Finding(
-                obstacle.kind,
-                operator,
-                site.file,
-                site.line,
-                site.function,
-                site.source if site.file else "",
-                1,
-                self.steps,
-                effect,
-                obstacle.rule,
-                observed,
-                obstacle.remedy,
-                obstacle.code,
-            )
-        )
+        place = (site.file, site.line, site.function, site.source if site.file else "")
+        texts = (obstacle.rule, observed, obstacle.remedy, obstacle.code)
+        row = (obstacle.kind, operator, *place, 1, self.steps, effect, *texts)
+        self.findings.append(Finding(*row))
 
     def at(self, site: CallSite) -> list[Finding]:
         """What is known of a line."""

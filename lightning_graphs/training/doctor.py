@@ -32,7 +32,7 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.body import loss_of
+from lightning_graphs.training.body import loss_of, scaler_of
 from lightning_graphs.training.diagnosis import (
     CHANGING_NUMBER,
     CHANGING_SHAPE,
@@ -67,7 +67,6 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import place_of, trained_parameters
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,

@@ -42,4 +42,6 @@ class Learned:
         self.reads = AttributeReads()  # attributes that captured steps read
         self.places = Places(module, self.reads, on_change)  # where steps store something
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
+        self.has_host_half = False  # captures record what steps compute on the host
+        self.is_unseen = True  # libraries are not told of captures
         self.kept = KeptGradients()  # whether somebody keeps gradients past their step

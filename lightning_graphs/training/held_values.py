@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.torch_private import tables_of, version_of
-from lightning_graphs.core.values import DEPTH, entries, walk
+from lightning_graphs.core.values import DEPTH, entries, is_plain, walk
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -61,7 +61,7 @@ def _of_module(
     for key, value in vars(module).items():
         if key in _TABLES:
             yield name, value
-        elif key not in OF_ALL_MODULES:
+        elif key not in OF_ALL_MODULES and not is_plain(value):
             yield from walk(f"{name}.{key}", value, seen, depth, modules=_of_tree)
 
 
@@ -72,13 +72,13 @@ class LooseTensors:
     of modules that are not registered count as written: BatchNorm's kernels do not say so.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]] | None = None) -> None:
         self._known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._buffers: dict[str, Tensor] = {}
         self._named: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
         self._kept: list[StateSnapshot] | None = None
-        for name, value in held_in(module):
+        for name, value in held_in(module) if held is None else held:
             self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
@@ -145,7 +145,13 @@ class Generators:
     Those of Python, numpy and torch, those that the module holds, and those that are added.
     """
 
-    def __init__(self, module: LightningModule, *, torch_too: bool = True) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        held: Iterable[tuple[str, Any]] | None = None,
+        *,
+        torch_too: bool = True,
+    ) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
         self._with_torch = torch_too and module.device.type != "cpu"
@@ -159,8 +165,8 @@ class Generators:
             name = "torch's generator of the CPU"
             found.append((name, torch.get_rng_state, torch.set_rng_state))
         self._states = [_State(name, get, put, get()) for name, get, put in found]
-        for name, held in held_in(module):
-            self.add(name, held)
+        for name, value in held_in(module) if held is None else held:
+            self.add(name, value)
 
     def add(self, name: str, held: Any) -> None:
         """Look at a value, if it is a generator, as it is now."""

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.training.interception import properties_watched, replaced
+from lightning_graphs.training.interception import replaced, subclassed
 from lightning_graphs.training.own_code import is_lightnings
 
 _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
@@ -244,7 +244,7 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
     handlers = composed if isinstance(composed, list) and own in composed else [own]
     at = handlers.index(own)
     sigterm.received = connector.received_sigterm
-    watched = properties_watched(connector, {"received_sigterm": property(received, receive)})
+    watched = subclassed(connector, {"received_sigterm": property(received, receive)})
     try:
         handlers[at] = notify
         with watched, replaced(loop, "_broadcast_sigterm_tensor", lambda: None):

@@ -23,6 +23,8 @@ _AUTO = 0.35
 """How much more than eager steps all that is ours may take, as a part of their peak."""
 _LEAST, _LEAST_SHARE = 2**31, 0.05
 """Bytes that small models may take beside that peak in any case, and no more of all there is."""
+_ROOMY = 4
+"""So many times what eager steps took at their peak is free where nobody needs to count."""
 SETTLED = 3
 """How many steps it takes until the allocator has cut its memory up for good."""
 _BESIDE = 2**26  # bytes: what a comparison takes beside the state that it has copied
@@ -120,6 +122,11 @@ class MemoryBudget:
                 f"{taken // _MIB} MiB are taken, a step takes {self._activations // _MIB} MiB "
                 f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
             )
+
+    @property
+    def is_roomy(self) -> bool:
+        """Whether so much is free that graphs take it from no eager step."""
+        return self._device is not None and self._free() > _ROOMY * self._peak > 0
 
     def settle(self) -> None:
         """Where memory is tight, let eager code cut it anew: what lies cached may not fit."""

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.tree import flatten
+from lightning_graphs.training.body import scaler_of
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.memory import MemoryBudget
-from lightning_graphs.training.precision import scaler_of
 
 
 class Restorable(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.training.agreement import Agreement, BothWays
-from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.body import StepBody, without_autocast_cache
 from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import rates_exchanged
@@ -24,7 +24,6 @@ from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
 from lightning_graphs.training.state import Restorable, StepState

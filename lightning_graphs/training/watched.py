@@ -10,22 +10,21 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
-from lightning_graphs.core.known_causes import with_known_remedy
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
     REHEARSED,
     Obstacle,
+    with_known_remedy,
 )
 from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
 from lightning_graphs.core.tree import leaves_of
@@ -36,8 +35,7 @@ from lightning_graphs.training.logged_floats import LoggedFloats
 _NUMBERS = (bool, int, float)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """An operator with the Python numbers that a capture would bake into it."""
 
     operator: str
@@ -45,21 +43,13 @@ class Call:
     site: CallSite
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """How two runs of the same code differ, though their inputs have the same shapes.
-
-    Attributes:
-        operator: The operator.
-        what: The two numbers, or that it is missing in one of the runs.
-        site: The user's line.
-        whole: Whether it may follow from a shape: whole numbers, or a missing operator.
-    """
+class Change(NamedTuple):
+    """How two runs of the same code differ, though their inputs have the same shapes."""
 
     operator: str
-    what: str
+    what: str  # the two numbers, or that it is missing in one of the runs
     site: CallSite
-    whole: bool
+    whole: bool  # whether it may follow from a shape: whole numbers, or a missing operator
 
 
 def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:

@@ -52,6 +52,18 @@ def test_captures_stay_within_their_part_of_the_peak(
         budget.require_room("A captured step")
 
 
+def test_plenty_is_four_times_the_peak_of_eager_steps(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    assert not budget.is_roomy  # nobody has looked at the peak
+    budget.require_room("A captured step")
+    allocator["free"] = 400
+    assert not budget.is_roomy
+    allocator["free"] = 401
+    assert budget.is_roomy
+    allocator["percent"] = 4  # a cap on the process: 400, of which some is reserved
+    assert not budget.is_roomy
+
+
 @pytest.mark.parametrize("total", [0, 80_000])
 def test_free_memory_is_not_taken_because_it_is_there(
     allocator: dict[str, int], total: int
@@ -94,3 +106,4 @@ def test_a_cpu_has_no_budget() -> None:
     budget = MemoryBudget(torch.device("cpu"), 0.0)
     budget.require_room("A captured step")
     assert budget.room_for(2**60) == 2**60
+    assert not budget.is_roomy

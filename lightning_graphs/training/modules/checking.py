@@ -78,7 +78,7 @@ class _CallRun:
         call = site.call
         signature, tensors = Signature.of(call.args, call.kwargs)
         self._names = signature.tensor_names
-        self._samples = site.graphed.static_inputs if again else tensors
+        self._samples = site.graphed.inputs.tensors if again else tensors
         self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable()

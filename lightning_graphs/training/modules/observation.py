@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.capturing import random_place
+from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle

@@ -42,7 +42,7 @@ from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import CodeOfModules, OwnCode
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.side_effects import effects_refused
 from lightning_graphs.training.statistics import (
     CaptureCost,
     Statistics,
@@ -82,7 +82,9 @@ class Baked:
         """Note what the body, a capture of these modules, reads."""
         modules = list(modules)
         self._code = CodeOfModules(modules, graphed=True)
-        self.outside = OutsideValues(nn.ModuleList(modules), self._own)
+        self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
+        found = self._generators.add, self.loose.add
+        self.outside = OutsideValues(nn.ModuleList(modules), self._own, *found)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
@@ -92,10 +94,6 @@ class Baked:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
-            self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
-            self.outside.tell(self._generators.add, self.loose.add)
-            self._effects = SideEffects(trainer, self._own)
-            stack.enter_context(self._effects.watched())
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
@@ -118,7 +116,7 @@ class Baked:
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors."""
         try:
-            with self._effects.refused(self.outside, "its forward"):
+            with effects_refused(self._root.trainer, self._own, self.outside, "its forward"):
                 result = run()
         finally:
             changed = self._reads.changed_outside(set(map(id, module.modules())))
@@ -236,7 +234,7 @@ class CapturedCalls:
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
         # Any graph over the same memory may overwrite it.
-        return any(site.graphed.outputs_are_kept for site in self.captured)
+        return any(site.graphed.outputs.is_kept for site in self.captured)
 
     @property
     def is_waiting(self) -> bool:

@@ -16,7 +16,7 @@ from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.agreement import Agreement
-from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.body import StepBody, scaler_of
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
@@ -32,7 +32,6 @@ from lightning_graphs.training.lightning_private import (
 from lightning_graphs.training.memory import code_captured
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.step import state_as_known
 from lightning_graphs.training.verification import Verification
 

@@ -1,0 +1,84 @@
+"""Random generators around captures."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.errors import CaptureError
+
+
+class GeneratorWatch:
+    """Tells operators that draw from a generator which something else than an operator has set."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = tuple(generators)
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the generators as they are now: whatever set them before is of no interest."""
+        self._as_left = self._states()
+
+    @contextlib.contextmanager
+    def around(self, func: OpOverload) -> Iterator[bool]:
+        """While the operator runs: whether it draws, and a generator was set since the last one."""
+        before = self._states()
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        yield draws and not _equal(before, self._as_left)
+        after = self._states()
+        if draws or not _equal(before, after):
+            self._as_left = after
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+def random_place(device_type: str) -> tuple[int, ...]:
+    """How many random numbers the generators of the GPUs have given.
+
+    Nothing is known on a CPU, nor inside of a capture.
+    """
+    if device_type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return ()
+    return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
+
+
+@contextlib.contextmanager
+def rewinding_refused(draws: bool) -> Iterator[None]:
+    """Refuse to set CUDA's generators in the body, the capture of a backward pass that draws.
+
+    Activation checkpointing sets them to where the forward pass began, for equal dropout. A graph
+    of its own begins where the forward graph has ended.
+    """
+    original = torch.cuda.set_rng_state
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        observed = "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
+        raise CaptureError(SET_GENERATOR.rule, observed, SET_GENERATOR.remedy)
+
+    if draws:
+        torch.cuda.set_rng_state = refuse
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state = original
+
+
+@contextlib.contextmanager
+def same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
+    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+    if torch.cuda.is_available() and not devices:
+        devices = [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices):
+        yield
