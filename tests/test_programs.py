@@ -24,6 +24,7 @@ WHOLE = [
     "several tasks with learned weights",
     "siamese network",
     "LoRA by hand",
+    "speech recognition (CTC)",
 ]
 SUBMODULES = {  # graphs for each call, in steps that call a network several times
     "GAN of Lightning's examples": "the module optimizes manually",
