@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, graph
+from lightning_graphs.core.recorder import OperatorMode
+from lightning_graphs.core.torch_private import run_kernel
 
 # One a line: the line of the lambda is the line that the message must name.
 ILLEGAL: dict[str, Callable[[Tensor], object]] = {
@@ -158,6 +161,32 @@ def test_ctc_loss() -> None:
     x, lengths = torch.zeros(4, 2, 3).log_softmax(-1), torch.full((2,), 4)
     loss = lambda: torch.nn.functional.ctc_loss(x, torch.ones(2, 2).long(), lengths, lengths // 2)  # noqa: E731
     assert "A capture cannot contain ctc_loss" in _refused("emulated", loss)
+
+
+def test_an_operator_is_seen_from_within() -> None:
+    """So are the tables that ``ctc_loss`` copies to a GPU."""
+    seen: list[str] = []
+
+    class Inside(OperatorMode):
+        sees_functions = False
+
+        def operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            seen.append(func.name())
+            if "_ctc_loss" not in func.name():
+                return func(*args, **kwargs)
+            with self.seeing_further():
+                return run_kernel(func, args[0].device, *args, **kwargs)
+
+    x = torch.randn(4, 2, 3).log_softmax(-1).requires_grad_()
+    given = torch.ones(2, 2).long(), [4, 4], [2, 1]
+    loss = lambda: torch.nn.functional.ctc_loss(x, *given)  # noqa: E731
+    eager = torch.autograd.grad(loss(), x)
+    with Inside():
+        within = torch.autograd.grad(loss(), x)
+    assert torch.equal(*eager, *within)
+    forward, backward = map(seen.index, ("aten::_ctc_loss", "aten::_ctc_loss_backward"))
+    assert "aten::empty.memory_format" in seen[forward + 1 :][:3]
+    assert "aten::full_like" in seen[backward + 1 :][:3]
 
 
 def test_numpy_is_refused_on_the_emulated_backend() -> None:
