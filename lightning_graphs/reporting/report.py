@@ -162,8 +162,9 @@ class Report:
 
     def __repr__(self) -> str:
         captures = sum(record.captures for record in self.graphs)
+        counted = f"{captures} capture{'s' * (captures != 1)}"
         gain = "" if self.speed_up is None else f", {self.speed_up:.2f}x as fast"
-        return f"<Report: {self.replayed} replayed, {self.eager} eager, {captures} captures{gain}>"
+        return f"<Report: {self.replayed} replayed, {self.eager} eager, {counted}{gain}>"
 
     def _repr_html_(self) -> str:
         return table.html(self)

@@ -144,6 +144,7 @@ class TestTable:
     def test_repr_is_one_short_line(self) -> None:
         assert repr(example()) == "<Report: 1200 replayed, 9 eager, 3 captures, 2.50x as fast>"
         assert repr(Report()) == "<Report: 0 replayed, 0 eager, 0 captures>"
+        assert " 1 capture>" in repr(Report(graphs=example().graphs[1:]))
         assert "GraphInfo" not in repr(example().graphs[0])
 
     def test_a_notebook_shows_the_table(self) -> None:
