@@ -252,6 +252,24 @@ def test_a_snapshot_brings_values_back_in_place(calls: tuple[list[Tensor], list[
     assert [t._version for t in tensors] == versions
 
 
+@pytest.mark.parametrize("room", [0, 40, 60, None])
+def test_a_snapshot_goes_to_the_host_as_far_as_there_is_no_room(
+    device: torch.device, room: int | None
+) -> None:
+    tensors = [torch.arange(8.0, device=device), torch.arange(4.0, device=device)]
+    snapshot = StateSnapshot(tensors, room=room)
+    for tensor in tensors:
+        tensor.fill_(-1.0)
+    on_device = [snapshot.saved(tensor).device.type == device.type for tensor in tensors]
+    if device.type != "cpu":  # of 32 and 16 bytes
+        assert on_device == {0: [False, False], 40: [True, False]}.get(room, [True, True])  # type: ignore[call-overload]
+    for tensor in tensors:
+        assert torch.equal(snapshot.saved(tensor).cpu(), torch.arange(float(len(tensor))))
+    snapshot.restore()
+    for tensor in tensors:
+        assert torch.equal(tensor.cpu(), torch.arange(float(len(tensor))))
+
+
 def test_a_snapshot_covers_views_and_parameters() -> None:
     flat = torch.arange(6.0)
     parameter = nn.Parameter(flat[:4].view(2, 2))

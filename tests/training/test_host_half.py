@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_graphs.training.investment import Investment
 from tests.training.fits import Net, batches, compare, fit_twice
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
@@ -283,6 +284,23 @@ def test_a_branch_that_turns_out_otherwise(
     compare(eager, captured)
     assert 1 <= captured.statistics.captures <= 2
     assert captured.statistics.replayed > 50
+
+
+def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def goes_on(investment: Investment) -> bool:
+        asked.append(False)
+        return False
+
+    monkeypatch.setattr(Investment, "goes_on_with_host", goes_on)
+    eager, captured = fit_twice(backend, tmp_path, module=AMask, data=lambda: batches(12))
+    compare(eager, captured)
+    assert asked == [False]  # the next capture records the host half at once
+    assert captured.statistics.captures == 1
+    assert captured.statistics.fallbacks == []
 
 
 class Kept(Plain):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
@@ -284,6 +286,32 @@ def test_the_first_tensor_that_differs_is_named(
     monkeypatch.setattr(CUDAGraph, "replay", spoiling)
     with pytest.raises(VerificationError, match=rf"{name} differs by up to 0\.5; two eager runs"):
         captured.run()
+
+
+def test_a_check_takes_no_memory_for_gradients(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old ones are gone, whoever was to put them back, and new ones are where the graph has its."""
+    own, old, found = Verification._eager, [], []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            old[:] = [weakref.ref(p.grad.untyped_storage()) for p in module.parameters()]
+
+    def eager(self: Verification, plan: Any, *args: Any) -> Any:
+        kept = sum(reference() is not None for reference in old)
+        results = own(self, plan, *args)
+        pairs = zip(plan.gradients.parameters, plan.gradients.buffers, strict=True)
+        found.append((kept, all(p.grad is buffer for p, buffer in pairs)))
+        return results
+
+    monkeypatch.setattr(Verification, "_eager", eager)
+    options: dict[str, Any] = {"callbacks": lambda: [Watch()]}
+    compare(
+        prepare(backend, tmp_path, False, **options).run(),
+        prepare(backend, tmp_path, True, **options).run(),
+    )
+    assert found == [(0, True)]
 
 
 def test_a_step_left_out_is_found(
