@@ -260,6 +260,9 @@ class GraphCapture(Callback):
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
+        is_cuda = trainer.strategy.root_device.type == "cuda"
+        if is_cuda and not moves_batches_itself(trainer, module):
+            _install(self._fit, BatchTransfer(trainer))
         doctor = Doctor(
             trainer,
             module,

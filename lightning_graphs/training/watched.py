@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import math
 import random
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +15,23 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
+from lightning_graphs.core.host_half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
+from lightning_graphs.core.host_recording import FACTORIES
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
+    INDEXING,
     REHEARSED,
     Obstacle,
     with_known_remedy,
 )
-from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
+from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder, tensors_in
+from lightning_graphs.core.torch_private import current_autograd_node
 from lightning_graphs.core.tree import leaves_of
-from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.live_numbers import LASTING
+from lightning_graphs.training.live_numbers import ARITHMETIC, COMPARISONS, LASTING
 from lightning_graphs.training.logged_floats import LoggedFloats
+from lightning_graphs.training.side_effects import call_watched
 
 _NUMBERS = (bool, int, float)
 
@@ -90,41 +91,37 @@ class Observer(Recorder):
         look: Callable[[Any, Any, Any], Iterable[float]],
         generators: Sequence[torch.Generator],
         *,
-        until: types.CodeType,
+        sites: CallSiteFinder,
         rehearsal: bool,
     ) -> None:
         super().__init__(generators)
         self.calls: list[Call] = []
         self._note = note
         self._look = look
-        self._sites = CallSiteFinder(until)
+        self._sites = sites
         self._rehearsal = rehearsal
-        self._silent = False
+        self.silent = False  # whether nothing is noted at the moment
+        self.answered = False  # whether the host has what is asked for by what is noted
+        self.told: list[str] = []  # what Python was told by it in this step
+        self._on_host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
         self._anew: set[float] = set()
 
-    def begin(self) -> None:
-        """Begin another step."""
+    def begin(self, on_host: Iterable[Tensor]) -> None:
+        """Begin another step; the host has these tensors, too, and what follows from them."""
         self.calls = []
+        self.told = []
         self._anew.clear()
-
-    def here(self) -> CallSite:
-        """The user's line that is being executed."""
-        return self._sites.here()
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing is noted at the moment."""
-        return self._silent
+        self._on_host = {self.know(tensor).id for tensor in on_host}
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
         """Note nothing that the body does."""
-        before, self._silent = self._silent, True
+        before, self.silent = self.silent, True
         try:
             yield
         finally:
-            self._silent = before
+            self.silent = before
 
     def forbid(self, value: Any, obstacle: Obstacle) -> None:
         """Note ``obstacle`` wherever a tensor in ``value`` is used."""
@@ -135,23 +132,45 @@ class Observer(Recorder):
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
         hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
-        if not self._silent and not hidden:
+        if not self.silent and not hidden:
             self._note(operator, with_known_remedy(obstacle), self._sites.here())
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if not self._silent:
+        if not self.silent:
             self._anew.update(self._look(func, args, kwargs))
         rule = FUNCTION_RULES.get(name)
         obstacle = rule(args, kwargs) if rule is not None else None
         if obstacle is not None:
+            lengths = name == "ctc_loss" and len(args) > 3 and args[1].dtype is torch.int64
+            asked = args[2:4] if lengths else args[:1]
+            self.answered = answered = self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             with self.looking_away():  # the operators inside of it are the same obstacle
-                return func(*args, **kwargs)
-        return REHEARSED.get(func, func)(*args, **kwargs)
+                result = func(*args, **kwargs)
+            return self._tell(result, answered)
+        result = REHEARSED.get(func, func)(*args, **kwargs)
+        if self._rehearsal and name in FACTORIES and kwargs.get("device") in (None, "cpu"):
+            self._on_host.add(self.know(result).id)
+        return result
+
+    def _tell(self, result: Any, answered: bool) -> Any:
+        """Remember what Python is told, if the host has it."""
+        self.answered = False
+        if answered and not self.silent:
+            shapes = [tuple(tensor.shape) for tensor in tensors_in(result)]
+            self.told.append(f"{self._sites.here().describe()} gave {shapes or result!r}")
+        return result
+
+    def _host_has(self, tensors: Iterable[Tensor]) -> bool:
+        own = "" if self._rehearsal else "cpu"
+        return all(
+            t.layout is torch.strided and (t.device.type == own or self.know(t).id in self._on_host)
+            for t in tensors
+        )
 
     def keep(self, operation: Operation) -> None:
-        if not self._silent:
+        if not self.silent:
             values = (*operation.args, *operation.kwargs.values())
             found = [v for v in values if type(v) in _NUMBERS]
             numbers = tuple(math.nan if v in self._anew else v for v in found)
@@ -159,12 +178,31 @@ class Observer(Recorder):
 
     def _meet_constant(self, tensor: Tensor) -> None:
         super()._meet_constant(tensor)
-        if not self._silent and tensor.dim() == 0 and tensor.device.type == "cpu":
+        self._on_host.add(self.know(tensor).id)
+        if not self.silent and tensor.dim() == 0 and tensor.device.type == "cpu":
             number: float = tensor.item()
             self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
 
+    def _run(self, call: OperatorCall) -> Any:
+        result = self._tell(super()._run(call), self.answered)
+        outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
+        given = call.inputs if name_of(call.func) not in OF_SHAPES else []
+        follows = is_exact(call.func, outputs, SMALL) and self._host_has(given)
+        follows = follows and all(self.know(tensor).born for tensor in call.written)
+        for known in [self.know(tensor, born=True).id for tensor in (*outputs, *call.written)]:
+            (self._on_host.add if follows else self._on_host.discard)(known)
+        return result
+
+    def _is_known(self, call: OperatorCall) -> bool:
+        """Whether the host has what it would be told by an operator."""
+        if call.func in INDEXING:
+            masks = [t for t in tensors_in(call.args[1]) if t.dtype is torch.bool]
+            return bool(masks) and self._host_has(masks)
+        tells = call.func in READS or call.func._schema.name in SHAPES
+        tells = tells or call.func is torch.ops.aten._to_copy.default
+        return tells and current_autograd_node() is None and self._host_has(call.inputs)
+
     def _check(self, call: OperatorCall) -> None:
-        super()._check(call)
         if is_collective(call.func):
             self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
@@ -172,15 +210,15 @@ class Observer(Recorder):
                 strided = tensor.layout is torch.strided
                 if strided and (found := self._forbidden.get(self.know(tensor).id)):
                     self.refuse(str(call.func), found)
+        self.answered = self._is_known(call)
+        super()._check(call)
 
 
 Note = Callable[[str], object]
 
-_ARITHMETIC = ["add", "sub", "mul", "mod", "floordiv", "truediv", "pow"]
-_ARITHMETIC += ["and", "or", "xor", "lshift", "rshift"]
-_ARITHMETIC += [f"r{name}" for name in _ARITHMETIC]
+_ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
 _ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
-_COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "bool"]
+_COMPARISONS = [*COMPARISONS.values(), "bool"]
 _ESCAPES = ["hash", "int", "str", "repr", "format", "divmod", "rdivmod"]
 _STATE_OF_A_GENERATOR = ("getstate", "setstate", "seed", "get_state", "set_state")
 
@@ -198,13 +236,13 @@ class WatchedNumbers:
         self.escaped = escaped
         self._logged = LoggedFloats()
 
-    def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
+    def number(self, name: str, value: Any) -> Any:
         """Stand for a number; other values stay what they are."""
         kind = _KINDS.get(type(value))
         if kind is None:
             return value
         number = kind(value)
-        number.numbers, number.name, number.lasts = self, name, lasts
+        number.numbers, number.name = self, name
         return number
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
@@ -212,7 +250,7 @@ class WatchedNumbers:
         value = read()
         if type(value) is bool:
             self.used(name)
-        return self.number(name, value, lasts=name == LASTING)
+        return self.number(name, value)
 
     def bare(self, number: Any, value: float) -> float:
         """A plain float for code that asks for one."""
@@ -237,7 +275,6 @@ class Watched:
 
     numbers: WatchedNumbers
     name: str
-    lasts: bool
 
     @property
     def plain(self) -> Any:
@@ -246,7 +283,7 @@ class Watched:
 
     def escapes(self) -> None:
         """Tell that the bare value is taken."""
-        (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
+        (self.numbers.used if self.name == LASTING else self.numbers.escaped)(self.name)
 
     def __float__(self) -> float:
         return self.numbers.bare(self, float(self.plain))
@@ -255,15 +292,9 @@ class Watched:
         return type(self.plain), (self.plain,)
 
 
-class WatchedInt(Watched, int):
-    """A whole number."""
-
-
-class WatchedFloat(Watched, float):
-    """Another number."""
-
-
-_KINDS: dict[type, Any] = {int: WatchedInt, float: WatchedFloat}
+_KINDS: dict[type, Any] = {
+    kind: type(f"Watched{kind.__name__}", (Watched, kind), {}) for kind in (int, float)
+}
 
 
 def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Callable[..., Any]:
@@ -275,8 +306,9 @@ def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Ca
         found = plain(self, *args)
         if not follows or type(found) not in _KINDS:
             return found
-        lasts = all(arg.lasts for arg in (self, *args) if isinstance(arg, Watched))
-        return self.numbers.number(self.name, found, lasts=lasts)
+        names = [arg.name for arg in (self, *args) if isinstance(arg, Watched)]
+        moving = (name for name in names if name != LASTING)
+        return self.numbers.number(next(moving, self.name), found)
 
     return operation
 
@@ -290,42 +322,22 @@ for _kind, _watched in _KINDS.items():
 
 def watched_in(value: Any) -> Iterator[Watched]:
     """The watched numbers in the arguments of a call, also in slices."""
-    if isinstance(value, Watched):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from watched_in(item)
-    elif isinstance(value, dict):
-        yield from watched_in(list(value.values()))
-    elif isinstance(value, slice):
-        yield from watched_in([value.start, value.stop, value.step])
+    for leaf in leaves_of(value):
+        parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        yield from (part for part in parts if isinstance(part, Watched))
 
 
 @contextlib.contextmanager
 def draws_watched(note: Note) -> Iterator[None]:
     """Tell when a function of ``random`` or ``numpy.random`` draws from the shared generator."""
-    numpy: Any = sys.modules.get("numpy")
+    present = (sys.modules.get(name) for name in ("random", "numpy.random"))
     with contextlib.ExitStack() as stack:
-        _watch_draws(stack, random, random.Random, note)
-        if numpy is not None:
-            _watch_draws(stack, numpy.random, numpy.random.RandomState, note)
+        for module in filter(None, present):
+            kinds = (random.Random, getattr(module, "RandomState", random.Random))
+            for name, function in list(vars(module).items()):
+                shared = isinstance(getattr(function, "__self__", None), kinds)
+                if shared and name not in _STATE_OF_A_GENERATOR:
+                    path = f"{module.__name__}.{name}"
+                    drawn = call_watched(module, name, path, lambda path, _: note(path))
+                    stack.enter_context(drawn)
         yield
-
-
-def _watch_draws(
-    stack: contextlib.ExitStack, module: ModuleType, generator: type, note: Note
-) -> None:
-    for name, function in list(vars(module).items()):
-        shared = isinstance(getattr(function, "__self__", None), generator)
-        if shared and name not in _STATE_OF_A_GENERATOR:
-            watched = _told(function, f"{module.__name__}.{name}", note)
-            stack.enter_context(replaced(module, name, watched))
-
-
-def _told(function: Callable[..., Any], name: str, note: Note) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        note(name)
-        return function(*args, **kwargs)
-
-    return call
