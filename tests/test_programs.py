@@ -24,6 +24,8 @@ WHOLE = [
     "several tasks with learned weights",
     "siamese network",
     "LoRA by hand",
+    "mixup",  # draws of NumPy
+    "translation with teacher forcing",  # a branch on a draw of Python
 ]
 SUBMODULES = {  # graphs for each call, in steps that call a network several times
     "GAN of Lightning's examples": "the module optimizes manually",

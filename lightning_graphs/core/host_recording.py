@@ -7,12 +7,14 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, memory_of
 from lightning_graphs.core.recorder import OperatorCall, OperatorMode, mapped, tensors_in
@@ -81,7 +83,9 @@ class HostRecording(OperatorMode):
         self._read_in_place: list[Tensor] = []
         self._makes_on_host = False
         self._device_draws = False
-        self._tape = HostTape()
+        self.tape = self._tape = HostTape()
+        # Gives what reads the present value of data with live numbers in it; None of other data
+        self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
         self._copies = copies
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
@@ -97,7 +101,8 @@ class HostRecording(OperatorMode):
             full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
             full.needed = self._needed
             raise full
-        if self._emulated and self._device_draws and any(o.draws for o in tape.operations):
+        draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
+        if self._emulated and self._device_draws and draws:
             raise CaptureError(
                 "One generator serves host and device on a CPU.",
                 "the captured code draws in both halves",
@@ -113,8 +118,8 @@ class HostRecording(OperatorMode):
         held = (self._arena, *self._read_in_place)
         half = HostHalf(tape.operations, tape.values, tape.inputs, held)
         goes_the_same_way = half.run(lambda: self._copies)
-        drawn = all(torch.equal(g.get_state(), state) for g, state in tape.states.items())
-        half.rewind()
+        drawn = all(comparable(g.get_state()) == comparable(s) for g, s in tape.states.items())
+        half.restore()
         if not (goes_the_same_way and drawn):
             raise CaptureError(RULE, "it draws or branches out of sight", REMEDY)
         return half if tape.operations or self._needed or self._read_in_place else None
@@ -292,8 +297,11 @@ class HostRecording(OperatorMode):
         if not self._emulated:
             return func(*args, **kwargs)
         if name in ("to", "cuda") and self._is_host(args[0]) and _names_device(args, kwargs):
-            dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-            return self._copied(args[0], {"dtype": dtype})
+            given = [
+                a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype | Tensor)
+            ]
+            dtypes = [a if isinstance(a, torch.dtype) else a.dtype for a in given]
+            return self._copied(args[0], {"dtype": dtypes[0] if dtypes else None})
         if name in (*_FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
             self._makes_on_host = True
             try:
@@ -309,6 +317,10 @@ class HostRecording(OperatorMode):
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             given = {"device": tensor.device}
             return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
+        if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
+            read = self.reader_of(index)
+            if read is not None and getattr(read(), "ndim", 0):  # an array
+                index = self._from_python(torch.as_tensor, "as_tensor", (index,), {})
         if not (isinstance(index, Tensor) and index.dim()):
             return index
         shadow = self._shadow(index)
@@ -353,14 +365,34 @@ class HostRecording(OperatorMode):
         if name == "new_tensor":
             host["dtype"] = kwargs.get("dtype") or args[0].dtype
         grad = bool(host.pop("requires_grad", False))
-        with out_of_sight():
-            value: Tensor = func(*args, **host)
-        self._tape.constant(value)
+        reads = [self.reader_of(arg) for arg in args]
+        value: Tensor
+        if any(reads):
+            value = self._tape.computed(_made_again(func, args, host, reads))
+        else:
+            with out_of_sight():
+                value = func(*args, **host)
+            self._tape.constant(value)
         # On a CPU, what names the device by an object means that of the module.
         on_host = device is None or torch.device(device).type == "cpu"
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
         result = value if on_host and not moves else self._copied(value, {})
         return result.requires_grad_() if grad else result
+
+
+def _made_again(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], reads: Sequence[Any]
+) -> Callable[[], Tensor]:
+    """Makes a tensor of the present values of numbers."""
+
+    def make(**kwargs: Any) -> Tensor:
+        pairs = zip(args, reads, strict=True)
+        made: Tensor = func(*(arg if read is None else read() for arg, read in pairs), **kwargs)
+        return made
+
+    with out_of_sight():
+        dtype = make(**kwargs).dtype  # that of Python's numbers is not always the same
+    return partial(make, **{**kwargs, "dtype": dtype})
 
 
 def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from lightning_graphs.training.body import StepBody
 from lightning_graphs.training.casting import StepCasts
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.draws import draws_recorded
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.frozen import (
     Places,
@@ -181,11 +182,15 @@ class StepCapture:
             inputs = StaticInputs(tensors)
             if self._has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
-                device, room = self._module.device, self._room_on_device
-                recording = HostRecording(device, inputs.tensors, copies, room)
-            self._host = nullcontext() if recording is None else recording
+                room = self._room_on_device
+                recording = HostRecording(self._module.device, inputs.tensors, copies, room)
+            tape = None if recording is None else recording.tape
+            reads, device = self._learned.reads, self._module.device
+            self._numbers = StepNumbers(self._trainer, reads, device, tape)
+            self._host = (
+                nullcontext() if recording is None else draws_recorded(self._numbers, recording)
+            )
             own = unread.left_out(batch, inputs.tensors)
-            self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             targets = GradientTargets(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,11 +63,6 @@ class Mixup(Net):
         return share * self.loss(batch)
 
 
-class TeacherForcing(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * (2.0 if random.random() < 0.5 else 1.0)
-
-
 class OldGradients(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         old = self.net[0].weight.grad
@@ -111,7 +105,6 @@ REFUSED = [
     (Stepped, "trainer.global_step"),
     (ByProgress, "trainer.fit_loop"),
     (Mixup, "numpy"),
-    (TeacherForcing, "random"),
     (OldGradients, ".grad of a parameter is read"),
     (OldGradientsDropped, ".grad of a parameter is set"),
     (OldGradientsClipped, ".grad of a parameter is read"),
