@@ -25,7 +25,9 @@ aten = torch.ops.aten
 
 _ALIGNMENT = 256  # bytes, as the allocator has it
 _TRANSFERS = (aten._to_copy.default, aten.copy_.default)
-_FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+"""Functions that make a tensor of Python's numbers."""
+
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 _FACTORIES = frozenset(
@@ -290,9 +292,9 @@ class HostRecording(OperatorMode):
                 return func(value, *args[1:], **kwargs)
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
-        if name in _FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
+        if name in FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
             self._tape.refuse(f"{name} of a tensor that changes from step to step")
-        if name in _FROM_PYTHON and not isinstance(data, Tensor):
+        if name in FROM_PYTHON and not isinstance(data, Tensor):
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
             return func(*args, **kwargs)

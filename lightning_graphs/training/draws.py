@@ -24,8 +24,8 @@ from lightning_graphs.training.generators import PythonGenerator, shared_generat
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import LiveNumber, StepNumbers, refuse_drawn
 
-_SETTERS = ("setstate", "set_state", "seed")
-_LEFT_ALONE = ("getstate", "get_state", "shuffle")
+SETTERS = ("setstate", "set_state", "seed")
+_GETTERS = ("getstate", "get_state")
 _IN_PLACE = ("fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort")
 
 Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
@@ -54,7 +54,7 @@ def draws_exchanged(exchange: Exchange) -> Iterator[None]:
         for module, generator in shared_generators():
             owner = getattr(generator.get_state, "__self__", module)
             for name, function in list(vars(module).items()):
-                if getattr(function, "__self__", None) is owner and name not in _LEFT_ALONE:
+                if getattr(function, "__self__", None) is owner and name not in _GETTERS:
                     own = exchanged(f"{module.__name__}.{name}", function, generator)
                     stack.enter_context(replaced(module, name, own))
         yield
@@ -67,7 +67,7 @@ def draws_recorded(numbers: StepNumbers, recording: HostRecording) -> Iterator[N
 
     def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
         def draw(*args: Any, **kwargs: Any) -> Any:
-            if name.endswith(_SETTERS):
+            if name.endswith((*SETTERS, "shuffle")):
                 refuse_drawn(name)
             call = partial(_called, function, _own(args), _own(kwargs))
             drawn = tape.draw(generator, call)

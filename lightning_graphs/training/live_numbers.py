@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
@@ -30,15 +29,14 @@ from lightning_graphs.core.host_tape import HostTape
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.core.values import Absence
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.followed import Followed, constants_around
 from lightning_graphs.training.frozen import (
-    COUNTER,
     FrozenNumber,
     Places,
     group_places,
     rate_places,
     refuse_stand_ins,
 )
-from lightning_graphs.training.logged_floats import LoggedFloats, constants_around
 from lightning_graphs.training.python_state import DRAWN, AttributeReads
 
 _ROOM = 64  # numbers on the device, in one step
@@ -85,7 +83,6 @@ class StepNumbers:
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
         self._bounds: list[float] = []
-        self._floats = LoggedFloats()
 
     @property
     def on_device(self) -> list[NumberOnDevice]:
@@ -156,28 +153,16 @@ class StepNumbers:
         """Note what a number is compared with: ``min`` and ``max`` may return this very object."""
         self._bounds.append(bound)
 
-    def bare(self, number: LiveNumber) -> float:
-        """A plain float for code that asks for one, as ``self.log("step", float(step))`` does."""
-        made = self._floats.made(number.name, number.value, number.now, sys._getframe(2))
-        return float(number.seen(float)) if made is None else made
-
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """What gives the present value of a plain number that is logged; None if it is not ours.
 
         To be called by what stands for ``LightningModule.log``.
         """
-        if type(value) is not float:
-            return None
         # What the code has in its text is what it is by the outcome of a guard.
-        if self.has_guards and any(b is value for b in (*self._bounds, *constants_around())):
+        is_ours = type(value) is float and self.has_guards
+        if is_ours and any(b is value for b in (*self._bounds, *constants_around())):
             return lambda: value
-        return self._floats.logged(value)
-
-    def finish(self) -> None:
-        """To be called at the end of the step's code."""
-        for name, site in self._floats.elsewhere():
-            observed = f"{name} is read at {site.describe()}"
-            raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+        return None
 
     def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
         """An operator of a tensor and a number, as the eager one rounds it."""
@@ -206,7 +191,7 @@ class StepNumbers:
         return memory
 
 
-class LiveNumber(FrozenNumber):
+class LiveNumber(Followed, FrozenNumber):
     """Stands for a number of the trainer while a whole step is captured, or for what follows."""
 
     def __init__(
@@ -268,15 +253,14 @@ class LiveNumber(FrozenNumber):
         found = self.computed(f"bool({self.name})", bool)
         return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Functions of NumPy."""
-        if method != "__call__" or kwargs:
-            self.refuse()
-        place = next(i for i, n in enumerate(inputs) if n is self)
-        others = [*inputs[:place], *inputs[place + 1 :]]
-        return self.computed(
-            f"{ufunc.__name__}({', '.join(map(_operand, inputs))})", _moved(ufunc, place), *others
-        )
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        if function in _PLAIN and type(self.value) is function:
+            return self
+        place = next(i for i, argument in enumerate(args) if argument is self)
+        given = ", ".join(map(_operand, args))
+        others = [*args[:place], *args[place + 1 :]]
+        return self.computed(f"{function.__name__}({given})", _first(function, place), *others)
 
     @classmethod
     def __torch_function__(
@@ -330,7 +314,7 @@ def _constant(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _moved(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+def _first(function: Callable[..., Any], place: int) -> Callable[..., Any]:
     """A function that is given one of its arguments first."""
     return lambda first, *others: function(*others[:place], first, *others[place:])
 
@@ -384,10 +368,6 @@ def _alone(function: Callable[..., Any]) -> Any:
     return method
 
 
-def _as_float(number: LiveNumber) -> float:
-    return number.numbers.bare(number)
-
-
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
@@ -405,9 +385,9 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
-for _name, _method in {"bool": LiveNumber.is_true, "float": _as_float}.items():
-    setattr(LiveNumber, f"__{_name}__", _method)
-_BARE: dict[str, Callable[..., Any]] = {"int": int, "index": operator.index, "hash": hash}
+LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment, method-assign]
+_BARE: dict[str, Callable[..., Any]] = {"float": float, "int": int}
+_BARE |= {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
 for _name, _plain in _BARE.items():
     setattr(LiveNumber, f"__{_name}__", _seen(_plain))

@@ -28,6 +28,7 @@ from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.draws import draws_recorded
 from lightning_graphs.training.fit import Fit, Learned
+from lightning_graphs.training.followed import calls_followed
 from lightning_graphs.training.frozen import (
     Places,
     counters_watched,
@@ -216,7 +217,6 @@ class StepCapture:
                     output = self._body.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     if places is not None:
                         places.look()
-                self._numbers.finish()
                 gradients, others = targets.attached()
             unread.refuse_read()
             host = None if recording is None else recording.finish()
@@ -307,7 +307,8 @@ class StepCapture:
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
         numbers = numbers_exchanged(self._optimizer, self._in_optimizer)
-        with old_gradients_watched(self._trainer), watched, numbers, self._unseen(), self._host:
+        followed, unseen = calls_followed(self._module, self._own), self._unseen()
+        with old_gradients_watched(self._trainer), watched, numbers, unseen, followed, self._host:
             return StepBody.forward(self._body, arguments, recorder)
 
     def _open_keys(self) -> Sequence[Collection[str]]:
