@@ -74,7 +74,6 @@ from lightning_graphs.training.python_state import (
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
 from lightning_graphs.training.watched import (
-    Watched,
     WatchedNumbers,
     watched_in,
 )
@@ -230,7 +229,7 @@ class Doctor:
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing))
-            stack.enter_context(calls_followed(self._module, self._own))
+            stack.enter_context(calls_followed())
             stack.enter_context(self._observing())
             yield
 
@@ -295,7 +294,7 @@ class Doctor:
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        return isinstance(number, Watched) or any(number is group["lr"] for group in groups)
+        return self._counters.is_live(number) or any(number is group["lr"] for group in groups)
 
     def _used(
         self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER

@@ -1,6 +1,6 @@
 """Functions of Python that numbers go through: ``float``, ``int`` and those of ``math``.
 
-They ask for a bare number. While code is watched they hand those that are followed on to them.
+They ask for a bare number. While code is watched, such a number gets the call.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any
-
-from torch import nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.torch_private import has_compiled_anything
 from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.own_code import OwnCode, function_of
 
 
 class Followed(abc.ABC):
@@ -39,13 +36,13 @@ class Followed(abc.ABC):
         return self.applied(ufunc, inputs)
 
 
-@contextlib.contextmanager
-def calls_followed(root: nn.Module, own: OwnCode) -> Iterator[None]:
-    """Let these functions follow numbers, in the author's modules; compiled code sees none of it.
+Conversion = tuple[str, type]
+"""A module's name, and ``float`` or ``int``."""
 
-    ``float`` and ``int`` are exchanged where classes of the tree are written, and the functions
-    that are named there.
-    """
+
+@contextlib.contextmanager
+def calls_followed(conversions: Collection[Conversion] = ()) -> Iterator[None]:
+    """Let functions of ``math``, and these, follow numbers; compiled code sees none of it."""
     if has_compiled_anything():
         yield
         return
@@ -53,20 +50,9 @@ def calls_followed(root: nn.Module, own: OwnCode) -> Iterator[None]:
         for name, function in list(vars(math).items()):
             if callable(function) and not name.startswith("__"):
                 stack.enter_context(replaced(math, name, _following(function)))
-        for module in _modules_of(root, own):
-            for kind in (float, int):
-                if kind.__name__ not in vars(module):
-                    stack.enter_context(replaced(module, kind.__name__, _CONVERSIONS[kind]))
+        for module, kind in conversions:
+            stack.enter_context(replaced(sys.modules[module], kind.__name__, _CONVERSIONS[kind]))
         yield
-
-
-def _modules_of(root: nn.Module, own: OwnCode) -> list[Any]:
-    kinds = {type(module) for module in root.modules()}
-    names = {base.__module__ for kind in kinds for base in kind.__mro__}
-    modules = [sys.modules[name] for name in names if own.has_module(name)]
-    values = (function_of(value) for module in modules for value in vars(module).values())
-    more = {value.__module__ for value in values if isinstance(value, FunctionType)} - names
-    return modules + [sys.modules[name] for name in more if name and own.has_module(name)]
 
 
 def _following(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,10 +67,10 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _conversion(kind: Any) -> type:
-    """What stands for ``float`` or ``int``: calls of it follow numbers, all else is the same."""
+    """What stands for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
     following = _following(kind)
 
-    class Conversion(type):
+    class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             return following(*args, **kwargs)
 
@@ -100,7 +86,7 @@ def _conversion(kind: Any) -> type:
         def __hash__(cls) -> int:
             return hash(kind)
 
-    return Conversion(kind.__name__, (kind,), {})
+    return Meta(kind.__name__, (kind,), {})
 
 
 _CONVERSIONS = {kind: _conversion(kind) for kind in (float, int)}

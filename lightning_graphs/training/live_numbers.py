@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ from lightning_graphs.core.host_tape import HostTape
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.core.values import Absence
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.followed import Followed, constants_around
+from lightning_graphs.training.followed import Conversion, Followed, constants_around
 from lightning_graphs.training.frozen import (
     FrozenNumber,
     Places,
@@ -83,6 +84,7 @@ class StepNumbers:
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
         self._bounds: list[float] = []
+        self.asked: set[Conversion] = set()  # where code asks for bare numbers
 
     @property
     def on_device(self) -> list[NumberOnDevice]:
@@ -368,6 +370,14 @@ def _alone(function: Callable[..., Any]) -> Any:
     return method
 
 
+def _converted(kind: type) -> Any:
+    def convert(number: LiveNumber) -> Any:
+        number.numbers.asked.add((sys._getframe(1).f_globals.get("__name__", ""), kind))
+        return number.seen(kind)
+
+    return convert
+
+
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
@@ -386,8 +396,9 @@ for _name in ("neg", "pos", "abs"):
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
 LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment, method-assign]
-_BARE: dict[str, Callable[..., Any]] = {"float": float, "int": int}
-_BARE |= {"index": operator.index, "hash": hash}
+_BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
+for _kind in (float, int):
+    setattr(LiveNumber, f"__{_kind.__name__}__", _converted(_kind))
 for _name, _plain in _BARE.items():
     setattr(LiveNumber, f"__{_name}__", _seen(_plain))

@@ -28,7 +28,7 @@ from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.draws import draws_recorded
 from lightning_graphs.training.fit import Fit, Learned
-from lightning_graphs.training.followed import calls_followed
+from lightning_graphs.training.followed import Conversion, calls_followed
 from lightning_graphs.training.frozen import (
     Places,
     counters_watched,
@@ -95,6 +95,7 @@ class StepCapture:
         self._host: AbstractContextManager[object] = nullcontext()
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
+        self._conversions: frozenset[Conversion] = frozenset()
         self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
@@ -135,6 +136,8 @@ class StepCapture:
                     raise
                 if self._learned.places.learn(self._learned.places.found):
                     continue
+                if self._learn_conversions():
+                    continue
                 if isinstance(error, LeftBehindError):
                     raise
                 if not (self._has_host_half or has_compiled_anything()):
@@ -143,6 +146,12 @@ class StepCapture:
                     self._is_unseen = self._has_host_half = False
                 else:
                     raise
+
+    def _learn_conversions(self) -> bool:
+        """Follow numbers where the author's code has asked for bare ones; whether that is new."""
+        asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
+        known, self._conversions = self._conversions, self._conversions | asked
+        return self._conversions != known
 
     def _refuse_looks_at_shards(self) -> None:
         if self._units is not None and self._observers.before_backward:
@@ -307,7 +316,7 @@ class StepCapture:
     ) -> tuple[OutputPlan, Tensor]:
         watched = self._casts.watched_forward()
         numbers = numbers_exchanged(self._optimizer, self._in_optimizer)
-        followed, unseen = calls_followed(self._module, self._own), self._unseen()
+        followed, unseen = calls_followed(self._conversions), self._unseen()
         with old_gradients_watched(self._trainer), watched, numbers, unseen, followed, self._host:
             return StepBody.forward(self._body, arguments, recorder)
 

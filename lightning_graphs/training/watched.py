@@ -16,7 +16,7 @@ _ARITHMETIC += ["and", "or", "xor", "lshift", "rshift"]
 _ARITHMETIC += [f"r{name}" for name in _ARITHMETIC]
 _ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
 _COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "bool"]
-_ESCAPES = ["hash", "int", "float", "str", "repr", "format", "divmod", "rdivmod"]
+_ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
 
 
 class WatchedNumbers:
@@ -30,6 +30,7 @@ class WatchedNumbers:
     def __init__(self, used: Note, escaped: Note) -> None:
         self.used = used
         self.escaped = escaped
+        self._made: list[float] = []
 
     def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
         """Stand for a number; other values stay what they are."""
@@ -48,6 +49,16 @@ class WatchedNumbers:
         if type(value) is bool:
             self.used(name)
         return self.number(name, value, lasts=name == LASTING)
+
+    def bare(self, number: Any) -> float:
+        """A plain float, an object of its own that is known again."""
+        self.used(number.name)
+        self._made.append(float(repr(float(number.value))))
+        return self._made[-1]
+
+    def is_live(self, value: Any) -> bool:
+        """Whether it is a number that a captured step would follow."""
+        return isinstance(value, Watched) or any(value is made for made in self._made)
 
 
 class Watched(Followed):
@@ -76,6 +87,9 @@ class Watched(Followed):
         found = function(*(a.value if isinstance(a, Watched) else a for a in args))
         lasts = all(a.lasts for a in args if isinstance(a, Watched))
         return self.numbers.number(self.name, found, lasts=lasts)
+
+    def __float__(self) -> float:
+        return self.numbers.bare(self)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         return type(self.value), (self.value,)
