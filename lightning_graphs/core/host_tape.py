@@ -55,6 +55,7 @@ class HostTape:
         self.inputs: list[tuple[int, int]] = []
         self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
         self._known: dict[int, _Known] = {}
+        self._draws: list[tuple[HostGenerator, Draw]] = []
         self._sites = CallSiteFinder()
 
     def knows(self, tensor: Tensor) -> bool:
@@ -99,6 +100,7 @@ class HostTape:
         with self._continued(generator):
             draw()
         self.operations.append(Operation(draw, (), {}, [], generator))
+        self._draws.append((generator, draw))
         return draw
 
     def told(self, read: Callable[[], Any]) -> float:
@@ -108,18 +110,17 @@ class HostTape:
 
     def _spread(self, read: Callable[[], Any]) -> float:
         """The inverse of the share that the most frequent value has in so many further draws."""
-        draws = [operation for operation in self.operations if isinstance(operation.func, Draw)]
-        values = [operation.func.value for operation in draws]
+        values = [draw.value for _, draw in self._draws]
         found: Counter[Any] = Counter()
         with contextlib.ExitStack() as stack:
-            for generator in {operation.draws: None for operation in draws}:
+            for generator in {generator: None for generator, _ in self._draws}:
                 stack.callback(generator.set_state, generator.get_state())
             for _ in range(_FURTHER_DRAWS):
-                for operation in draws:
-                    operation.func()
+                for _, draw in self._draws:
+                    draw()
                 found[read()] += 1
-        for operation, value in zip(draws, values, strict=True):
-            operation.func.value = value
+        for (_, draw), value in zip(self._draws, values, strict=True):
+            draw.value = value
         return _FURTHER_DRAWS / max(found.values())
 
     def computed(self, function: Callable[[], Tensor]) -> Tensor:

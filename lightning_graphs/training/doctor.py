@@ -294,7 +294,8 @@ class Doctor:
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        return self._counters.is_live(number) or any(number is group["lr"] for group in groups)
+        followed = self._counters.is_live(number) or self._draws.is_live(number)
+        return followed or any(number is group["lr"] for group in groups)
 
     def _used(
         self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER

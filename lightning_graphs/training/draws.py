@@ -143,7 +143,7 @@ class LiveArray(LiveNumber):
     def is_true(self) -> Any:
         return self.computed(f"bool({self.name})", bool)
 
-    def __getitem__(self, key: Any) -> Any:  # type: ignore[override]
+    def __getitem__(self, key: Any) -> Any:
         return self.computed(self.name, operator.getitem, key)
 
     def __len__(self) -> int:  # type: ignore[override]
@@ -161,4 +161,4 @@ class LiveArray(LiveNumber):
             return super().__getattr__(name)
         return partial(self.computed, f"{self.name}.{name}", method)
 
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = StandIn._refuse  # type: ignore[assignment]
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = StandIn._refuse

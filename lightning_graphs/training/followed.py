@@ -89,7 +89,7 @@ def _conversion(kind: Any) -> type:
     return Meta(kind.__name__, (kind,), {})
 
 
-_CONVERSIONS = {kind: _conversion(kind) for kind in (float, int)}
+_CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
 
 
 def is_conversion(value: Any) -> bool:

@@ -395,7 +395,7 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
-LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment, method-assign]
+LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment]
 _BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
 for _kind in (float, int):

@@ -34,7 +34,8 @@ class WatchedNumbers:
 
     def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
         """Stand for a number; other values stay what they are."""
-        if isinstance(value, getattr(sys.modules.get("numpy"), "number", ())):
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.number):
             value = value.item()
         kind = _KINDS.get(type(value))
         if kind is None:
@@ -73,7 +74,7 @@ class Watched(Followed):
     lasts: bool
 
     @property
-    def value(self) -> Any:  # type: ignore[override]
+    def value(self) -> Any:
         """The number itself."""
         return (int if isinstance(self, int) else float).__pos__(self)  # type: ignore[arg-type]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_graphs.core.generators import comparable
@@ -107,6 +108,51 @@ NUMBERS = [seeds, mixup, several, in_place, of_the_trainer, as_tensors, permuted
 def test_numbers_are_drawn_anew(backend: str, tmp_path: Path, step: Any, window: int) -> None:
     fit = both(backend, tmp_path, step, max_epochs=3, accumulate_grad_batches=window)
     assert fit.statistics.replayed > 8
+
+
+def test_verifications_do_not_draw(backend: str, tmp_path: Path) -> None:
+    fit = both(backend, tmp_path, mixup, capture={"verify": 2, "on_failure": "raise"})
+    assert fit.statistics.replayed > 8
+
+
+class Saved(Callback):
+    """A checkpoint amid a fit, with the generators, as one keeps them for a resumed fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.states = path, ()
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if not self.states:
+            self.states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("step", [mixup, several])
+def test_a_resumed_fit_draws_on(backend: str, tmp_path: Path, step: Any) -> None:
+    path = tmp_path / "saved.ckpt"
+    options: dict[str, Any] = {"module": net(step), "max_epochs": 3}
+    saved, ends = Saved(path), []
+    prepare(backend, tmp_path, True, callbacks=lambda: [saved], **options).run()
+    for captured in (False, True):
+        fit = prepare(backend, tmp_path, captured, **options)
+        restored = Restored(saved.states)
+        fit.trainer.callbacks.insert(0, restored)
+        ends.append((fit.run(ckpt_path=path), states()))
+    compare(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+class Restored(Callback):
+    """Puts the generators to where they were."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def on_train_start(self, *_: Any) -> None:
+        for put, state in zip(
+            (random.setstate, np.random.set_state, torch.set_rng_state), self.found, strict=True
+        ):
+            put(state)
 
 
 # ------------------------------------------------------------------ branches
