@@ -43,9 +43,10 @@ STORED = Obstacle(
     code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
 )
 DRAWN = Obstacle(
-    "A replay draws again from the generators of Python and NumPy, and follows such a number to "
-    "arithmetic, comparisons, logs and torch.tensor, no further.",
-    "draw on the device (torch.rand(..., device=...)), or in the data loader",
+    "A captured step runs no Python code: a number that it draws would stand still.",
+    "add, multiply, compare or log what is drawn, or make a tensor of it, in training_step alone, "
+    "which a replay follows; else draw on the device (torch.rand(..., device=...)), or in the data "
+    "loader",
     kind="python-state",
     code="share = torch.rand((), device=self.device)  # in place of random.random()",
 )
