@@ -17,7 +17,7 @@ endif
 # The package is importable from the checkout, also where it is not installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-gpu lint bench clean
 
 # OpenMP threads that wait without spinning: on a busy machine a spinning one holds up the others.
 demo: export OMP_WAIT_POLICY := passive
@@ -28,6 +28,10 @@ demo: $(DEMO_INSTALLED)
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
 	$(PY) -m pytest tests $(ROWS) $$($(PY) -c "import importlib.util as u; print('-n auto' * bool(u.find_spec('xdist')))")
+
+# Every row of every file, each file in a process of its own, on all GPUs of the machine.
+test-gpu: $(INSTALLED)
+	$(PY) tests/on_gpus.py
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .

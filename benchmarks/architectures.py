@@ -411,6 +411,8 @@ ARCHITECTURES: Mapping[str, Architecture] = _PLAIN | {
         # These are drawn by numpy.
         _variant("Wav2Vec2ForSequenceClassification", "without masks", mask_time_prob=0.0),
         _variant("WavLMForSequenceClassification", "without masks", mask_time_prob=0.0),
+        _variant("WavLMForCTC", "without masks", mask_time_prob=0.0),
+        _variant("HubertForCTC", "without masks", mask_time_prob=0.0),
     )
 }
 """All rows by their names."""

@@ -4,9 +4,10 @@ As ``step.py``, with the same loop, progress bar and two logged keys, on one GPU
 eager, captured, for GPT-2 with ``torch.compile(mode="reduce-overhead")``, and the floor of the
 captured step, which all ranks replay back to back at the same time. Each rank has batches of its
 own, always as many samples. The slowest rank counts. One process for each GPU makes all fits, and
-what each of them takes is printed as soon as it is known.
+each figure is printed as soon as it is known, those over several GPUs first.
 
-Weak scaling is the time of a step on one GPU over that on several.
+Weak scaling is the time of a step on one GPU over that on several. The two fits on one GPU run side
+by side, each on a GPU of its own.
 
     python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--sharded gpt2] [--gpus 2]
     python benchmarks/ddp.py --exchange
@@ -59,7 +60,7 @@ LIMIT = 1.05
 AHEAD = {"gpt2": 3.0}
 """How far captured steps are ahead of ``reduce-overhead``, at least."""
 SECONDS = 600
-STEPS = WARMUP + 4 * TIMED
+STEPS = WARMUP + 3 * TIMED
 TRACED = 5
 _EXCHANGES = 2000
 
@@ -137,7 +138,8 @@ def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def fits(rank: int, ranks: int, plan: Sequence[Fit], tiny: bool) -> Iterator[Any]:
     """Make all fits of a plan on this rank; None for those that it is not one of."""
     for row, how, number, traced in plan:
-        yield fit(rank, number, row, how, tiny, traced) if rank < number else None
+        takes_part = number > 1 or rank == (how == "captured")
+        yield fit(rank, number, row, how, tiny, traced) if takes_part else None
         torch._dynamo.reset()
 
 
@@ -194,7 +196,7 @@ def fit(
     with _as_if_alone(ranks):
         trainer = Trainer(
             accelerator="cpu" if tiny else "gpu",
-            devices=ranks,
+            devices=[rank] if ranks == 1 and not tiny else ranks,
             strategy=strategy,
             use_distributed_sampler=False,
             max_epochs=1,
@@ -295,74 +297,77 @@ def _run(rank: int, function: Any, ranks: int, port: int, args: Any, results: An
 def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
     """All fits, those that compile last; variants are measured on several GPUs only."""
     plain = [name for name in names if " " not in name]
-    plan = [
-        (name, how, ranks, False)
-        for name in plain
-        for ranks in (1, gpus)
-        for how in ("eager", "captured")
-    ]
-    plan += [(name, "reduce-overhead", gpus, False) for name in plain if name in AHEAD and not tiny]
     variants = [name for name in names if name not in plain]
-    return plan + [(name, how, gpus, False) for name in variants for how in ("eager", "captured")]
+    ways = ("eager", "captured")
+    plan = [(name, how, ranks, False) for ranks in (gpus, 1) for name in plain for how in ways]
+    plan += [(name, "reduce-overhead", gpus, False) for name in plain if name in AHEAD and not tiny]
+    return plan + [(name, how, gpus, False) for name in variants for how in ways]
 
 
-def judge(row: str, gpus: int, tiny: bool, found: dict[Fit, list[Any]]) -> dict[str, Any]:
-    """Figures and verdicts of one row."""
-    name = row.partition(" ")[0]
-    mine = {
-        (how, ranks): [one for one in results if one is not None]
-        for (which, how, ranks, _), results in found.items()
-        if which == row or (which == name and how == "reduce-overhead" and "sharded" not in row)
-    }
-    ms = {key: max(one["ms"] for one in results) for key, results in mine.items()}
-    captured = mine["captured", gpus]
-    differences = [
+Found = dict[tuple[str, int], list[Any]]
+"""The results of the fits of a row: by way and number of ranks, those of each rank."""
+
+
+def ms_of(found: Found, how: str, ranks: int) -> float:
+    """Milliseconds of a step on the slowest rank."""
+    return max(one["ms"] for one in found[how, ranks])
+
+
+def judge(row: str, gpus: int, tiny: bool, found: Found) -> list[Row]:
+    """The figures that follow from what has been found, with their limits."""
+    if not {("eager", gpus), ("captured", gpus)} <= found.keys():
+        return []
+    captured = found["captured", gpus]
+    ms, floor = ms_of(found, "captured", gpus), max(one["floor"] for one in captured)
+    difference = max(
         abs(a - b)
-        for eager, ours in zip(mine["eager", gpus], captured, strict=True)
+        for eager, ours in zip(found["eager", gpus], captured, strict=True)
         for a, b in zip(eager["losses"], ours["losses"], strict=True)
-    ]
-    correct = all(one["equal"] for one in captured) and max(differences) <= LOSSES_DIFFER
-    floor = max(one["floor"] for one in captured)
-    rows = [Row("ratio", ms["captured", gpus] / floor, "x", None if tiny else LIMIT, correct)]
-    if ("eager", 1) in ms:
-        eager, ours = (ms[how, 1] / ms[how, gpus] for how in ("eager", "captured"))
-        limit = None if tiny else 1.0
-        rows.append(Row("weak scaling of eager over ours", eager / ours, "x", limit, correct))
-    if ("reduce-overhead", gpus) in ms:
-        behind = ms["captured", gpus] / ms["reduce-overhead", gpus]
-        rows.append(Row("over reduce-overhead", behind, "x", 1 / AHEAD[name], correct))
-    return {
-        "row": row,
-        "ms": {f"{how} on {ranks}": value for (how, ranks), value in ms.items()},
-        "floor_ms": floor,
-        "largest_loss_difference": max(differences),
-        **{found.name: found.figure for found in rows},
-        "verdicts": {found.name: found.verdict for found in rows},
-        "verdict": verdict_of(rows),
-    }
-
-
-def line(found: dict[str, Any]) -> str:
-    """What is printed of a row."""
-    times = ", ".join(f"{how} {ms:.3f} ms" for how, ms in found["ms"].items())
-    shown = [f"{name} {found[name]:.3f} {which}" for name, which in found["verdicts"].items()]
-    return (
-        f"{found['row']:>16}: {found['verdict']}: {times}, floor {found['floor_ms']:.3f}, "
-        f"{', '.join(shown)}, largest loss difference {found['largest_loss_difference']:.1e}"
     )
+    correct = all(one["equal"] for one in captured) and difference <= LOSSES_DIFFER
+    rows = [
+        Row("step over floor", ms / floor, "x", None if tiny else LIMIT, correct),
+        Row("largest difference of losses", difference, "", None, correct),
+    ]
+    if {("eager", 1), ("captured", 1)} <= found.keys():
+        eager, ours = (
+            ms_of(found, how, 1) / ms_of(found, how, gpus) for how in ("eager", "captured")
+        )
+        limit = None if tiny else 1.0
+        detail = f"{eager:.3f} over {ours:.3f}"
+        rows.append(Row("weak scaling of eager over ours", eager / ours, "x", limit, True, detail))
+    if ("reduce-overhead", gpus) in found:
+        theirs = ms_of(found, "reduce-overhead", gpus)
+        limit, detail = 1 / AHEAD[row], f"{theirs / ms:.2f} times ahead"
+        rows.append(Row("over reduce-overhead", ms / theirs, "x", limit, True, detail))
+    return rows
 
 
-def measure(plan: Sequence[Fit], gpus: int, tiny: bool) -> dict[Fit, list[Any]]:
-    """The results of all fits, which are printed as they come."""
-    found, start = {}, time.monotonic()
+def in_words(row: Row) -> str:
+    """One figure."""
+    figure = f"{row.figure:.1e}" if row.name.startswith("largest") else f"{row.figure:.3f}"
+    detail = f" ({row.detail})" if row.detail else ""
+    return f"{row.name} {figure}{detail} {row.verdict}".rstrip()
+
+
+def measure(plan: Sequence[Fit], gpus: int, tiny: bool) -> dict[str, Found]:
+    """The results of all fits, which are printed as they come, with all that follows from them."""
+    found: dict[str, Found] = {row: {} for row, *_ in plan}
+    said: dict[str, int] = dict.fromkeys(found, 0)
+    start = time.monotonic()
     for one, results in zip(plan, on_ranks(fits, gpus, plan, tiny), strict=True):
-        found[one] = results
         row, how, ranks, traced = one
         present = [result for result in results if result is not None]
-        ms = max(result["ms"] for result in present)
-        said = f", beside other kernels {present[0]['overlap']:.2f} of NCCL" if traced else ""
-        seconds = time.monotonic() - start
-        print(f"{row}, {how} on {ranks}: {ms:.3f} ms{said} ({seconds:.0f} s)", flush=True)
+        found[row][how, ranks] = present
+        words = [f"{row}, {how} on {ranks}: {ms_of(found[row], how, ranks):.3f} ms"]
+        if how == "captured":
+            words.append(f"floor {max(one['floor'] for one in present):.3f} ms")
+        if traced:
+            words.append(f"beside other kernels {present[0]['overlap']:.2f} of NCCL")
+        rows = judge(row, gpus, tiny, found[row])
+        words += map(in_words, rows[said[row] :])
+        said[row] = len(rows)
+        print(f"{', '.join(words)} ({time.monotonic() - start:.0f} s)", flush=True)
     return found
 
 
@@ -395,12 +400,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names += [f"{name} sharded" for name in options.sharded.split(",") if name]
     names += [f"{name} compiled" for name in options.compiled.split(",") if name]
     results = measure(plan_of(names, gpus, tiny), gpus, tiny)
-    rows = [judge(name, gpus, tiny, results) for name in names]
-    print(*map(line, rows), sep="\n")
+    rows = {name: judge(name, gpus, tiny, results[name]) for name in names}
+    for name, figures in rows.items():
+        print(f"{name:>16}: {verdict_of(figures)}: {', '.join(map(in_words, figures))}")
     if options.json is not None:
-        written = {"environment": environment, "command": sys.argv, "rows": rows}
+        ms = {
+            name: {f"{how} on {n}": ms_of(found, how, n) for how, n in found}
+            for name, found in results.items()
+        }
+        figures = {name: {row.name: row.figure for row in rows[name]} for name in names}
+        written = {"environment": environment, "command": sys.argv, "ms": ms, "rows": figures}
         options.json.write_text(json.dumps(written, indent=1))
-    return 0 if all(row["verdict"] == "PASS" for row in rows) else 1
+    return 0 if all(verdict_of(figures) == "PASS" for figures in rows.values()) else 1
 
 
 if __name__ == "__main__":

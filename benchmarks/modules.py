@@ -137,7 +137,7 @@ class Launch(torch.autograd.Function):
     def forward(ctx: Any, graphed: GraphedCallable, anchor: Tensor, x: Tensor) -> Tensor:
         ctx.graphed = graphed
         graphed.forward_graph.replay()
-        return graphed._outputs.tensors[0].detach()
+        return graphed.outputs.tensors[0].detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,7 +147,7 @@ class Launch(torch.autograd.Function):
             target.copy_(gradient)
         backward.graph.replay()
         direct = backward.direct
-        for parameter, buffer in zip(direct.parameters, direct._buffers, strict=True):
+        for parameter, buffer in zip(direct.parameters, direct.buffers, strict=True):
             parameter.grad = buffer
         buffers = backward.handed.buffers
         return None, None, buffers[0].data if buffers else None
@@ -169,15 +169,15 @@ class LaunchesAlone(Callback):
 
     @staticmethod
     def _launch(graphed: GraphedCallable) -> Callable[..., Any]:
-        assert len(graphed._outputs.tensors) == 1
+        assert len(graphed.outputs.tensors) == 1
         anchor = torch.empty(0, device="cuda", requires_grad=True)
-        target = None if graphed._borrowed else graphed.static_inputs[0].detach()
+        target = None if graphed.borrowed else graphed.inputs.tensors[0].detach()
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if target is not None:
                 with torch.no_grad():
                     target.copy_(x)
-            return graphed._outputs._build((Launch.apply(graphed, anchor, x),))
+            return graphed.outputs._build((Launch.apply(graphed, anchor, x),))
 
         return forward
 

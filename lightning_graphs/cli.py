@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_PACKAGES = ("torch", "lightning", "cuda-python", "rich", "matplotlib")
+_PACKAGES = ("torch", "lightning", "cuda-python", "matplotlib")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

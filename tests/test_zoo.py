@@ -31,6 +31,7 @@ ROWS = [
     "WhisperForConditionalGeneration",
     "DebertaV2ForSequenceClassification",  # reads of the batch
     "WavLMForSequenceClassification without masks",
+    "WavLMForCTC without masks",  # lengths that a loss reads
 ]
 if find_spec("timm") and find_spec("torchvision"):
     ROWS.append("samvit_base_patch16_224")

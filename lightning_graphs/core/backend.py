@@ -6,7 +6,7 @@ import abc
 import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -18,61 +18,42 @@ PoolHandle = tuple[int, int]
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
-class CapturedGraph(abc.ABC):
-    """One graph of one backend: the mechanics under :class:`~lightning_graphs.core.CUDAGraph`.
+class CapturedGraph(Protocol):
+    """One graph of one backend, under :class:`~lightning_graphs.core.CUDAGraph`.
 
     The methods mean what torch documents for ``torch.cuda.CUDAGraph``. Capture has no effect on the
     world: afterwards every tensor that existed before, and every random generator, is as it was.
     """
 
-    @abc.abstractmethod
     def capture_begin(
-        self,
-        pool: PoolHandle | None,
-        capture_error_mode: str,
-        *,
-        annotate: bool,
-        check_input_liveness: bool,
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
     ) -> None: ...
 
-    @abc.abstractmethod
     def capture_end(self) -> None: ...
 
-    @abc.abstractmethod
     def abandon(self) -> None:
         """Leave a capture that failed: the allocator, generators and modes are as before."""
 
-    @abc.abstractmethod
     def instantiate(self) -> None: ...
 
-    @abc.abstractmethod
     def replay(self) -> None: ...
 
-    @abc.abstractmethod
     def reset(self) -> None: ...
 
-    @abc.abstractmethod
     def pool(self) -> PoolHandle: ...
 
-    @abc.abstractmethod
     def keep_template(self) -> None:
         """Keep the template of the coming capture, as with ``keep_graph=True``."""
 
-    @abc.abstractmethod
     def debug_dump(self, debug_path: str) -> None: ...
 
-    @abc.abstractmethod
     def raw_cuda_graph(self) -> int: ...
 
-    @abc.abstractmethod
     def raw_cuda_graph_exec(self) -> int: ...
 
-    @abc.abstractmethod
     def register_generator_state(self, generator: torch.Generator) -> None: ...
 
-    @abc.abstractmethod
-    def inspection(self) -> GraphInfo:
-        """Nodes and edges of the graph."""
+    def inspection(self) -> GraphInfo: ...
 
     def node_counts(self) -> Mapping[str, int]:
         """Nodes by kind; empty where they cannot be counted."""
@@ -115,27 +96,17 @@ class Backend(abc.ABC):
 
 
 @functools.cache
-def _cuda_backend() -> Backend:
+def _backend(name: str) -> Backend:
     from lightning_graphs.core.cuda import CudaBackend
-
-    return CudaBackend()
-
-
-@functools.cache
-def _emulated_backend() -> Backend:
     from lightning_graphs.core.emulated import EmulatedBackend
 
-    return EmulatedBackend()
+    return CudaBackend() if name == "cuda" else EmulatedBackend()
 
 
 def get_backend(name: BackendName = "auto") -> Backend:
-    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated.
-
-    Raises:
-        UnsupportedError: ``"cuda"`` was asked for and torch sees no GPU, or the name is unknown.
-    """
+    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
     if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
-        return _emulated_backend()
+        return _backend("emulated")
     if name not in ("auto", "cuda"):
         raise UnsupportedError(
             "A backend is one of 'auto', 'cuda' and 'emulated'.",
@@ -148,4 +119,4 @@ def get_backend(name: BackendName = "auto") -> Backend:
             f"torch {torch.__version__}, torch.cuda.is_available() is False",
             "use backend='emulated' to rehearse on the CPU, or install a CUDA build of torch",
         )
-    return _cuda_backend()
+    return _backend("cuda")

@@ -1,7 +1,6 @@
 """Memory that graphs are captured over: static inputs, guarded addresses, saved state.
 
-A graph reads and writes the addresses it was captured with. Everything here is prepared once, at
-capture; what runs with every replay is one fused copy or one comparison of lists.
+All is prepared at capture; a replay costs one fused copy and one comparison of lists.
 """
 
 from __future__ import annotations
@@ -37,15 +36,11 @@ class StaticInputs:
 
     Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
     overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
-    (:func:`~lightning_graphs.core.signature.alias_groups`) share one buffer. Construct it outside
-    of a capture, on the stream that will copy.
+    share one. Construct it outside of a capture, on the stream that will copy.
 
     Args:
         tensors: Tensor leaves of a signature; copied, never kept.
-        given: Buffers that exist already, by the index of their leaf; of its shape and strides.
-
-    Attributes:
-        tensors: The buffers, one for each leaf, detached from every autograd graph.
+        given: Buffers that exist already, by the index of their leaf.
     """
 
     def __init__(
@@ -74,10 +69,9 @@ class StaticInputs:
     def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
         """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
 
-        The leaves must have the specs and aliases of those at construction, which
-        :class:`~lightning_graphs.core.call_plan.CallPlan` verifies: nothing is checked here. A
-        leaf that already is its buffer costs no copy; one that lies in another buffer is read
-        before that buffer is overwritten.
+        The leaves must have the specs and aliases of those at construction: nothing is checked
+        here. A leaf that already is its buffer costs no copy; one that lies in another buffer is
+        read before that buffer is overwritten.
         """
         plan = self._every if given else self._own
         if not plan.targets:
@@ -90,8 +84,6 @@ class StaticInputs:
 
 
 class _CopyPlan:
-    """How some leaves of a call get into their buffers."""
-
     def __init__(self, buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]) -> None:
         # A foreach call with one tensor of another kind among them copies all of them one by one.
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -110,37 +102,50 @@ class _CopyPlan:
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Copy these leaves of a call."""
         sources = [tensors[i] for i in self._leaves]
         for k, span in self._spans:
             sources[k] = _linear(sources[k], span)
         if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
-            self._copy_foreign(sources)
+            # Some lie in our own buffers, at their places or at others.
+            pairs = zip(sources, self.targets, strict=True)
+            pending = [
+                (s.clone() if s.untyped_storage().data_ptr() in self._storages else s, t)
+                for s, t in pairs
+                if s.data_ptr() != t.data_ptr()
+            ]
+            for source, target in pending:
+                target.copy_(source)
             return
         for part, targets in self._groups:
             copy_all(targets, sources[part])
 
-    def _copy_foreign(self, sources: list[Tensor]) -> None:
-        """The copy when some sources lie in our own buffers, at their places or at others."""
-        pending = []
-        for source, target in zip(sources, self.targets, strict=True):
-            if source.untyped_storage().data_ptr() not in self._storages:
-                pending.append((source, target))
-            elif source.data_ptr() != target.data_ptr():
-                pending.append((source.clone(), target))
-        for source, target in pending:
-            target.copy_(source)
-
 
 class AddressGuard:
-    """Notices that tensors a graph was captured over have moved or changed since.
+    """Notices that tensors a graph was captured over have moved or changed, but for values."""
 
-    A tensor is watched by identity, address, geometry, dtype and ``requires_grad``, never by value.
-    """
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        self._unmoved: Collection[int] = ()
-        self._watch([("", dict(named))])
+    def __init__(
+        self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
+    ) -> None:
+        """Watch every value of every table; messages open with the name of the table."""
+        self._values = [table.values() for _, table in tables if table]  # live views
+        self._empty = [table for _, table in tables if not table]
+        self._known = [(name, table, dict(table)) for name, table in tables]
+        self._objects = list(chain.from_iterable(self._values))
+        names = [_named(name, key) for name, table in tables for key in table]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and id(value) not in unmoved
+        ]
+        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
+        self._local = list(map(local, self._tensors))
+        self._tensor_names = [names[i] for i in watched]
+        self._indices = list(range(len(watched)))
+        self._pointers = list(map(Tensor.data_ptr, self._local))
+        self._trainable = [t for t in self._tensors if t.requires_grad]
+        self._frozen = [t for t in self._tensors if not t.requires_grad]
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        self._geometries = list(map(_geometry, self._tensors))
 
     @classmethod
     def of_module(
@@ -148,9 +153,7 @@ class AddressGuard:
     ) -> AddressGuard:
         """Watches every parameter, buffer and submodule where the module keeps it.
 
-        So a parameter that is replaced by another (assignment, ``load_state_dict(assign=True)``),
-        one that appears where None was or where nothing was, and a replaced or added submodule are
-        seen too.
+        So those that are replaced or added are seen, too.
 
         Args:
             module: The module; submodules shared between parents are watched in every parent.
@@ -164,26 +167,21 @@ class AddressGuard:
             kinds = ("parameter", "buffer", "submodule")
             pairs = zip(kinds, tables_of(owner), strict=True)
             tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
-        guard = cls(())
         if exempt:
             tables = [
                 (name, _Part(table, keys) if keys else table)
                 for name, table in tables
                 for keys in [{key for key in table if (id(table), key) in exempt}]
             ]
-            guard._unmoved = {owner for owner, key in exempt if key == "data"}
-        guard._watch(tables)
-        return guard
+        return cls(tables, {owner for owner, key in exempt if key == "data"})
 
     def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
         Args:
             geometry: Whether shape, strides and dtype are compared too. Without, a check costs less
-                than half, and misses only a tensor that took another geometry at the same address,
-                as ``t_()`` does.
-            trainable: Whether to see that what required grad still does, for callers without an
-                autograd node, which is told so.
+                than half, and misses only what ``t_()`` does.
+            trainable: Whether to see that what required grad still does; autograd nodes are told.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -197,33 +195,10 @@ class AddressGuard:
         ):
             self._refuse()
 
-    def _watch(self, tables: list[tuple[str, Mapping[str, Any]]]) -> None:
-        """Watch every value of every table; messages open with the name of the table."""
-        self._values = [table.values() for _, table in tables if table]  # live views
-        self._empty = [table for _, table in tables if not table]
-        self._known = [(name, table, dict(table)) for name, table in tables]
-        self._objects = list(chain.from_iterable(self._values))
-        names = [_named(name, key) for name, table in tables for key in table]
-        watched = [
-            i
-            for i, value in enumerate(self._objects)
-            if isinstance(value, Tensor) and id(value) not in self._unmoved
-        ]
-        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
-        self._local = list(map(local, self._tensors))
-        self._tensor_names = [names[i] for i in watched]
-        self._indices = list(range(len(watched)))
-        self._pointers = list(map(Tensor.data_ptr, self._local))
-        self._trainable = [t for t in self._tensors if t.requires_grad]
-        self._frozen = [t for t in self._tensors if not t.requires_grad]
-        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
-        self._geometries = list(map(_geometry, self._tensors))
-
     def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
-        """What is another tensor by now, or has other memory, if nothing else has changed.
+        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
 
-        Returns:
-            Path, table and key, and the former tensor; without a table it is the same one.
+        Without a table it is the same tensor. Nothing is told if something else has changed, too.
         """
         found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
         for name, table, known in self._known:
@@ -268,7 +243,7 @@ class AddressGuard:
 
 
 class _Part(Mapping[str, Any]):
-    """A table without some of its entries, as it is now."""
+    """A table without some of its entries."""
 
     def __init__(self, table: Mapping[str, Any], without: Collection[str]) -> None:
         self._table = table
@@ -289,13 +264,9 @@ def _named(table: str, key: str) -> str:
 
 
 class StateSnapshot:
-    """Values of tensors, saved once for each storage, to be written back where they were.
+    """Values of tensors, saved once for each storage, together with what else lies in it."""
 
-    A whole storage is saved, so views and overlapping tensors come back right, together with what
-    else lies in it.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], *, on_host: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, room: int | None = None) -> None:
         self._tensors = list(tensors)
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
@@ -304,11 +275,14 @@ class StateSnapshot:
             for tensor, address in zip(self._tensors, self._addresses, strict=True):
                 of_device = views.setdefault(tensor.device, {})
                 if address and address not in of_device:
-                    of_device[address] = _storage_bytes(tensor)
-            copies = _copies_on_host if on_host else clone_all
-            self._saved = [
-                (list(own.values()), copies(list(own.values()))) for own in views.values() if own
-            ]
+                    of_device[address] = bytes_of(tensor.untyped_storage())
+            self._saved: list[tuple[list[Tensor], list[Tensor]]] = []
+            for own in views.values():
+                here, there = _split(list(own.values()), room)
+                if here:
+                    self._saved.append((here, clone_all(here)))
+                if there:
+                    self._saved.append((there, [t.to("cpu", copy=True) for t in there]))
         self._copies = {
             view.data_ptr(): copy
             for own, copies in self._saved
@@ -325,13 +299,10 @@ class StateSnapshot:
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def restore(self) -> None:
-        """Writes the saved values back in place, one foreach call for each device.
+        """Writes the saved values back in place; version counters stay as they are.
 
-        Autograd does not notice: version counters stay as they are.
-
-        Raises:
-            ReplayError: A tensor has been given another storage, which a graph would not reach. It
-                has its former one again.
+        A tensor that has been given another storage, which a graph would not reach, gets its former
+        one back, and is refused.
         """
         moved = []
         for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
@@ -353,8 +324,17 @@ class StateSnapshot:
             )
 
 
-def _copies_on_host(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.to("cpu", copy=True) for tensor in tensors]
+def _split(views: list[Tensor], room: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have room, and those that have none."""
+    here: list[Tensor] = []
+    there: list[Tensor] = []
+    for view in views:
+        if room is not None and view.nbytes > room:
+            there.append(view)
+            continue
+        here.append(view)
+        room = None if room is None else room - view.nbytes
+    return here, there
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -371,10 +351,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _overlap_span(tensor: Tensor) -> int:
-    """The extent of a tensor whose elements may share memory, 0 for any other.
-
-    ``copy_`` refuses to write such a tensor, so it is copied as the memory it spans.
-    """
+    # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -388,9 +365,9 @@ def _linear(tensor: Tensor, span: int) -> Tensor:
     return tensor.as_strided((span,), (1,)) if span else tensor
 
 
-def _storage_bytes(tensor: Tensor) -> Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage())
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -20,15 +20,13 @@ _RECENT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the captures of a cache have led to."""
-
     lost: int  # how many of them were refused or dropped, or gave way to another one of their shape
     uses: int  # how often their plans were used
     moved: bool  # there are plans for the shape in question, for other values
 
 
 class Worth(Protocol):
-    """Decides what is worth a capture; see :class:`PlanCache`."""
+    """Decides what is worth a capture."""
 
     @property
     def payback(self) -> float:
@@ -47,10 +45,6 @@ class PlanCache(Generic[Key, Plan]):
         release: Called with a plan that leaves the cache.
         capacity: Number of plans at most; None: as many as are worth it.
         shape: What of a key comes back, where the rest are values that may move on.
-
-    Attributes:
-        why_not: Why the last key that was not due was not; empty if it was.
-        is_full: It would have been, if there had been room for one more plan.
     """
 
     def __init__(
@@ -72,8 +66,8 @@ class PlanCache(Generic[Key, Plan]):
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._shapes: OrderedDict[Hashable, float] = OrderedDict()
         self._refused: OrderedDict[Key, None] = OrderedDict()
-        self.why_not = ""
-        self.is_full = False
+        self.why_not = ""  # why the last key that was not due was not
+        self.is_full = False  # it would have been, if there had been room for one more plan
         self._captures = 0
         self._past_uses = 0
 
@@ -81,11 +75,9 @@ class PlanCache(Generic[Key, Plan]):
         return len(self._plans)
 
     def plans(self) -> list[Plan]:
-        """The plans, most recently used first."""
         return list(reversed(self._plans.values()))
 
     def keys(self) -> list[Key]:
-        """The keys of the plans, most recently used first."""
         return list(reversed(self._plans))
 
     def get(self, key: Key) -> Plan | None:
@@ -175,7 +167,6 @@ class PlanCache(Generic[Key, Plan]):
         return [key for key in self._plans if self._shape(key) == shape]
 
     def drop(self, key: Key) -> None:
-        """Release one plan."""
         plan = self._plans.pop(key)
         self._past_uses += self._uses(plan)
         del self._counted[key]
@@ -190,11 +181,9 @@ class PlanCache(Generic[Key, Plan]):
             self._captures += 1
 
     def is_refused(self, key: Key) -> bool:
-        """Whether :meth:`refuse` was called with ``key``."""
         return key in self._refused
 
     def forget(self, key: Key) -> None:
-        """Forget how often ``key`` was seen."""
         self._seen.pop(key, None)
 
     def clear(self) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_graphs.core.backend import BackendName, PoolHandle, get_backend
 from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.lending import ReplayOrder
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.errors import CaptureError
 
 ParamGrads = Literal["autograd", "direct"]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import inspect
-import itertools
 import linecache
 import os
 import sys
@@ -45,25 +44,19 @@ class CallSite:
 
     Attributes:
         file: Path of the source file, or ``"?"`` where no frame of the user's was on the stack.
-        columns: Where in the line the failing expression begins and ends, if that is known.
     """
 
     file: str = "?"
     line: int = 0  # line number, from 1
     function: str = "?"  # name of the function the line is in
-    columns: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
     @property
     def source(self) -> str:
-        """The failing expression, or else the line; empty where the source cannot be read."""
-        text = linecache.getline(self.file, self.line)
-        if self.columns is not None:
-            # Columns count bytes of UTF-8.
-            text = text.encode()[slice(*self.columns)].decode(errors="replace")
-        return text.strip()
+        """The line; empty where the source cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
 
     def describe(self) -> str:
         """``file.py:12 in training_step: loss.item()``, as it appears in messages."""
@@ -111,8 +104,7 @@ class CallSiteFinder:
         while traceback is not None:
             code = traceback.tb_frame.f_code
             if not self.is_library(code.co_filename):
-                columns = _columns(code, traceback.tb_lasti, traceback.tb_lineno)
-                site = CallSite(code.co_filename, traceback.tb_lineno, code.co_name, columns)
+                site = CallSite(code.co_filename, traceback.tb_lineno, code.co_name)
             traceback = traceback.tb_next
         return site
 
@@ -128,18 +120,6 @@ def definition_of(function: Any) -> CallSite:
     if code is None:
         return CallSite()
     return CallSite(code.co_filename, code.co_firstlineno, code.co_name)
-
-
-def _columns(code: types.CodeType, instruction: int, line: int) -> tuple[int, int] | None:
-    """Columns of an instruction's expression, where Python knows them (3.11) and it is one line."""
-    if sys.version_info < (3, 11):
-        return None
-    first, last, start, end = next(
-        itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4
-    )
-    if first != line or last != line or start is None or end is None:
-        return None
-    return start, end
 
 
 def inside_compiled_module() -> bool:

@@ -1,7 +1,8 @@
-"""Warm-up and capture of one callable: from sample arguments to a :class:`GraphedCallable`."""
+"""Warm-up and capture of one callable."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments import contents_left, contents_of
-from lightning_graphs.core.autograd_graph import gradients_behind, has_python_nodes, leaves_behind
+from lightning_graphs.core.autograd_graph import (
+    ahead_of_casts,
+    gradients_behind,
+    has_python_nodes,
+    leaves_behind,
+)
 from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.casts import ahead_of_casts
+from lightning_graphs.core.contents import contents_left, contents_of
+from lightning_graphs.core.fingerprints import Fingerprinter
 from lightning_graphs.core.generators import (
     random_place,
     rewinding_refused,
@@ -30,24 +36,23 @@ from lightning_graphs.core.gradients import (
     refuse_parameter_hooks,
     zero_gradient,
 )
-from lightning_graphs.core.graphed import BackwardPass, CapturedCall, GraphedCallable
-from lightning_graphs.core.held import Bindings, Held, trainable_parameters, with_leaves_behind
-from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
-from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.recorder import Recorder
-from lightning_graphs.core.refusals import (
-    is_changed,
+from lightning_graphs.core.graph import GraphPool
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.held import (
+    Bindings,
+    Held,
     original_of,
     refuse_history_of_others,
     refuse_rebound_tensors,
     refuse_sparse_gradients,
     refuse_unfit_state,
     refuse_written_arguments,
+    with_leaves_behind,
 )
+from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
+from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import (
-    clone_all,
     hooks_registered,
     nodes_recorded,
     version_of,
@@ -82,15 +87,16 @@ class CallableCapture:
         modes = Modes.current(settings.pool.backend.device_type)
         signature, tensors = Signature.of(args, kwargs, modes=modes)
         module = function if isinstance(function, nn.Module) else None
-        self._made = CapturedCall(
+        self._made = GraphedCallable(
             original or original_of(function),
             module,
             CallPlan(signature, check_modes=False),
             settings.pool,
             settings.order,
-            StaticInputs(tensors),
-            trainable_parameters(module),
+            tensors,
         )
+        if module is not None:
+            self._made.parameters = [p for p in module.parameters() if p.requires_grad]
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._tensors)
         self._settings = settings
         self.draws = False  # random numbers, on a GPU
@@ -105,13 +111,11 @@ class CallableCapture:
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """What messages call the tensors among the arguments, in their order."""
         return self._made.plan.signature.tensor_names
 
     @property
     def outputs(self) -> OutputPlan:
         """What the captured call returns; there is one once the forward pass is captured."""
-        assert self._made.outputs is not None
         return self._made.outputs
 
     @property
@@ -124,7 +128,7 @@ class CallableCapture:
 
     def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
-        backward = self._made.backward
+        backward = self._made.backward_pass
         if backward is None or leaf not in backward.input_positions:
             return None
         buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
@@ -132,7 +136,7 @@ class CallableCapture:
 
     def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
         """Read arguments where earlier graphs have them; before the forward is captured."""
-        self._made.borrowed = {leaf: source for leaf, (_, source) in arguments.items()}
+        self._made.borrowed = tuple((leaf, source) for leaf, (_, source) in arguments.items())
         given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
         self._made.inputs = StaticInputs(self._tensors, given=given)
         self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
@@ -147,7 +151,7 @@ class CallableCapture:
         """Run it on a side stream, leaving no trace in state or generators.
 
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
-        then, and not memory of a capture, where nothing is computed. A call that was observed has.
+        then, and not memory of a capture, where nothing is computed.
         """
         backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
@@ -163,11 +167,12 @@ class CallableCapture:
                 state.restore()
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
-        renewed = self._made.plan.signature.renewed(self._args, self._kwargs)
-        self._made.plan = CallPlan(renewed, check_modes=False)
+        known = self._made.plan.signature
+        renewed, _ = Signature.of(self._args, self._kwargs, modes=known.modes)
+        if renewed.tree == known.tree:  # objects may hold something by now
+            self._made.plan = CallPlan(renewed, check_modes=False)
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
-        """Call it, and refuse it if it writes its arguments."""
         tensors = self._tensors
         versions = list(map(version_of, tensors))
         returned = self._call()
@@ -184,11 +189,12 @@ class CallableCapture:
     def _first_call(self) -> OutputPlan:
         """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
         tensors = self._tensors
-        values = clone_all([t.detach() for t in tensors])
-        start = nodes_recorded()
+        # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
+        fingerprints = Fingerprinter()
+        before, start = fingerprints.of(tensors), nodes_recorded()
         outputs = self._call_leaving_arguments(static=True)
-        written = [bool(is_changed(*pair)) for pair in zip(tensors, values, strict=True)]
-        refuse_written_arguments(self.argument_names, written)
+        written = map(operator.ne, before, fingerprints.of(tensors))
+        refuse_written_arguments(self.argument_names, list(written))
         self._look_behind(outputs, start)
         return outputs
 
@@ -215,7 +221,7 @@ class CallableCapture:
         )
 
     def _call(self) -> Any:
-        modes = self._made.plan.signature.modes
+        modes = self._made.modes
         with torch.autocast(
             modes.device_type,
             dtype=modes.autocast_dtype,
@@ -238,34 +244,17 @@ class CallableCapture:
                 self._made.outputs = self._call_leaving_arguments(static=static)
                 self._registers_hooks = hooks_registered() != hooks
             self._look_behind(self._made.outputs, start)
-        except CaptureError as error:
+        except CaptureError:
             self._given.restore()  # what the warm-up has left
-            raise self._explained(error) from error
+            raise
         refuse_rebound_tensors(before.restore())
-        self._made.forward = captured
+        self._made.forward_graph = captured
         self._made.place = self._made.order.place()
 
-    def _explained(self, error: CaptureError) -> CaptureError:
-        """The refusal of CUDA with the operator's name: the call once more, under the recorder."""
-        if error.__cause__ is None:  # nothing of CUDA's, which would be it
-            return error
-        with same_random_numbers(self._tensors):
-            state = StateSnapshot(self._held.state())
-            try:
-                with Recorder(), contents_left(self._args, self._kwargs):
-                    self._call()
-            except CaptureError as explained:
-                return explained
-            finally:
-                state.restore()
-        return error
-
     def capture_backward(self) -> None:
-        """Capture the gradients of the outputs with respect to inputs and parameters."""
-        assert self._made.outputs is not None
         outputs, targets = self._made.outputs.requiring_grad, self._targets()
         if outputs and targets:
-            self._made.backward = self._captured_backward(outputs, targets)
+            self._made.backward_pass = self._captured_backward(outputs, targets)
         self._made.outputs.finish_capture()
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
@@ -330,13 +319,10 @@ class CallableCapture:
         return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
 
     def finish(self) -> GraphedCallable:
-        """The callable that replays the captured passes."""
-        made = self._made
-        made.modules, made.guards = self._held.submodules(), self._held.guards(made.parameters)
-        return GraphedCallable(made)
+        guards = self._held.guards(self._made.parameters)
+        return self._made.finish_capture(self._held.submodules(), guards)
 
     def abandon(self) -> None:
-        """Give the modules back what a failed attempt has rebound."""
         self._bindings.restore()
 
     def _named(self) -> list[tuple[str, Parameter]]:

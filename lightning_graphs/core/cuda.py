@@ -10,19 +10,18 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from lightning_graphs.core.annotations import AnnotatingRecorder, InputLiveness
 from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.core.driver import count_kinds
+from lightning_graphs.core.driver import capture_frontier, count_kinds
 from lightning_graphs.core.inspect import GraphInfo, from_cuda
-from lightning_graphs.core.known_causes import known_remedy
-from lightning_graphs.core.recorder import Recorder
+from lightning_graphs.core.obstacles import known_remedy
+from lightning_graphs.core.recorder import KnownStorage, Operation, Recorder, refuse_dead_inputs
 from lightning_graphs.core.torch_private import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, UnsupportedError
 
@@ -59,7 +58,7 @@ class CudaBackend(Backend):
         self._capture_streams: dict[int, torch.cuda.Stream] = {}
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._replacements: dict[PoolHandle, PoolHandle] = {}
-        self._graphs_of: Counter[PoolHandle] = Counter()
+        self._graphs_of: dict[PoolHandle, weakref.WeakSet[CudaGraph]] = {}
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return CudaGraph(self, keep_graph)
@@ -70,27 +69,25 @@ class CudaBackend(Backend):
             return torch.cuda.graph_pool_handle()
         while pool in self._replacements:
             pool = self._replacements[pool]
-        if self._graphs_of.get(pool) == 0 and _holds_memory(pool):
-            # torch has given up the pool with its last graph, and refuses to begin with it anew as
-            # long as somebody keeps a tensor of it.
-            self._replacements[pool] = torch.cuda.graph_pool_handle()
-            pool = self._replacements[pool]
+        if pool in self._graphs_of and not self._graphs_of[pool]:
+            # torch gives up a pool with its last graph, and refuses to begin with it anew as long
+            # as anything of it is left: a tensor that somebody keeps, or the pinned memory of a
+            # kernel's arguments, such as those that gather and reduce for FSDP2.
+            del self._graphs_of[pool]
+            pool = self._replacements[pool] = torch.cuda.graph_pool_handle()
         return pool
 
-    def taken(self, pool: PoolHandle) -> None:
-        """Count a graph that lives in a pool."""
-        self._graphs_of[pool] += 1
+    def taken(self, pool: PoolHandle, graph: CudaGraph) -> None:
+        self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
 
-    def left(self, pool: PoolHandle) -> None:
-        """Count a graph no longer."""
-        self._graphs_of[pool] -= 1
+    def left(self, pool: PoolHandle, graph: CudaGraph) -> None:
+        self._graphs_of[pool].discard(graph)
 
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
         """Leave behind a capture that was invalidated.
 
-        From 2.11 to 2.13 the pinned-memory allocator goes on recording for the pool of such a
-        capture, through a filter that reads the graph object, and nothing can end it. So the object
-        lives on, and whoever names the pool again is given another.
+        From 2.11 to 2.13 the pinned-memory allocator goes on recording for its pool through a
+        filter that reads the graph object, which nothing can end: the object lives on.
         """
         abandon_capture_pool(device, pool)
         self._failed.append(native)
@@ -145,8 +142,6 @@ class CudaBackend(Backend):
 
 
 class CudaGraph(CapturedGraph):
-    """One ``torch.cuda.CUDAGraph``, and what our own bookkeeping knows about it."""
-
     def __init__(self, backend: CudaBackend, keep_graph: bool) -> None:
         self._backend = backend
         self._keep_graph = keep_graph
@@ -162,12 +157,7 @@ class CudaGraph(CapturedGraph):
         self._renew()
 
     def capture_begin(
-        self,
-        pool: PoolHandle | None,
-        capture_error_mode: str,
-        *,
-        annotate: bool,
-        check_input_liveness: bool,
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
     ) -> None:
         # The handle must be known beforehand: a capture that fails does not tell its pool.
         self._pool = self._backend.usable_pool(pool)
@@ -175,7 +165,7 @@ class CudaGraph(CapturedGraph):
         self._device = torch.cuda.current_device()
         # What can fail without the GPU comes before the capture, which it would leave open.
         recorders: list[Recorder] = []
-        if check_input_liveness:
+        if check_liveness:
             self._liveness = InputLiveness(self._pool)
             recorders.append(self._liveness)
         if annotate:
@@ -184,7 +174,7 @@ class CudaGraph(CapturedGraph):
         try:
             self._native.capture_begin(
                 pool=self._pool,  # type: ignore[arg-type]
-                capture_error_mode=capture_error_mode,
+                capture_error_mode=mode,
             )
         except RuntimeError:
             if not self._released_by_torch():
@@ -202,7 +192,7 @@ class CudaGraph(CapturedGraph):
             self._annotations = None
         self._native.capture_end()
         assert self._pool is not None
-        self._backend.taken(self._pool)
+        self._backend.taken(self._pool, self)
         self._lives_in = self._pool
         if self._liveness is not None:
             # A method of ours would make a cycle, which holds the memory until the next gc.
@@ -223,7 +213,7 @@ class CudaGraph(CapturedGraph):
                     self._backend.bury(self._native, self._device, self._pool)
             else:
                 assert self._pool is not None
-                self._backend.taken(self._pool)  # whose last graph this may have been
+                self._backend.taken(self._pool, self)  # whose last graph this may have been
                 self._lives_in = self._pool
                 self._native.reset()
         self._release_generators()
@@ -260,7 +250,7 @@ class CudaGraph(CapturedGraph):
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._liveness = self._annotations = self._inspection = self._pool = None
         if self._lives_in is not None:
-            self._backend.left(self._lives_in)
+            self._backend.left(self._lives_in, self)
             self._lives_in = None
         for generator in self._generators:
             self._native.register_generator_state(generator)
@@ -316,9 +306,80 @@ class CudaGraph(CapturedGraph):
             return {}
 
 
-def _holds_memory(pool: PoolHandle) -> bool:
-    segments = torch.cuda.memory_snapshot()
-    return any(tuple(segment["segment_pool_id"]) == pool for segment in segments)
+class AnnotatingRecorder(Recorder):
+    """Watches a capture and notes, after each operator, how many nodes the graph has.
+
+    torch's own annotations (2.12) need ``cudaGraphNodeGetToolsId``, which the driver has from CUDA
+    13.1 on; this gives the same names on every driver.
+    """
+
+    def __init__(self, stream: int) -> None:
+        super().__init__(strict=False)
+        self._stream = stream
+        self._scopes_of_nodes: list[str] = []
+
+    def keep(self, operation: Operation) -> None:
+        super().keep(operation)
+        _, count = capture_frontier(self._stream)
+        label = f"{operation.scope}: {operation.name}".removeprefix(": ")
+        self._scopes_of_nodes.extend([label] * (count - len(self._scopes_of_nodes)))
+
+    def inspection(self) -> GraphInfo:
+        """Nodes with their scopes; to be called while the capture is still under way."""
+        graph, _ = capture_frontier(self._stream)
+        return from_cuda(graph, self._scopes_of_nodes)
+
+
+class InputLiveness(Recorder):
+    """Watches a capture for the tensors that it reads from outside; torch's check is of 2.13.
+
+    It says which tensor died, where the capture used it first and where it was freed. Kernels that
+    are launched outside of torch's dispatcher are invisible to it, and to torch's own.
+    """
+
+    def __init__(self, pool: PoolHandle) -> None:
+        super().__init__(strict=False)
+        self._pool = pool
+        self._needed: dict[int, KnownStorage] = {}
+
+    def keep(self, operation: Operation) -> None:
+        super().keep(operation)
+        touched = [self.storages[i] for i in (*operation.reads, *operation.writes)]
+        if any(known.device_type == "cuda" for known in touched):  # it ran on the GPU
+            for i in operation.reads:
+                known = self.storages[i]
+                # A 0-d CPU tensor enters a kernel as a constant; a larger one can only be the
+                # pinned source of a copy, which a replay reads again.
+                if not known.born and (known.device_type == "cuda" or not known.scalar):
+                    self._needed[i] = known
+
+    def check(self) -> None:
+        """Refuse a replay that would read freed memory."""
+        needed = self._needed.values()
+        refuse_dead_inputs([k for k in needed if not _alive(k) and not self._held_by_pool(k)])
+
+    def _held_by_pool(self, known: KnownStorage) -> bool:
+        """Whether the memory is still the pool's: an earlier graph of the pool refills it.
+
+        The tensor may be gone and its block be free for later captures. Graphs of one pool replay
+        in the order of their capture, so that the earlier graph has written the memory again.
+        """
+        return any(
+            segment["address"] <= known.address < segment["address"] + segment["total_size"]
+            for segment in _segments_of(self._pool)
+        )
+
+
+def _alive(known: KnownStorage) -> bool:
+    storage = known.storage()
+    return storage is not None and storage.data_ptr() == known.address
+
+
+def _segments_of(pool: PoolHandle) -> list[dict[str, Any]]:
+    # All pools are listed and one chosen here: given the handle of a pool, torch 2.11 takes a
+    # reference away from its numbers, and those above 256 are then freed while in use.
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
+    return [segment for segment in segments if tuple(segment["segment_pool_id"]) == pool]
 
 
 def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> None:

@@ -1,9 +1,8 @@
 """The only place that calls ``cuda.bindings``: raw graph handles, through the driver API.
 
-The bindings are imported on first use and nothing is called at import, so that a machine without
-GPU, driver or cuda-python can import this package. What the *driver* can do is asked of
-:func:`driver_version`: newer bindings offer functions that an older driver lacks, and calling those
-raises. What the *bindings* call a function is asked of their major version's names, which differ.
+The bindings are imported on first use. What the *driver* can do is asked of :func:`driver_version`:
+newer bindings offer functions that an older driver lacks, and calling those raises. What the
+*bindings* call a function is asked of their major version's names, which differ.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ class NodeRecord(NamedTuple):
 
 
 def driver() -> ModuleType:
-    """The module ``cuda.bindings.driver``."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -77,7 +75,6 @@ def driver() -> ModuleType:
 
 
 def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
-    """Unpack what a function of the bindings returned."""
     status, *values = result
     if int(status) != 0:
         name = str(getattr(status, "name", f"CUDA error {int(status)}"))
@@ -91,7 +88,6 @@ def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
 
 
 def _call(name: str, *args: object) -> Any:
-    """Call a function of the bindings by name and unpack its result."""
     function = getattr(driver(), name)
     try:
         result: tuple[Any, ...] = function(*args)
@@ -106,13 +102,12 @@ def _call(name: str, *args: object) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version that the installed driver supports, as (major, minor)."""
+    """The newest CUDA version of the installed driver, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
 def require_driver(minimum: tuple[int, int], feature: str) -> None:
-    """Refuse ``feature`` on a driver older than CUDA ``minimum``."""
     present = driver_version()
     if present < minimum:
         raise UnsupportedError(
@@ -123,7 +118,7 @@ def require_driver(minimum: tuple[int, int], feature: str) -> None:
 
 
 def capture_frontier(stream_handle: int) -> tuple[int, int]:
-    """How far the capture on a stream has come.
+    """The graph under capture on a stream, and how many nodes it has.
 
     Nodes are listed in the order of their creation, so that two calls around an operator tell
     which nodes it added.
@@ -144,41 +139,22 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
 
 
 def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
-    """Every node of a graph in order of creation, and its edges as pairs of positions.
-
-    The nodes of a child graph follow after all nodes of its parent. The child node precedes its
-    body's first nodes, and what waits for the child waits for the body's last nodes too.
-    """
+    """Every node of a graph in order of creation, and its edges as pairs of positions."""
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
     count = _count(raw_graph)
     handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
-    nodes: list[NodeRecord] = []
-    bodies: list[tuple[int, int]] = []
-    for position, handle in enumerate(handles):
-        node, body = _describe(handle)
-        nodes.append(node)
-        if body is not None:
-            bodies.append((position, body))
-    edges = _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
-    for position, body in bodies:
-        _inline(position, body, nodes, edges)
-    return nodes, edges
+    nodes = list(map(_describe, handles))
+    return nodes, _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
-    """Number of nodes by kind, of a graph and its child graphs; names are not looked at."""
-    kinds: Counter[str] = Counter()
+    """Number of nodes by kind; names are not looked at."""
     count = _count(raw_graph)
-    for handle in _call("cuGraphGetNodes", raw_graph, count)[0] if count else []:
-        label = _label(handle)
-        kinds[_KINDS.get(label, "empty")] += 1
-        if label == "GRAPH":
-            kinds += count_kinds(int(_call("cuGraphChildGraphNodeGetGraph", handle)))
-    return kinds
+    handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
+    return Counter(_KINDS.get(_label(handle), "empty") for handle in handles)
 
 
 def _label(handle: Any) -> str:
-    """What the driver calls the type of a node: ``KERNEL``, ``MEMCPY``, ..."""
     return str(_call("cuGraphNodeGetType", handle).name).removeprefix("CU_GRAPH_NODE_TYPE_")
 
 
@@ -202,47 +178,26 @@ def _edges(graph: int, position: dict[int, int]) -> list[tuple[int, int]]:
     ]
 
 
-def _inline(child: int, body: int, nodes: list[NodeRecord], edges: list[tuple[int, int]]) -> None:
-    """Append the nodes of a child graph's body and tie them in where the child stands."""
-    inner, inner_edges = walk(body)
-    base = len(nodes)
-    entered = {target for _, target in inner_edges}
-    left = {source for source, _ in inner_edges}
-    followers = [target for source, target in edges if source == child]
-    nodes.extend(inner)
-    edges.extend((base + source, base + target) for source, target in inner_edges)
-    for position in range(len(inner)):
-        if position not in entered:
-            edges.append((child, base + position))
-        if position not in left:
-            edges.extend((base + position, follower) for follower in followers)
-
-
-def _describe(handle: Any) -> tuple[NodeRecord, int | None]:
-    """One node, and the handle of its body when it is a child graph."""
+def _describe(handle: Any) -> NodeRecord:
     label = _label(handle)
     node = NodeRecord(int(handle), _KINDS.get(label, "empty"), label.lower())
     if label == "KERNEL":
         params = _call("cuGraphKernelNodeGetParams", handle)
         grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
         block = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
-        return node._replace(name=_kernel_name(params), grid=grid, block=block), None
+        return node._replace(name=_kernel_name(params), grid=grid, block=block)
     if label == "MEMCPY":
         params = _call("cuGraphMemcpyNodeGetParams", handle)
         ends = (int(params.srcMemoryType), int(params.dstMemoryType))
         source, target = (_MEMORY_TYPES.get(end, "?") for end in ends)
         size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
-        return node._replace(name=f"memcpy {source} to {target}", bytes=size), None
+        return node._replace(name=f"memcpy {source} to {target}", bytes=size)
     if label == "MEMSET":
         params = _call("cuGraphMemsetNodeGetParams", handle)
-        size = params.elementSize * params.width * max(1, params.height)
-        return node._replace(bytes=size), None
+        return node._replace(bytes=params.elementSize * params.width * max(1, params.height))
     if label == "MEM_ALLOC":
-        size = int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
-        return node._replace(bytes=size), None
-    if label == "GRAPH":
-        return node, int(_call("cuGraphChildGraphNodeGetGraph", handle))
-    return node, None
+        return node._replace(bytes=int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize))
+    return node
 
 
 def _kernel_name(params: Any) -> str:

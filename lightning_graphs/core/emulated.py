@@ -1,4 +1,4 @@
-"""CPU backend: replays a recording into the recorded storages.
+"""CPU backend: records operators, and replays them into the recorded storages.
 
 It proves semantics: what a capture records, what a replay computes, what CUDA would refuse. It
 never proves speed, nor that a kernel is legal to capture.
@@ -10,16 +10,222 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor, UntypedStorage
 
 from lightning_graphs.core.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.buffers import bytes_of
+from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.inspect import GraphInfo, from_recording
-from lightning_graphs.core.recording import GraphMemory, Recording, RecordingCapture
+from lightning_graphs.core.obstacles import MOVED_STORAGE
+from lightning_graphs.core.recorder import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+    mapped,
+    refuse_dead_inputs,
+    tensors_in,
+)
 from lightning_graphs.core.torch_private import announced_as_cuda_capture, dispatch_modes
-from lightning_graphs.errors import CaptureError, UnsupportedError
+from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+
+_NO_KERNEL = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_permuted.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+"""Allocations: on CUDA they launch nothing, so a replay leaves their memory as it is."""
+
+
+class _Geometry(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Geometry:
+        offset, stride = int(tensor.storage_offset()), tensor.stride()
+        return cls(tensor.dtype, offset, tensor.shape, stride, tensor.is_conj(), tensor.is_neg())
+
+    def over(self, storage: UntypedStorage) -> Tensor:
+        """A tensor that shares nothing but the memory with the one this was read from.
+
+        It has a version counter of its own, as a replay leaves autograd's counters alone, and is no
+        inference tensor, which could not be written outside of inference mode.
+        """
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = tensor.conj()
+            return torch._neg_view(tensor) if self.neg else tensor
+
+
+def _own_view(tensor: Tensor) -> Tensor:
+    return _Geometry.of(tensor).over(tensor.untyped_storage())
+
+
+@dataclass(frozen=True, slots=True)
+class _ExternalTensor:
+    """A tensor over a storage from before the capture: held as weakly as a CUDA graph does."""
+
+    storage: KnownStorage
+    geometry: _Geometry
+
+    def resolve(self) -> Tensor:
+        storage = self.storage.storage()
+        self.storage.note_release()
+        if storage is None or self.storage.address not in (None, storage.data_ptr()):
+            refuse_dead_inputs([self.storage])
+        assert storage is not None
+        return self.geometry.over(storage)
+
+
+def _resolve(value: Any) -> Any:
+    if isinstance(value, _ExternalTensor):
+        return value.resolve()
+    return [_resolve(v) for v in value] if isinstance(value, list) else value
+
+
+def _fill_with_sentinel(storage: UntypedStorage, dtype: torch.dtype) -> None:
+    # A tensor of its own over the storage: the version counters of the user's tensors stay.
+    view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+    if dtype.is_floating_point or dtype.is_complex:
+        view.fill_(float("nan"))
+    elif dtype is torch.bool:
+        view.fill_(True)
+    else:
+        view.fill_(torch.iinfo(dtype).min if dtype.is_signed else torch.iinfo(dtype).max)
+
+
+class GraphMemory:
+    """The storages that were born in a capture; they live as long as a graph may be replayed."""
+
+    def __init__(self, born: Sequence[tuple[UntypedStorage, torch.dtype]]) -> None:
+        self._born = born
+        self.hidden: list[UntypedStorage] | None = None
+
+    def poison(self) -> None:
+        """Overwrite what the capture computed, so that a missing replay shows."""
+        self.hidden = [storage.clone() for storage, _ in self._born]
+        for storage, dtype in self._born:
+            _fill_with_sentinel(storage, dtype)
+
+    def reveal(self) -> None:
+        for (storage, _), value in zip(self._born, self.hidden or (), strict=False):
+            storage.copy_(value)
+
+
+class Recording:
+    """Operators in order over the memory that was born with them."""
+
+    def __init__(self, operations: list[Operation], memory: GraphMemory) -> None:
+        self.operations = operations
+        self.memory = memory
+
+    def launched(self) -> list[Operation]:
+        """The operations that launch work; allocations do not."""
+        return [operation for operation in self.operations if operation.func not in _NO_KERNEL]
+
+    def run(self) -> None:
+        """Execute every operator once and write its results into the recorded storages."""
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+            for operation in self.launched():
+                with torch.set_grad_enabled(operation.grad_mode):
+                    result = operation.func(
+                        *[_resolve(a) for a in operation.args],
+                        **{k: _resolve(v) for k, v in operation.kwargs.items()},
+                    )
+                if is_collective(operation.func):
+                    wait_for(result)
+                if operation.result is not None:
+                    _write_back(operation, result)
+
+
+def _write_back(operation: Operation, result: Any) -> None:
+    for recorded, computed in zip(tensors_in(operation.result), tensors_in(result), strict=True):
+        if recorded.shape != computed.shape:
+            raise ReplayError(
+                "A replayed operator must return the shapes that it returned at capture.",
+                f"{operation.name} at {operation.site}: {tuple(recorded.shape)} -> "
+                f"{tuple(computed.shape)}",
+                "keep shapes independent of values inside the captured code",
+            )
+        if recorded.data_ptr() != computed.data_ptr():
+            recorded.copy_(computed)
+
+
+class RecordingCapture(Recorder):
+    """The recorder of a capture: it keeps what a replay needs and undoes the writes."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(generators)
+        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        self._born: list[tuple[UntypedStorage, torch.dtype]] = []
+        self._born_ids: set[int] = set()
+
+    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
+        if not known.born and known.id not in self._saved:
+            storage = tensor.untyped_storage()
+            self._saved[known.id] = storage, storage.clone()
+
+    def _run(self, call: OperatorCall) -> Any:
+        result = super()._run(call)
+        for known in map(self.know, call.written):
+            if known.id in self._saved:
+                storage, value = self._saved[known.id]
+                if storage.nbytes() != value.nbytes():
+                    self.refuse(str(call.func), MOVED_STORAGE)
+        return result
+
+    def keep(self, operation: Operation) -> None:
+        for tensor in tensors_in(operation.result):
+            known = self.know(tensor)
+            if known.born and known.id not in self._born_ids:
+                self._born_ids.add(known.id)
+                self._born.append((tensor.untyped_storage(), tensor.dtype))
+        operation.args = tuple(mapped(a, self._reference) for a in operation.args)
+        operation.kwargs = {k: mapped(v, self._reference) for k, v in operation.kwargs.items()}
+        operation.result = mapped(operation.result, _own_view)
+        self.operations.append(operation)
+
+    def _reference(self, tensor: Tensor) -> Tensor | _ExternalTensor:
+        known = self.know(tensor)
+        if known.born:
+            return _own_view(tensor)
+        return _ExternalTensor(known, _Geometry.of(tensor))
+
+    def restore_world(self) -> None:
+        """Give every storage that existed before the capture its value back."""
+        # Backwards: where two storages share memory, the first one saved has the oldest value.
+        for known in self.storages:
+            known.note_release()
+        for key, (storage, value) in reversed(self._saved.items()):
+            if self.storages[key].address is None:
+                continue
+            if storage.nbytes() < value.nbytes():
+                storage.resize_(value.nbytes())
+            # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
+            bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
+        self._saved.clear()
+
+    def finish(self) -> Recording:
+        return Recording(self.operations, GraphMemory(self._born))
 
 
 class EmulatedBackend(Backend):
@@ -30,7 +236,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self) -> None:
         self._pools = itertools.count(1)
-        self._unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+        self.unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return EmulatedGraph(self, keep_graph)
@@ -41,25 +247,14 @@ class EmulatedBackend(Backend):
     def is_capturing(self) -> bool:
         return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
 
-    def poison(self, memory: GraphMemory) -> None:
-        """Hide what a capture computed until the first replay computes it for real."""
-        memory.poison()
-        self._unreplayed.add(memory)
-
-    def replayed(self, memory: GraphMemory) -> None:
-        """The memory holds real values from now on."""
-        memory.forget_hidden()
-        self._unreplayed.discard(memory)
-
     @contextlib.contextmanager
     def revealed(self) -> Iterator[None]:
         """While a capture runs, earlier captures show the values that they computed.
 
-        On CUDA nothing executes during a capture, so a backward pass may be captured over
-        activations that no replay has filled yet. Here it executes, and sentinel values would lead
+        On CUDA nothing executes during a capture. Here it does, and sentinel values would lead
         integer indices out of bounds.
         """
-        hidden = list(self._unreplayed)
+        hidden = list(self.unreplayed)
         for memory in hidden:
             memory.reveal()
         try:
@@ -73,61 +268,45 @@ _captures = itertools.count()
 
 
 class EmulatedGraph(CapturedGraph):
-    """A recording and, once instantiated, the list of operators that a replay runs.
-
-    Attributes:
-        recording: The template: edits of its operations take effect at the next
-            :meth:`instantiate`. None before the capture, and where it is not kept.
-    """
+    """A recording and, once instantiated, the list of operators that a replay runs."""
 
     def __init__(self, backend: EmulatedBackend, keep_graph: bool) -> None:
+        # The template, where it is kept: edits of its operations take effect at `instantiate`.
         self.recording: Recording | None = None
         self._backend = backend
         self._keep_graph = keep_graph
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
         self._capture: RecordingCapture | None = None
-        self._revealed = contextlib.ExitStack()
-        self._rng: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._around = contextlib.ExitStack()
         self._executable: Recording | None = None
 
     def capture_begin(
-        self,
-        pool: PoolHandle | None,
-        capture_error_mode: str,
-        *,
-        annotate: bool,
-        check_input_liveness: bool,
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
     ) -> None:
         # Annotations and input liveness cost nothing here: a recording always knows both.
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
-        self._rng = [(generator, generator.get_state()) for generator in generators]
-        self._revealed = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
         try:
             for generator in generators:  # who rewinds one to where another capture was is seen
+                self._around.callback(generator.set_state, generator.get_state())
                 generator.manual_seed(next(_captures))
-            self._revealed.enter_context(self._backend.revealed())
-            self._revealed.enter_context(announced_as_cuda_capture())
+            self._around.enter_context(self._backend.revealed())
+            self._around.enter_context(announced_as_cuda_capture())
             self._capture = RecordingCapture(generators)
             self._capture.__enter__()
         except BaseException:
             if not self._backend.is_capturing():  # interrupted before it began
-                self._revealed.close()
-                self._restore_generators()
+                self._around.close()
             raise
 
     def _leave_capture(self, capture: RecordingCapture) -> Recording:
         self._capture = None
-        with self._revealed:
+        with self._around:
             capture.__exit__(None, None, None)
             capture.restore_world()
-            self._restore_generators()
         return capture.finish()
-
-    def _restore_generators(self) -> None:
-        for generator, state in self._rng:
-            generator.set_state(state)
 
     def capture_end(self) -> None:
         assert self._capture is not None
@@ -138,7 +317,8 @@ class EmulatedGraph(CapturedGraph):
                 "captured on wrong device or stream.",
                 stacklevel=3,
             )
-        self._backend.poison(recording.memory)
+        recording.memory.poison()
+        self._backend.unreplayed.add(recording.memory)
         if not self._keep_graph:
             self.instantiate()
             self.recording = None
@@ -150,7 +330,7 @@ class EmulatedGraph(CapturedGraph):
 
     def instantiate(self) -> None:
         assert self.recording is not None
-        self._executable = self.recording.snapshot()
+        self._executable = Recording(list(self.recording.operations), self.recording.memory)
 
     def replay(self) -> None:
         if self._backend.is_capturing():
@@ -163,7 +343,8 @@ class EmulatedGraph(CapturedGraph):
             self.instantiate()
         assert self._executable is not None
         self._executable.run()
-        self._backend.replayed(self._executable.memory)
+        self._executable.memory.hidden = None  # there are real values from now on
+        self._backend.unreplayed.discard(self._executable.memory)
 
     def reset(self) -> None:
         self.recording = self._executable = self._pool = None

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Elements at a time: what a CPU keeps in its cache, and what keeps a GPU busy. A fingerprint needs
-64 MiB beside the tensors at most."""
+32 MiB beside the tensors at most."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -23,9 +23,8 @@ class Fingerprinter:
     """Makes fingerprints: equal for equal bits, and otherwise different.
 
     The elements, read as integers, are multiplied by odd numbers that depend on their place and
-    added up, modulo 2**64. One element that changed always shows; several that change at once go
-    unseen with a probability of about 2**-64. Integers add up to the same whatever the order, so a
-    fingerprint does not depend on how the device reduces.
+    added up, modulo 2**64, which does not depend on the order. One element that changed always
+    shows; several go unseen with a probability of about 2**-64.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,6 @@ class Fingerprinter:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of the elements as integers, in one dimension."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     # A lazily conjugated or negated tensor has other bits than it shows.
     flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)

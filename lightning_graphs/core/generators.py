@@ -1,4 +1,4 @@
-"""Random generators around operators: watched while these run, and put back after them."""
+"""Random generators around captures."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ class GeneratorWatch:
 
     @contextlib.contextmanager
     def around(self, func: OpOverload) -> Iterator[bool]:
-        """Watch an operator that the body runs.
-
-        Yields:
-            Whether it draws, and a generator was set since operators left it.
-        """
+        """While the operator runs: whether it draws, and a generator was set since the last one."""
         before = self._states()
         draws = torch.Tag.nondeterministic_seeded in func.tags
         yield draws and not _equal(before, self._as_left)
@@ -82,13 +78,10 @@ def random_place(device_type: str) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def rewinding_refused(draws: bool) -> Iterator[None]:
-    """Refuse to set CUDA's generators in the body, the capture of a backward pass by itself.
+    """Refuse to set CUDA's generators in the body, the capture of a backward pass that draws.
 
-    Activation checkpointing sets them to where the forward pass began, so that dropout gives the
-    same numbers. A graph of its own begins where the forward graph has ended.
-
-    Args:
-        draws: The forward pass draws random numbers; where it does not, nothing is refused.
+    Activation checkpointing sets them to where the forward pass began, for equal dropout. A graph
+    of its own begins where the forward graph has ended.
     """
     original = torch.cuda.set_rng_state
 

@@ -28,7 +28,6 @@ GradientBuffers = Callable[[Sequence[Parameter]], Sequence[Tensor]]
 
 
 def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
-    """Buffers of their own for these parameters."""
     return list(map(empty_gradient, parameters))
 
 
@@ -50,7 +49,6 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse ``param_grads="direct"`` where a hook on a parameter would be skipped."""
     rule = (
         'param_grads="direct" writes parameter gradients inside of the graph: hooks on parameters '
         "never fire."
@@ -71,32 +69,26 @@ class LentGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 
     Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
-    overwrite gradients that are still of use (pytorch#181723). Here the graph ends with one fused
-    copy into memory outside of its pool, and that memory is lent to one backward pass at a time. A
-    replay that finds any of it still held saves it first; from then on gradients are copies.
+    overwrite it (pytorch#181723). So the graph copies into memory outside of its pool, lent to one
+    backward pass at a time. A replay that finds any of it still held saves it first; from then on
+    gradients are copies.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._memory, self._reserved = _side_by_side(targets)
-        self._buffers: Sequence[Tensor | None] = ()
+        self.buffers: Sequence[Tensor | None] = ()  # the lent memory of each gradient
         self._lent: list[Tensor] = []
         self._loans = [LentMemory(memory) for memory in self._memory]
         self._lends = True
 
     @property
-    def buffers(self) -> Sequence[Tensor | None]:
-        """The lent memory of each gradient; None where there is none."""
-        return self._buffers
-
-    @property
     def is_kept(self) -> bool:
-        """Whether somebody holds any of the memory."""
         return any(loan.is_kept for loan in self._loans)
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture."""
-        self._buffers = list(map(_fitted, self._reserved, gradients))
-        self._lent = [buffer for buffer in self._buffers if buffer is not None]
+        """Write the gradients into the buffers, as the last part of a capture."""
+        self.buffers = list(map(_fitted, self._reserved, gradients))
+        self._lent = [buffer for buffer in self.buffers if buffer is not None]
         for loan in self._loans:
             loan.settle()
         write_all(self._lent, [g for g in gradients if g is not None])
@@ -112,17 +104,14 @@ class LentGradients:
         else:
             backward()
             gradients = list(map(_alias, self._lent)) if self._lends else clone_all(self._lent)
-        if len(gradients) == len(self._buffers):
+        if len(gradients) == len(self.buffers):
             return gradients
         found = iter(gradients)
-        return [None if buffer is None else next(found) for buffer in self._buffers]
+        return [None if buffer is None else next(found) for buffer in self.buffers]
 
 
 class OutputGradients:
-    """The static inputs of a backward graph, where the gradients of outputs go.
-
-    The gradient that the graph of a later callable lends is read where it is.
-    """
+    """The static inputs of a backward graph; what a later graph lends is read in place."""
 
     def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
         self.buffers = list(buffers)
@@ -131,7 +120,6 @@ class OutputGradients:
         self._targets = [self.buffers[i] for i in self._own]
 
     def completed(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The gradients, with zeros in the place of those that do not exist."""
         pairs = zip(gradients, self.buffers, strict=True)
         return [torch.zeros_like(buffer) if g is None else g for g, buffer in pairs]
 
@@ -177,8 +165,8 @@ def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Copy gradients to their buffers, as part of a capture: one launch for each pair of dtypes.
 
     torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
-    few then take 13 us (H200), however small they are. So they are cut into pieces, as many as one
-    launch takes, that all multiprocessors share in; and a single one is left to the plain kernel.
+    few then take 13 us (H200). So they are cut into pieces, as many as one launch takes, that all
+    multiprocessors share in; and a single one is left to the plain kernel.
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for buffer, gradient in zip(buffers, gradients, strict=True):
@@ -213,7 +201,6 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of their memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -232,39 +219,30 @@ _ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memor
 class DirectGradients:
     """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
 
-    The graph ends with one fused copy of all parameter gradients into buffers that live outside of
-    its pool: inside, their memory would be that of activations which the backward pass has freed
-    and the next forward writes again. A parameter without gradient is given its buffer. A
-    parameter that has one gets the new gradient added; where that gradient is still the buffer,
-    its value is moved out of the way before the graph runs.
+    The graph copies them into buffers outside of its pool: inside, their memory would be that of
+    activations. A parameter without gradient is given its buffer. A parameter that has one gets the
+    new gradient added; where that is still the buffer, its value is moved away before.
     """
 
     def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._buffers = list(buffers)
+        self.parameters = list(parameters)
+        self.buffers = list(buffers)
         self._kept: list[Tensor] | None = None
-        self._nothing = [None] * len(self._parameters)
+        self._nothing = [None] * len(self.parameters)
         self._hooks_looked_at = -1
 
-    @property
-    def parameters(self) -> Sequence[Parameter]:
-        """The parameters whose gradients it writes."""
-        return self._parameters
-
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
-        """Write the gradients into the buffers; to be called as the last part of a capture."""
         used = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        self._parameters = [self._parameters[i] for i in used]
-        self._buffers = [self._buffers[i] for i in used]
+        self.parameters = [self.parameters[i] for i in used]
+        self.buffers = [self.buffers[i] for i in used]
         self._nothing = [None] * len(used)
-        write_all(self._buffers, [g for g in gradients if g is not None])
+        write_all(self.buffers, [g for g in gradients if g is not None])
 
     def refuse_hooks(self) -> None:
-        """Refuse to go on where a hook would be skipped."""
         number = hooks_registered()
         if number == self._hooks_looked_at:
             return
-        parameters = self._parameters
+        parameters = self.parameters
         if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
             raise ReplayError(
                 'With param_grads="direct", hooks on parameters never fire.',
@@ -277,11 +255,11 @@ class DirectGradients:
         self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
     ) -> None:
         """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
-        parameters = self._parameters
+        parameters = self.parameters
         before = list(map(_gradient, parameters))
         if reached is None and all(map(is_, before, self._nothing)):
             backward()
-            for parameter, buffer in zip(parameters, self._buffers, strict=True):
+            for parameter, buffer in zip(parameters, self.buffers, strict=True):
                 parameter.grad = buffer
             return
         self._move_out_of_the_way(before)
@@ -289,21 +267,20 @@ class DirectGradients:
         self._accumulate(parameters if reached is None else reached)
 
     def _move_out_of_the_way(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy gradients that are still the graph's buffers: the replay overwrites those."""
-        held = [i for i, g in enumerate(gradients) if g is self._buffers[i]]
+        held = [i for i, g in enumerate(gradients) if g is self.buffers[i]]
         if not held:
             return
         if self._kept is None:
-            self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
+            self._kept = [torch.empty_like(buffer) for buffer in self.buffers]
         kept = [self._kept[i] for i in held]
-        torch._foreach_copy_(kept, [self._buffers[i] for i in held])
+        torch._foreach_copy_(kept, [self.buffers[i] for i in held])
         for i, gradient in zip(held, kept, strict=True):
-            self._parameters[i].grad = gradient
+            self.parameters[i].grad = gradient
 
     def _accumulate(self, reached: Collection[Tensor]) -> None:
         targets, additions = [], []
         chosen = frozenset(reached)
-        for parameter, buffer in zip(self._parameters, self._buffers, strict=True):
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
             if parameter not in chosen:
                 continue
             if parameter.grad is None:

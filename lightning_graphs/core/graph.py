@@ -1,4 +1,4 @@
-"""``CUDAGraph`` and ``graph``: torch's documented API over either backend."""
+"""``CUDAGraph`` and ``graph``: torch's documented API over either backend; and who owns graphs."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ class CUDAGraph:
 
     Raises:
         UnsupportedError: ``backend="cuda"`` without a GPU.
+        ReplayError: By methods that need a capture, or the template, where there is none.
     """
 
     def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
@@ -95,10 +96,7 @@ class CUDAGraph:
                 "call reset() first, or create another CUDAGraph",
             )
         self._captured.capture_begin(
-            pool,
-            capture_error_mode,
-            annotate=enable_annotations,
-            check_input_liveness=check_input_liveness,
+            pool, capture_error_mode, enable_annotations, check_input_liveness
         )
         self._capturing, self._is_annotated = True, enable_annotations
 
@@ -130,30 +128,22 @@ class CUDAGraph:
         self._captured.abandon()
 
     def instantiate(self) -> None:
-        """Make the template executable; with ``keep_graph=True`` it may be repeated after edits.
-
-        Raises:
-            ReplayError: there is no template.
-        """
-        self._refuse_without_capture("instantiate()")
-        self._refuse_without_template("instantiate()")
+        """Make the template executable; with ``keep_graph=True`` it may be repeated after edits."""
+        self._require_capture("instantiate()", template=True)
         self._captured.instantiate()
 
     def replay(self) -> None:
         """Launch the captured work on the current stream.
 
         Raises:
-            ReplayError: nothing was captured, or an input was freed (``check_input_liveness``;
-                always on the emulated backend).
+            ReplayError: An input was freed (``check_input_liveness``; always if emulated).
         """
         self._replay()
 
-    def _refuse_without_capture(self, call: str) -> None:
+    def _require_capture(self, call: str, *, template: bool = False) -> None:
         if self._replay is _replay_of_nothing:
             raise _needs_capture(call)
-
-    def _refuse_without_template(self, call: str) -> None:
-        if not self._keep_graph:
+        if template and not self._keep_graph:
             raise ReplayError(
                 f"{call} needs the template of the graph.",
                 "keep_graph=False drops the template at capture_end",
@@ -171,12 +161,8 @@ class CUDAGraph:
         self._captured.reset()
 
     def pool(self) -> PoolHandle:
-        """The token of this graph's memory pool.
-
-        Raises:
-            ReplayError: nothing was captured.
-        """
-        self._refuse_without_capture("pool()")
+        """The token of this graph's memory pool."""
+        self._require_capture("pool()")
         return self._captured.pool()
 
     def enable_debug_mode(self) -> None:
@@ -186,7 +172,7 @@ class CUDAGraph:
 
     def debug_dump(self, debug_path: str) -> None:
         """Write the graph as DOT to ``debug_path``, if debug mode was enabled."""
-        self._refuse_without_capture("debug_dump()")
+        self._require_capture("debug_dump()")
         if not (self._has_debug_mode or self._keep_graph):  # torch's words
             message = "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()"
             warnings.warn(message, stacklevel=2)
@@ -194,22 +180,13 @@ class CUDAGraph:
         self._captured.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:
-        """The ``cudaGraph_t``; it exists with ``keep_graph=True`` only.
-
-        Raises:
-            GraphError: there is no template, or the backend has no such handle.
-        """
-        self._refuse_without_capture("raw_cuda_graph()")
-        self._refuse_without_template("raw_cuda_graph()")
+        """The ``cudaGraph_t``; it exists with ``keep_graph=True`` and on CUDA only."""
+        self._require_capture("raw_cuda_graph()", template=True)
         return self._captured.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
-        """The ``cudaGraphExec_t``; valid until the next :meth:`instantiate` or :meth:`reset`.
-
-        Raises:
-            GraphError: the graph is not instantiated, or the backend has no such handle.
-        """
-        self._refuse_without_capture("raw_cuda_graph_exec()")
+        """The ``cudaGraphExec_t``; valid until the next :meth:`instantiate` or :meth:`reset`."""
+        self._require_capture("raw_cuda_graph_exec()")
         return self._captured.raw_cuda_graph_exec()
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -218,7 +195,7 @@ class CUDAGraph:
 
     def inspection(self) -> GraphInfo:
         """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
-        self._refuse_without_capture("inspection()")
+        self._require_capture("inspection()")
         if not (self._keep_graph or self._has_debug_mode or self._is_annotated):
             raise UnsupportedError(
                 "Inspecting a graph needs its template.",
@@ -232,18 +209,14 @@ class CUDAGraph:
         """Number of nodes by kind (``"kernel"``, ``"memcpy"``, ``"memset"``, ...).
 
         The mapping is empty on CUDA where cuda-python is missing or the driver does not tell.
-
-        Raises:
-            ReplayError: nothing was captured, or there is no template (``keep_graph=False``).
         """
-        self._refuse_without_capture("node_counts()")
-        self._refuse_without_template("node_counts()")
+        self._require_capture("node_counts()", template=True)
         return self._captured.node_counts()
 
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keep the collector from finding old graphs: destroying one ends the capture (#161037)."""
+    # The collector would find old graphs, and destroying one ends the capture (#161037).
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -327,3 +300,54 @@ def _refuse_nested(backend: Backend) -> None:
             "a capture was begun inside of another one",
             "end the other capture first",
         )
+
+
+class GraphPool:
+    """Graphs that share one memory pool and one capture stream, and are released together.
+
+    They must replay in the order of their capture: the memory that one has freed, the next one
+    uses. Data loaders pin memory in threads, of which a capture in ``"global"`` mode dies.
+    """
+
+    def __init__(
+        self,
+        pool: PoolHandle | None = None,
+        *,
+        stream: torch.cuda.Stream | None = None,
+        keep_graphs: bool = False,
+        capture_error_mode: str = "thread_local",
+        backend: BackendName = "auto",
+    ) -> None:
+        self.backend = get_backend(backend)
+        self.handle = pool if pool is not None else self.backend.new_pool()
+        self.stream = stream
+        self._keep_graphs = keep_graphs
+        self._capture_error_mode = capture_error_mode
+        self._graphs: list[CUDAGraph] = []
+
+    def beside(self, pool: PoolHandle | None = None) -> GraphPool:
+        """Another one like this, whose graphs are released by themselves."""
+        return GraphPool(
+            pool,
+            stream=self.stream,
+            keep_graphs=self._keep_graphs,
+            capture_error_mode=self._capture_error_mode,
+            backend=self.backend.name,
+        )
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[CUDAGraph]:
+        captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
+        with graph(captured, self.handle, self.stream, self._capture_error_mode):
+            yield captured
+        self._graphs.append(captured)
+
+    def release(self, captured: CUDAGraph) -> None:
+        """Reset one graph of this pool; its memory serves the next capture."""
+        self._graphs.remove(captured)
+        captured.reset()
+
+    def close(self) -> None:
+        """Reset every graph; may be called again."""
+        while self._graphs:
+            self._graphs.pop().reset()

@@ -7,7 +7,7 @@ import copy
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,10 @@ from torch.nn import Parameter
 from lightning_graphs.core.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.lending import PendingBackward, ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Modes
-from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.core.torch_private import in_transform, version_of, will_execute
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
@@ -31,53 +29,32 @@ from lightning_graphs.errors import (
     SignatureError,
 )
 
+Stores = tuple[tuple[nn.Module, str, Any], ...]
+"""Module, name and value of attributes that code sets; the values are plain ones."""
+
+
+def set_again(stores: Stores) -> None:
+    """Set these attributes, past whatever the module makes of it: that has run at capture."""
+    for module, name, value in stores:
+        vars(module)[name] = value
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardPass:
-    """The captured backward of a callable."""
-
     graph: CUDAGraph  # computes the gradients from ``output_gradients``
     output_gradients: OutputGradients  # its static inputs, one for each output that requires grad
-    # For each of these outputs, the leaves of autograd that it depends on.
-    reach: tuple[frozenset[Tensor], ...]
+    reach: tuple[frozenset[Tensor], ...]  # the leaves of autograd that each of these depends on
     targets: tuple[Tensor, ...]  # the leaves whose gradients autograd is given, in their order
-    # Positions, among the call's tensor leaves, of the inputs that require grad.
-    input_positions: tuple[int, ...]
-    # The parameters whose gradients autograd is given; none if they are direct.
-    parameters: tuple[Parameter, ...]
-    # Hands autograd the gradients of those inputs and then of those parameters.
-    handed: LentGradients
-    # Writes the parameters' gradients itself; None where autograd does.
-    direct: DirectGradients | None
+    input_positions: tuple[int, ...]  # of inputs that require grad, among the call's tensors
+    parameters: tuple[Parameter, ...]  # whose gradients autograd is given; none if direct
+    handed: LentGradients  # hands autograd the gradients of those inputs, then parameters
+    direct: DirectGradients | None  # writes the parameters' gradients, where autograd does not
     place: int  # its place in the order of captures
 
     def reached(self, gradients: Sequence[Tensor | None]) -> frozenset[Tensor]:
         """The leaves that outputs with a gradient depend on."""
         pairs = zip(self.reach, gradients, strict=True)
         return frozenset().union(*(leaves for leaves, g in pairs if g is not None))
-
-
-@dataclass(slots=True)
-class CapturedCall:
-    """What the capture of a callable leaves; filled while it goes on."""
-
-    original: Callable[..., Any]  # what ran when it was captured
-    module: nn.Module | None  # whose forward that is, if it is a module's
-    plan: CallPlan  # what calls must be like
-    pool: GraphPool  # owns the graphs
-    order: ReplayOrder  # the order of captures over that pool
-    inputs: StaticInputs  # static inputs for the tensors of a call
-    parameters: list[Parameter]  # those that may get a gradient
-    modules: Sequence[nn.Module] = ()  # all modules that it holds
-    guards: Sequence[AddressGuard] = ()  # over their parameters and buffers
-    outputs: OutputPlan | None = None  # what it returned
-    forward: CUDAGraph | None = None  # its graph
-    backward: BackwardPass | None = None  # the backward pass, if there is one
-    place: int = -1  # the place of the forward graph in the order
-    # By the index of a tensor of the call, the memory where it is read in place.
-    borrowed: dict[int, Source] = field(default_factory=dict)
-    # Likewise, what tells later calls whether they are given the same tensor.
-    shared: dict[int, SharedArgument] = field(default_factory=dict)
 
 
 class GraphedCallable:
@@ -92,115 +69,120 @@ class GraphedCallable:
     of ``module.forward``.
     """
 
-    def __init__(self, captured: CapturedCall) -> None:
-        assert captured.forward is not None
-        assert captured.outputs is not None
-        self.original = captured.original
-        self.__wrapped__ = captured.original  # inspect.signature shows the original's arguments
-        self.module = captured.module
-        self.forward_graph = captured.forward
-        self.backward_pass = backward = captured.backward
-        self._plan = captured.plan
-        self._guards = captured.guards
-        self._inputs = captured.inputs
-        self._outputs = captured.outputs
-        self._pool = captured.pool
-        self._replay_forward = captured.forward.replay
-        self._writes_gradients = backward is not None and backward.direct is not None
-        self._modes = captured.plan.signature.modes
-        self._modules = captured.modules
-        self._training = [m.training for m in self._modules]
+    # Known once the forward pass is captured.
+    forward_graph: CUDAGraph
+    outputs: OutputPlan
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        module: nn.Module | None,
+        plan: CallPlan,
+        pool: GraphPool,
+        order: ReplayOrder,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        self.original = original
+        self.__wrapped__ = original  # inspect.signature shows the original's arguments
+        self.module = module
+        self.plan = plan
+        self.pool = pool
+        self.order = order
+        self.inputs = StaticInputs(tensors)
+        self.parameters: list[Parameter] = []  # those that may get a gradient
+        self.backward_pass: BackwardPass | None = None
+        self.place = -1  # of the forward graph, in the order of captures
+        # By the index of a tensor of the call, the memory where it is read in place; and what tells
+        # later calls whether they are given the same tensor.
+        self.borrowed: tuple[tuple[int, Source], ...] = ()
+        self.shared: dict[int, SharedArgument] = {}
+        self.modes = plan.signature.modes
         # Autograd records a node only if an input of it requires grad; parameters whose gradients
         # are direct do not pass through it.
-        device = self._modes.device_type
         with torch.inference_mode(False):
-            self._anchor = torch.empty(0, device=device, requires_grad=True)
+            self._anchor = torch.empty(0, device=self.modes.device_type, requires_grad=True)
             self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        self._order = captured.order
-        self._place = captured.place
         self._pending: PendingBackward | None = None
-        self._borrowed = tuple(captured.borrowed.items())
-        self._shared = tuple(captured.shared.items())
-        # Optimizers change all parameters together: one tells, at no cost that grows with them.
-        self._witness = captured.parameters[0] if captured.parameters else self._anchor
-        self._version = version_of(self._witness)
         self._released = False
         self.forward_stores: Stores = ()  # attributes that its forward sets
         self.backward_stores: Stores = ()  # those that its backward sets
         # Puts the error of a refused backward pass in the words of whoever made the graphs.
         self.explain: Callable[[ReplayError], object] = _as_it_is
 
+    def finish_capture(
+        self, modules: Sequence[nn.Module], guards: Sequence[AddressGuard]
+    ) -> GraphedCallable:
+        """Be ready for calls, given all modules that it holds, and guards over their tensors."""
+        self._modules, self._guards = modules, guards
+        self._training = [m.training for m in modules]
+        self._replay_forward = self.forward_graph.replay
+        backward = self.backward_pass
+        self._writes_gradients = backward is not None and backward.direct is not None
+        self._shared = tuple(self.shared.items())
+        # Optimizers change all parameters together: one tells, at no cost that grows with them.
+        self._witness = self.parameters[0] if self.parameters else self._anchor
+        self._version = version_of(self._witness)
+        return self
+
     @property
     def is_next(self) -> bool:
         """Whether a call now keeps to the order of captures, and spoils no pending backward."""
-        return self._place > self._order.last
-
-    @property
-    def outputs_are_kept(self) -> bool:
-        """Whether a caller still holds what a lent output was at the last replay."""
-        return self._outputs.is_kept
-
-    @property
-    def static_inputs(self) -> Sequence[Tensor]:
-        """The buffers that stand for the tensor leaves of a call, in order."""
-        return self._inputs.tensors
+        return self.place > self.order.last
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """While no other graph waits for its backward pass: take any argument into lent memory."""
-        borrowed, self._borrowed = self._borrowed, ()
+        borrowed, self.borrowed = self.borrowed, ()
         try:
             yield
         finally:
-            self._borrowed = borrowed
+            self.borrowed = borrowed
 
     def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
-        for leaf, source in self._borrowed:
+        for leaf, source in self.borrowed:
             if not source.holds(tensors[leaf]):
                 raise ArgumentElsewhereError(
                     "A graph reads an argument where an earlier graph has put it.",
-                    f"{self._plan.signature.tensor_names[leaf]} is another tensor now",
+                    f"{self.plan.signature.tensor_names[leaf]} is another tensor now",
                     "pass what the earlier call returned or was given; or capture again",
                 )
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether these arguments, under the switches now in force, have a replay."""
-        modes = self._modes
-        now = Modes.current(modes.device_type)
+        now = Modes.current(self.modes.device_type)
         return (
             not self._released
-            and now.autocast_dtype is modes.autocast_dtype
+            and now.autocast_dtype is self.modes.autocast_dtype
             and [m.training for m in self._modules] == self._training
-            and self._plan.match(args, kwargs) is not None
+            and self.plan.match(args, kwargs) is not None
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the forward graph on these arguments."""
         changed = self._released or [m.training for m in self._modules] != self._training
         if changed or in_transform():
             return self.original(*args, **kwargs)
         self._check_autocast()
-        tensors = self._plan.tensors(args, kwargs)
+        tensors = self.plan.tensors(args, kwargs)
         for guard in self._guards:
             guard.check(geometry=False, trainable=self._writes_gradients)
         self._refuse_arguments_elsewhere(tensors)
-        if self._outputs.is_kept:  # a replay would overwrite what a caller has kept
+        if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)
-        self._inputs.copy_in(tensors, given=not self._borrowed)
+        self.inputs.copy_in(tensors, given=not self.borrowed)
         for leaf, argument in self._shared:
             argument.put(tensors[leaf])
         self._replay_forward()
         if self.forward_stores:
             set_again(self.forward_stores)
-        self._order.replay(self._place)
+        self.order.replay(self.place)
         backward = self.backward_pass
         if backward is None or not torch.is_grad_enabled():
-            return self._outputs.hand_out()
-        self._pending = self._order.wait(self._place, backward.place)
+            return self.outputs.hand_out()
+        self._pending = self.order.wait(self.place, backward.place)
         self._version = version_of(self._witness)
         differentiable = [tensors[i] for i in backward.input_positions]
         results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
-        return self._outputs.hand_out(results)
+        return self.outputs.hand_out(results)
 
     def refuse_changes(self) -> None:
         """Name the parameter that changed since the capture."""
@@ -208,7 +190,7 @@ class GraphedCallable:
             guard.check()
 
     def _check_autocast(self) -> None:
-        modes = self._modes
+        modes = self.modes
         enabled = torch.is_autocast_enabled(modes.device_type)
         if enabled is modes.autocast_enabled and (
             not enabled or torch.get_autocast_dtype(modes.device_type) is modes.autocast_dtype
@@ -236,7 +218,7 @@ class GraphedCallable:
         except ReplayError as error:
             self.explain(error)
             raise
-        self._order.finish(pending)
+        self.order.finish(pending)
         reached: frozenset[Tensor] | None = None
         given: Sequence[Any] = gradients
         if any([g is None for g in gradients]):
@@ -312,12 +294,12 @@ class GraphedCallable:
             ):
                 self.module.__dict__["forward"] = self.original
         backward = self.backward_pass
-        for graph in (backward.graph if backward is not None else None, self.forward_graph):
-            if graph is not None:
-                self._pool.release(graph)
+        if backward is not None:
+            self.pool.release(backward.graph)
+        self.pool.release(self.forward_graph)
         self.backward_pass = None
-        self._inputs = StaticInputs(())
-        self._outputs = OutputPlan((), static=True)
+        self.inputs = StaticInputs(())
+        self.outputs = OutputPlan((), static=True)
         self._guards = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -344,7 +326,7 @@ class _GraphedNode(torch.autograd.Function):
         ctx.pending = graphed._pending
         if not all(ctx.needs_input_grad[1:]):
             graphed.refuse_changes()
-        return graphed._outputs.differentiable()
+        return graphed.outputs.differentiable()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""What a callable holds: the modules and tensors that it reads beside its arguments."""
+"""What a callable holds beside its arguments, and what it must not be, hold or do."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_graphs.core.autograd_graph import leaves_behind
+from lightning_graphs.core.autograd_graph import leaves_behind, nodes_behind
 from lightning_graphs.core.buffers import AddressGuard
-from lightning_graphs.core.torch_private import tables_of
+from lightning_graphs.core.graphed import GraphedCallable
+from lightning_graphs.core.torch_private import recorded_before, tables_of
+from lightning_graphs.errors import CaptureError
 
 
 class Held:
     """The modules and tensors that a callable names itself.
 
     Those are the callable where it is a module, and otherwise what it finds in its closure, its
-    globals, ``self`` with its attributes, and the arguments of a ``functools.partial``. What it
-    reaches through other functions is not seen.
+    globals, ``self`` with its attributes, and the arguments of a ``functools.partial``.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -46,17 +47,14 @@ class Held:
         ]
 
     def submodules(self) -> list[nn.Module]:
-        """All modules, each once."""
         return [owner for _, owner in self.owners]
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """The parameters of all modules with their full names."""
         roots = self.modules.items()
         named = (item for name, root in roots for item in root.named_parameters(name))
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def named_buffers(self) -> list[tuple[str, Tensor]]:
-        """The buffers of all modules with their full names."""
         named = (item for name, root in self.modules.items() for item in root.named_buffers(name))
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
@@ -68,12 +66,11 @@ class Held:
         return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
-        """Guards over everything held."""
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
         known = set(map(id, self.state()))
         loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]
         loose += [(f"parameter {i}", p) for i, p in enumerate(beside) if id(p) not in known]
-        return [*guards, AddressGuard(loose)] if loose else guards
+        return [*guards, AddressGuard([("", dict(loose))])] if loose else guards
 
 
 class Bindings:
@@ -111,11 +108,6 @@ class Bindings:
                 if key in before:
                     table[key] = before[key]
         return rebound
-
-
-def trainable_parameters(module: nn.Module | None) -> list[Parameter]:
-    """The parameters of a module that require a gradient; none of what is no module."""
-    return [p for p in module.parameters() if p.requires_grad] if module is not None else []
 
 
 def with_leaves_behind(
@@ -165,3 +157,83 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    forward = function.forward if isinstance(function, nn.Module) else function
+    if isinstance(forward, GraphedCallable):
+        raise CaptureError(
+            "A callable is graphed once.",
+            f"{type(function).__qualname__} has a graphed forward already",
+            "call .forward.reset() on the module (or .reset() on the function) first",
+        )
+    return forward
+
+
+def refuse_unfit_state(held: Held) -> None:
+    forwards = (vars(module).get("forward") for module in held.submodules())
+    if any(isinstance(forward, GraphedCallable) for forward in forwards):
+        raise CaptureError(
+            "A graphed callable cannot be part of another one.",
+            "a module in it has a graphed forward already",
+            "call .forward.reset() on that module first, or keep it outside",
+        )
+    buffers = held.named_buffers()
+    trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
+    if trainable is not None:
+        raise CaptureError(
+            "Only parameters of a graphed module may be trainable.",
+            f"buffer `{trainable}` requires grad",
+            "make it an nn.Parameter, or call requires_grad_(False) on it",
+        )
+    named = (*held.named_parameters(), *buffers)
+    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise CaptureError(
+            "A graph is captured over memory that exists.",
+            f"`{lazy}` is not initialized yet",
+            "call the module once before",
+        )
+
+
+def refuse_written_arguments(names: Sequence[str], written: Sequence[bool]) -> None:
+    name = next((n for n, is_written in zip(names, written, strict=True) if is_written), None)
+    if name is not None:
+        raise CaptureError(
+            "A graphed callable must not change its arguments: a replay would change our "
+            "static inputs instead of the caller's tensors.",
+            f"{name} is written in place",
+            "work on a copy (x = x + 1 instead of x += 1), or return the new value",
+        )
+
+
+def refuse_history_of_others(outputs: Sequence[Tensor], start: int) -> None:
+    earlier = (node for node in nodes_behind(outputs) if recorded_before(node, start))
+    node = next(earlier, None)
+    if node is not None:
+        raise CaptureError(
+            "A graphed callable gets what requires a gradient as an argument, or holds it as a "
+            "parameter: a replay follows nothing else back.",
+            f"an output depends on a tensor that {type(node).__name__.partition('Backward')[0]} "
+            "computed before the call, found in an attribute, a variable or an object",
+            "pass that tensor as an argument, or detach it",
+        )
+
+
+def refuse_rebound_tensors(names: Sequence[str]) -> None:
+    if names:
+        raise CaptureError(
+            "A graphed callable changes the tensors of its modules in place only: a replay "
+            "writes the memory it was captured with and binds no names.",
+            f"`{names[0]}` is bound to another tensor in every call",
+            "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+        )
+
+
+def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "The gradients of a graphed callable are dense: they need fixed addresses.",
+            "a sparse gradient",
+            "nn.Embedding(..., sparse=False)",
+        )

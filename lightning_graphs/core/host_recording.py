@@ -7,7 +7,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, memory_of
 from lightning_graphs.core.recorder import OperatorCall, OperatorMode, mapped, tensors_in
-from lightning_graphs.core.torch_private import out_of_sight
+from lightning_graphs.core.torch_private import out_of_sight, run_kernel
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
@@ -29,6 +28,10 @@ FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 """Functions that make a tensor of Python's numbers."""
 
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
+_OF_SHAPES = frozenset(
+    {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+)
+"""Operators that look at the shape of a tensor, and at nothing in it."""
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 _FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
@@ -36,7 +39,12 @@ _FACTORIES = frozenset(
 )
 """Functions that make a tensor on the host where they are told no device."""
 _UNKNOWN = object()
-_SHAPES = ("aten::nonzero", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim")
+_SHAPES = (
+    *("aten::nonzero", "aten::masked_select"),
+    *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
+)
+_COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
+"""Operators that copy tables to the device, made of the numbers that they are given."""
 
 _SMALL = 2**20  # elements that the host computes beside the device, at most
 _TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
@@ -44,7 +52,17 @@ _TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthva
 _SELECTIONS = frozenset(
     {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
     | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
-    | {"constant_pad_nd", "clamp", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like"}
+    | {
+        "constant_pad_nd",
+        "clamp",
+        "zeros",
+        "ones",
+        "full",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    }
     | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
     | {"copy", "fill", "zero", "index_put", "scatter", "new_zeros", "new_ones", "new_full"}
 )
@@ -88,6 +106,7 @@ class HostRecording(OperatorMode):
         self.tape = self._tape = HostTape()
         # Gives what reads the present value of data with live numbers in it; None of other data
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+        self.in_backward = False  # whether the backward pass copies from the host, too
         self._copies = copies
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
@@ -137,7 +156,7 @@ class HostRecording(OperatorMode):
             if (found := self._read(call)) is not _UNKNOWN:
                 return found
             with self._noting_draws(func):
-                result = call.run()
+                result = self._opened(call) if func in _COPY_TABLES else call.run()
             return self._follow(call, result)
         if len(hosts) == len(call.inputs):
             target = kwargs.get("device")
@@ -149,6 +168,14 @@ class HostRecording(OperatorMode):
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
         call = OperatorCall.of(func, *call.mapped(move))
         return self._follow(call, call.run())
+
+    def _opened(self, call: OperatorCall) -> Any:
+        """Run an operator and see those that it is made of: its tables are constants here."""
+        self.in_backward = True
+        if self._emulated:
+            return call.run()
+        with self.seeing_further():
+            return run_kernel(call.func, self._device, *call.args, **call.kwargs)
 
     @contextlib.contextmanager
     def _noting_draws(self, func: OpOverload) -> Iterator[None]:
@@ -186,6 +213,8 @@ class HostRecording(OperatorMode):
     def _follow(self, call: OperatorCall, result: Any) -> Any:
         """Compute on the host, too, what an operator of the device does, if that is exact."""
         outputs = list(tensors_in(result))
+        if _name_of(call.func) in _OF_SHAPES:
+            call = OperatorCall.of(call.func, *call.mapped(self._of_shape))
         if (
             all(self._shadow(t) is not None for t in call.inputs)
             and _is_exact(call.func, outputs)
@@ -200,6 +229,13 @@ class HostRecording(OperatorMode):
                     if memory_of(other) == lost:
                         del self._shadows[key]
         return result
+
+    def _of_shape(self, tensor: Tensor) -> Tensor:
+        """A constant of the host with the shape of a tensor of the device."""
+        with out_of_sight():
+            constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self._tape.constant(constant)
+        return constant
 
     def _stand_in(self, tensors: Sequence[Tensor], result: Any) -> None:
         for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
@@ -290,6 +326,10 @@ class HostRecording(OperatorMode):
         if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
             with out_of_sight():
                 return func(value, *args[1:], **kwargs)
+        if name == "ctc_loss":
+            args = self._with_lengths(*args)
+        if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
+            return None
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
         if name in FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
@@ -312,6 +352,23 @@ class HostRecording(OperatorMode):
                 self._makes_on_host = False
         return func(*args, **kwargs)
 
+    def _with_lengths(self, log_probs: Tensor, targets: Tensor, *given: Any) -> tuple[Any, ...]:
+        """The arguments of ``ctc_loss`` with its lengths as numbers, which it reads by itself.
+
+        For targets of 32 bits it may choose cuDNN, which takes the lengths as tensors.
+        """
+
+        def told(lengths: Any) -> Any:
+            shadow = self._shadow(lengths) if isinstance(lengths, Tensor) else None
+            if shadow is None or targets.dtype is torch.int32:
+                return lengths
+            self._tape.know(aten._ctc_loss.Tensor, shadow)
+            with out_of_sight():
+                self._tape.compare(numbers, shadow)
+                return shadow.tolist()
+
+        return (log_probs, targets, *map(told, given[:2]), *given[2:])
+
     def _index(self, tensor: Tensor, index: Any) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""
         if isinstance(index, tuple):
@@ -326,7 +383,7 @@ class HostRecording(OperatorMode):
         if not (isinstance(index, Tensor) and index.dim()):
             return index
         shadow = self._shadow(index)
-        if shadow is not None and index.dtype is torch.bool and not self._tape.changes(shadow):
+        if shadow is not None and index.dtype is torch.bool:
             return index.nonzero(as_tuple=True)  # as many of them at every replay
         return self._copied(index, {}) if self._is_host(index) else index
 
@@ -370,7 +427,7 @@ class HostRecording(OperatorMode):
         reads = [self.reader_of(arg) for arg in args]
         value: Tensor
         if any(reads):
-            value = self._tape.computed(_made_again(func, args, host, reads))
+            value = self._tape.computed(func, args, host, reads)
         else:
             with out_of_sight():
                 value = func(*args, **host)
@@ -382,19 +439,17 @@ class HostRecording(OperatorMode):
         return result.requires_grad_() if grad else result
 
 
-def _made_again(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], reads: Sequence[Any]
-) -> Callable[[], Tensor]:
-    """Makes a tensor of the present values of numbers."""
-
-    def make(**kwargs: Any) -> Tensor:
-        pairs = zip(args, reads, strict=True)
-        made: Tensor = func(*(arg if read is None else read() for arg, read in pairs), **kwargs)
-        return made
-
-    with out_of_sight():
-        dtype = make(**kwargs).dtype  # that of Python's numbers is not always the same
-    return partial(make, **{**kwargs, "dtype": dtype})
+def _filled(tensor: Tensor, index: Any, number: float) -> bool:
+    """Fill a part of a tensor, without the tensor that torch makes of the number unseen."""
+    parts = index if type(index) is tuple else (index,)
+    if isinstance(index, Tensor) and index.dtype is torch.bool:  # so does torch's own kernel
+        further = (1,) * (tensor.dim() - index.dim())
+        tensor.masked_fill_(index.reshape(index.shape + further), number)
+    elif all(part is None or part is ... or type(part) in (int, slice) for part in parts):
+        tensor[index].fill_(number)
+    else:
+        return False
+    return True
 
 
 def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -402,9 +457,13 @@ def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(a, (torch.device, Tensor)) for a in given)
 
 
+def _name_of(func: OpOverload) -> str:
+    return func._schema.name.removeprefix("aten::").rstrip("_")
+
+
 def _is_exact(func: OpOverload, outputs: Sequence[Tensor]) -> bool:
     """Whether an operator computes the same on every device, in little time."""
-    name = func._schema.name.removeprefix("aten::").rstrip("_")
+    name = _name_of(func)
     if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:

@@ -6,8 +6,9 @@ import contextlib
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,13 +124,26 @@ class HostTape:
             draw.value = value
         return _FURTHER_DRAWS / max(found.values())
 
-    def computed(self, function: Callable[[], Tensor]) -> Tensor:
-        """A tensor of the host that a function makes of draws, and makes again at replays."""
+    def computed(
+        self,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reads: Sequence[Callable[[], Any] | None],
+    ) -> Tensor:
+        """A tensor that a function makes of arguments, those that are read anew by replays."""
+
+        def make(**kwargs: Any) -> Tensor:
+            pairs = zip(args, reads, strict=True)
+            return function(*(arg if read is None else read() for arg, read in pairs), **kwargs)
+
         with out_of_sight():
-            value = function()
+            value = make(**kwargs)
+        # That of Python's numbers is not always the same.
+        again = partial(make, **{**kwargs, "dtype": value.dtype})
         register = self._new_register(value)
         self._known[id(value)] = _Known(value, register, born=True)
-        self.operations.append(Operation(function, (), {}, [register.index]))
+        self.operations.append(Operation(again, (), {}, [register.index]))
         self.compare(shape, value)
         return value
 

@@ -129,22 +129,22 @@ def inspect(graph: Inspectable) -> GraphInfo:
 # ------------------------------------------------------------------ reading
 
 
-def from_cuda(raw_graph: int, scopes: Mapping[int, str] | None = None) -> GraphInfo:
+def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
     """Read a graph through the CUDA driver.
 
     Args:
         raw_graph: The ``CUgraph`` handle, as ``raw_cuda_graph()`` gives it.
-        scopes: The Python scope of a node, by the node's handle.
+        scopes: The Python scopes of the first nodes, in order of capture.
 
     Raises:
         UnsupportedError: cuda-python is missing, or the driver is older than CUDA 12.3.
         GraphError: The driver refuses the handle.
     """
     records, edges = driver.walk(raw_graph)
-    named = scopes or {}
+    named = (*scopes, *[""] * (len(records) - len(scopes)))
     nodes = tuple(
-        GraphNode(i, r.kind, demangle(r.name), r.bytes, r.grid, r.block, named.get(r.handle, ""))
-        for i, r in enumerate(records)
+        GraphNode(i, r.kind, demangle(r.name), r.bytes, r.grid, r.block, scope)
+        for i, (r, scope) in enumerate(zip(records, named, strict=False))
     )
     return GraphInfo("cuda", nodes, tuple(sorted(edges)))
 

@@ -40,11 +40,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
-        """The spec of a tensor; ``name`` is what an error calls it.
-
-        Raises:
-            CaptureError: The tensor is no plain strided tensor that a static input can stand for.
-        """
+        """The spec of a plain strided tensor; others, which errors call ``name``, are refused."""
         kind = special_kind(tensor)
         if kind:
             raise CaptureError(
@@ -58,13 +54,7 @@ class TensorSpec:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps; always so when empty."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def __str__(self) -> str:
         return self._text(
@@ -72,7 +62,7 @@ class TensorSpec:
         )
 
     def against(self, other: TensorSpec) -> str:
-        """The text of this spec in a diff with another: what differs, and no more."""
+        """The text of this spec in a diff with another."""
         strided = self.shape == other.shape and self.stride != other.stride
         return self._text(
             strided or not self.is_contiguous,
@@ -94,7 +84,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Same:
-    """Equal only to a holder of the same object, kept alive here so that its id stays its own."""
+    """Equal only to a holder of the same object, which it keeps alive."""
 
     value: Any
 
@@ -108,11 +98,8 @@ class Same:
 class SameInside:
     """Equal to a holder of an equal object, made while that had the same values inside.
 
-    Objects that do not compare themselves are equal to themselves only.
-
-    Attributes:
-        value: The object.
-        inside: Name and value of what was in it; of what it holds nothing is kept alive.
+    Objects that do not compare themselves are equal to themselves only. Of what it holds nothing is
+    kept alive.
     """
 
     __slots__ = ("_values", "inside", "value")
@@ -123,7 +110,6 @@ class SameInside:
         self._values: HeldValues | None = None
 
     def matches(self, value: Any) -> bool:
-        """Whether a value equals the object, as it was."""
         try:
             if value is not self.value:
                 return type(value) is type(self.value) and SameInside(value) == self
@@ -153,7 +139,8 @@ class SameInside:
 
     def __hash__(self) -> int:
         # A hash of its own may change with its values.
-        return hash(type(self.value)) if _compares_itself(self.value) else id(self.value)
+        kind: Any = type(self.value)
+        return hash(kind) if kind.__eq__ is not object.__eq__ else id(self.value)
 
 
 def _inside_of(value: Any) -> HeldValues:
@@ -162,11 +149,6 @@ def _inside_of(value: Any) -> HeldValues:
     if is_object(value):
         values.read(values_of_class(type(value)))
     return values
-
-
-def _compares_itself(value: Any) -> bool:
-    compares: object = type(value).__eq__
-    return compares is not object.__eq__
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +165,6 @@ class Constant:
 
     @classmethod
     def of(cls, value: Any) -> Constant:
-        """The constant that stands for a value, and for what is inside."""
         # While modules are watched, their classes are exchanged.
         kind = nn.Module if isinstance(value, nn.Module) else type(value)
         return cls(kind, as_hashable(value), reprlib.repr(value))
@@ -191,17 +172,12 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A Python value that the call does not read, whatever it is.
+    """A Python value that the call does not read, whatever it is."""
 
-    Attributes:
-        kind: Its type, which may count; else ``object``.
-    """
-
-    kind: type
+    kind: type  # its type, which may count; else ``object``
 
     @property
     def text(self) -> str:
-        """What a diff calls it."""
         return f"a {self.kind.__name__}"
 
 
@@ -212,8 +188,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """For each tensor the index of the first one that is the same tensor, its own if none is.
 
     Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
-    gradients only one object is the same as itself: two autograd leaves over one storage receive
-    gradients of their own. An empty tensor is the same as none.
+    gradients only one object is the same as itself, and an empty tensor is the same as none.
     """
     first: dict[Hashable, int] = {}
     groups = []
@@ -229,7 +204,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
-    """What changed from one leaf to another that differs, a line each; ``name`` is theirs."""
+    """What changed from one leaf to another that differs, a line each."""
     if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
         return [f"{name}: {before.against(after)} -> {after.against(before)}"]
     keys = [leaf.key for leaf in (before, after) if isinstance(leaf, Constant)]
@@ -251,7 +226,7 @@ _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, th
 
 
 def as_hashable(value: Any) -> Hashable:
-    """What stands for a value, and for what an object or own container holds, in comparisons."""
+    """What stands for a value, and for what is inside of it, in comparisons."""
     if isinstance(value, nn.Module):
         return Same(value)
     if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -12,15 +13,11 @@ from lightning_graphs.core.torch_private import storage_uses, version_of
 class Source(Protocol):
     """Memory of an earlier graph that stands for an argument of a later one."""
 
-    def holds(self, argument: Tensor) -> bool:
-        """Whether the value of this argument is in the memory now."""
+    def holds(self, argument: Tensor) -> bool: ...
 
 
 class LentMemory:
-    """Memory of a graph that callers may see, and whether somebody still looks at it.
-
-    A graph must not be replayed over memory that a caller has kept from the replay before.
-    """
+    """Memory of a graph that callers may see, which no replay may overwrite as long as they do."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -28,7 +25,6 @@ class LentMemory:
         self._address = tensor.data_ptr()
 
     def holds(self, argument: Tensor) -> bool:
-        """Whether this argument is the lent tensor itself."""
         return argument.data_ptr() == self._address
 
     def settle(self) -> None:
@@ -64,16 +60,14 @@ class SharedArgument:
         return argument is self._tensor and version_of(argument) == self._version
 
 
+@dataclass(eq=False, slots=True)
 class PendingBackward:
     """A forward pass whose backward has not run."""
 
-    __slots__ = ("after", "before", "is_done", "is_void")
-
-    def __init__(self, after: int, before: int) -> None:
-        self.after = after  # place of its forward graph
-        self.before = before  # place of its backward graph
-        self.is_void = False  # whether a graph has overwritten what the backward pass needs
-        self.is_done = False
+    after: int  # place of its forward graph
+    before: int  # place of its backward graph
+    is_void: bool = False  # whether a graph has overwritten what the backward pass needs
+    is_done: bool = False
 
 
 class ReplayOrder:
@@ -115,13 +109,12 @@ class ReplayOrder:
         self.last = place
 
     def wait(self, after: int, before: int) -> PendingBackward:
-        """Expect the backward at place ``before`` of the forward at place ``after``."""
+        """Expect the backward at one place of the forward at another."""
         pending = PendingBackward(after, before)
         self._pending[pending] = None
         return pending
 
     def finish(self, pending: PendingBackward) -> None:
-        """Note the replay of a backward graph."""
         pending.is_done = True
         del self._pending[pending]
         self.replay(pending.before)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn import functional
 
 from lightning_graphs.core.torch_private import generator_identity
 
@@ -113,13 +118,6 @@ UNSUPPORTED_LAYOUT = Obstacle(
     code="x = x.to_dense()  # in the data loader",
     rehearsal=True,
 )
-UNDECLARED_MUTATION = Obstacle(
-    "A rehearsed operator must declare in its schema every argument that it writes.",
-    "name the argument in mutates_args of torch.library.custom_op",
-    kind="undeclared-write",
-    code='@torch.library.custom_op("mine::op", mutates_args=("x",))',
-    rehearsal=True,
-)
 SET_GENERATOR = Obstacle(
     "A capture cannot set or rewind a random generator: replays draw fresh numbers from it.",
     "seed outside of the captured code; torch.utils.checkpoint needs preserve_rng_state=False, and "
@@ -161,6 +159,66 @@ _MOVES_STORAGE = frozenset(
         aten.resize_as_.default,
     }
 )
+
+
+_Remedy = tuple[str, str]
+
+_IS_CAUSAL: _Remedy = (
+    "say whether the mask is causal: is_causal=True or False; torch compares the mask otherwise",
+    "y = self.encoder(x, mask=self.mask, is_causal=True)",
+)
+_VALIDATION: _Remedy = (
+    "switch off the check of values: validate_args=False for this distribution, or "
+    "torch.distributions.Distribution.set_default_validate_args(False)",
+    "Normal(mean, scale, validate_args=False)",
+)
+_MOMENTUM: _Remedy = (
+    "give the BatchNorm a momentum: with None its factor is read from num_batches_tracked",
+    "nn.BatchNorm1d(64, momentum=0.1)",
+)
+_GROUPED: _Remedy = (
+    "train weights in bfloat16 (precision='bf16-true'): torch multiplies those of all experts in "
+    "one kernel, which reads nothing on the host",
+    'Trainer(precision="bf16-true")',
+)
+_CAUSES: dict[tuple[str, str], _Remedy] = {
+    ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): _IS_CAUSAL,
+    ("torch/distributions/distribution.py", "__init__"): _VALIDATION,
+    ("torch/distributions/distribution.py", "_validate_sample"): _VALIDATION,
+    ("torch/nn/modules/batchnorm.py", "forward"): _MOMENTUM,
+    ("transformers/integrations/moe.py", "_grouped_mm"): _GROUPED,
+    ("transformers/integrations/moe.py", "_grouped_mm_fallback"): _GROUPED,
+}
+"""End of a file's path, and the function in it that reads."""
+
+
+def with_known_remedy(obstacle: Obstacle) -> Obstacle:
+    """The obstacle with the remedy for the library's function that this thread is in."""
+    frame: types.FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None and found is None:
+        found, frame = _remedy_for(frame.f_code), frame.f_back
+    return obstacle if found is None else replace(obstacle, remedy=found[0], code=found[1])
+
+
+def known_remedy(error: BaseException, otherwise: str) -> str:
+    """The remedy for the library's function that raised an error."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None and found is None:
+        found, traceback = _remedy_for(traceback.tb_frame.f_code), traceback.tb_next
+    return otherwise if found is None else found[0]
+
+
+def _remedy_for(code: types.CodeType) -> _Remedy | None:
+    path = code.co_filename.replace(os.sep, "/")
+    return next(
+        (
+            remedy
+            for (file, function), remedy in _CAUSES.items()
+            if code.co_name == function and path.endswith(file)
+        ),
+        None,
+    )
 
 
 def _copy_obstacle(
@@ -214,7 +272,7 @@ def operator_obstacle(
     if func in _LOOKED_AT:
         return LINEAR_ALGEBRA
     if func.overloadpacket is aten._ctc_loss:
-        return CTC_LOSS
+        return None if func is aten._ctc_loss.default else CTC_LOSS
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
     if func in _INDEXING:
@@ -252,9 +310,15 @@ def _moves_to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> Obst
     return HOST_READ if asked else None
 
 
+def _reads_lengths(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    lengths = (*args[2:4], kwargs.get("input_lengths"), kwargs.get("target_lengths"))
+    return CTC_LOSS if any(isinstance(given, Tensor) for given in lengths) else None
+
+
 _Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
 FUNCTION_RULES: Mapping[str, _Rule] = {
     "to": _moves_to_host,
+    "ctc_loss": _reads_lengths,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
     **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
     **dict.fromkeys(
@@ -263,3 +327,37 @@ FUNCTION_RULES: Mapping[str, _Rule] = {
     ),
 }
 """Python functions that the dispatcher never shows, or shows too late to tell what they are."""
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    # With a number of classes, a GPU's kernels look for themselves whether it is large enough; see
+    # ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
+    if num_classes < 0:
+        return functional.one_hot(tensor, num_classes)
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    # For a mean torch divides by a table of lengths, which it writes out of the dispatcher's sight.
+    means = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    given = (log_probs, targets, input_lengths, target_lengths, blank)
+    losses = functional.ctc_loss(*given, "none" if means else reduction, zero_infinity)
+    if not means:
+        return losses
+    return (losses / torch.stack([losses.new_full((), max(1, n)) for n in target_lengths])).mean()
+
+
+REHEARSED: Mapping[Any, Callable[..., Any]] = {
+    functional.one_hot: _one_hot,
+    functional.ctc_loss: _ctc_loss,
+}
+"""Functions that look at values on a CPU only, as they run where it stands for a GPU."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,20 +22,14 @@ def _metadata(node: Node) -> dict[str, str]:
     return metadata
 
 
-def _nodes_of(value: object) -> Iterator[Node]:
-    for leaf in leaves_of(value):
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-            yield leaf.grad_fn
-
-
 def _label_unlabelled(value: object, scope: str) -> None:
     """Write ``scope`` on every autograd node behind ``value`` that has no label yet."""
-    pending = list(_nodes_of(value))
+    pending = [leaf.grad_fn for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
     while pending:
         node = pending.pop()
-        if _LABEL not in _metadata(node):
+        if node is not None and _LABEL not in _metadata(node):
             _metadata(node)[_LABEL] = scope
-            pending.extend(parent for parent, _ in node.next_functions if parent is not None)
+            pending.extend(parent for parent, _ in node.next_functions)
 
 
 class ScopeStack:
@@ -52,14 +46,12 @@ class ScopeStack:
         self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Begin to follow module calls."""
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
 
     def stop(self) -> None:
-        """Stop following; the stack is empty afterwards."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -78,7 +70,6 @@ class ScopeStack:
     def profiler_range(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator of ``record_function`` and follow the range that it opens or closes."""
         if "enter" in str(func):
             self._push(str(args[0]))
         elif self._stack:

@@ -1,13 +1,10 @@
-"""The frozen signature of a call, and its diff.
-
-A graph is right only for calls like the one it was captured from: here is said what "like" means.
-"""
+"""The signature of a call: what a later one must have in common with it for a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +17,10 @@ from lightning_graphs.core.leaves import (
     alias_groups,
     leaf_changes,
 )
-from lightning_graphs.core.tree import (
-    Node,
-    first_change,
-    flatten,
-    substitute,
-)
+from lightning_graphs.core.torch_private import attention_switches
+from lightning_graphs.core.tree import Node, first_change, flatten
 
-__all__ = ["Constant", "Modes", "Signature", "TensorSpec", "alias_groups", "substitute"]
+_flash, _efficient, _cudnn, _math = attention_switches
 
 
 class _Everything:
@@ -41,10 +34,7 @@ EVERYTHING = _Everything()
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The switches of torch that change what a call computes.
-
-    ``autocast_dtype`` is None while autocast is off: then it changes nothing.
-    """
+    """The switches of torch that change what a call computes."""
 
     grad_enabled: bool
     autocast_enabled: bool
@@ -54,14 +44,14 @@ class Modes:
 
     @classmethod
     def current(cls, device_type: str) -> Modes:
-        """The switches now in force on this thread, autocast being that of ``device_type``."""
+        """The switches now in force on this thread."""
         autocast = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if autocast else None
         inference = torch.is_inference_mode_enabled()
         return cls(torch.is_grad_enabled(), autocast, dtype, inference, device_type)
 
     def diff(self, other: Modes) -> list[str]:
-        """One line for each switch that differs; empty when the modes are equal."""
+        """One line for each switch that differs."""
         pairs = {
             "grad mode": (_switch(self.grad_enabled), _switch(other.grad_enabled)),
             "autocast": (self._autocast(), other._autocast()),
@@ -75,29 +65,53 @@ class Modes:
         return dtype if self.autocast_enabled else "off"
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Everything that must be equal between a captured call and a later one.
+class KernelChoice(NamedTuple):
+    """The switches by which operators choose their kernels: a capture keeps what was chosen.
 
-    Attributes:
-        tree: Structure of ``(args, kwargs)``.
-        leaves: For each leaf, in order, its :class:`TensorSpec`, its :class:`Constant`, or
-            :class:`Unread`.
-        aliases: For each tensor leaf the index, among tensor leaves, of the first one that is the
-            same tensor (see :func:`alias_groups`).
-        modes: Switches of torch.
-        extra: Whatever else the caller distinguishes calls by, such as train and eval flags.
-        names: For each leaf the path a user would write, such as ``batch["x"][1]``.
-        arg_names: Names of the leading positional arguments.
+    All threads have them in common, and neither autocast nor grad mode tells.
     """
 
-    tree: Node
+    products: str  # the precision of float32 products, as torch names it
+    # Whether flash, memory-efficient, cuDNN's and plain attention may be used.
+    attention: tuple[bool, bool, bool, bool]
+    deterministic: bool  # whether algorithms must be deterministic
+    dtype: torch.dtype  # the default data type
+
+    @classmethod
+    def now(cls) -> KernelChoice:
+        return cls(
+            torch.get_float32_matmul_precision(),
+            (_flash(), _efficient(), _cudnn(), _math()),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+        )
+
+    def changes(self, to: KernelChoice) -> list[str]:
+        """The names of what is different in another choice."""
+        triples = zip(KERNEL_CHOICES, self, to, strict=True)
+        return [name for name, before, after in triples if before != after]
+
+
+KERNEL_CHOICES = (
+    "precision of float32 products",
+    "kernels of attention",
+    "deterministic algorithms",
+    "default dtype",
+)
+"""What messages call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Everything that must be equal between a captured call and a later one."""
+
+    tree: Node  # of ``(args, kwargs)``
     leaves: tuple[Leaf, ...]
-    aliases: tuple[int, ...]
+    aliases: tuple[int, ...]  # of the tensors among them; see :func:`alias_groups`
     modes: Modes
-    extra: tuple[Hashable, ...]
-    names: tuple[str, ...] = field(compare=False)
-    arg_names: tuple[str, ...] = field(compare=False)
+    extra: tuple[Hashable, ...]  # what else the caller distinguishes calls by
+    names: tuple[str, ...] = field(compare=False)  # of the leaves, such as ``batch["x"][1]``
+    arg_names: tuple[str, ...] = field(compare=False)  # of the leading positional arguments
 
     @classmethod
     def of(
@@ -114,15 +128,12 @@ class Signature:
 
         Args:
             args: Positional arguments.
-            kwargs: Keyword arguments; their order counts, as in any mapping.
+            kwargs: Keyword arguments; their order counts.
             names: What messages call the leading positional arguments, instead of ``args[i]``.
             modes: Switches of torch; those in force now, on the first tensor's device, by default.
-            extra: Further hashable things the signature is to depend on.
+            extra: What else the signature is to depend on.
             unread: Names of Python values, and of containers of such, that do not count; with
                 ``EVERYTHING`` their types do not count either.
-
-        Raises:
-            CaptureError: A leaf is a tensor that cannot be a static input.
         """
         arg_names = tuple(names or ())
         paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
@@ -147,31 +158,17 @@ class Signature:
         aliases = alias_groups(tensors)
         return cls(tree, leaves, aliases, modes, extra, leaf_names, arg_names), tensors
 
-    def renewed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-        """The signature of the same call after it has run: objects may hold something by now."""
-        found: list[tuple[str, Any]] = []
-        flatten((tuple(args), dict(kwargs)), "", found)
-        if len(found) != len(self.leaves):  # it has changed its arguments
-            return self
-        pairs = zip(self.leaves, found, strict=True)
-        leaves = (
-            Constant.of(value) if isinstance(leaf, Constant) else leaf for leaf, (_, value) in pairs
-        )
-        return replace(self, leaves=tuple(leaves))
-
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The specs of the tensor leaves, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The names of the tensor leaves, in order."""
         pairs = zip(self.names, self.leaves, strict=True)
         return tuple(name for name, leaf in pairs if isinstance(leaf, TensorSpec))
 
     def diff(self, other: Signature) -> list[str]:
-        """What changed from this signature to another, a line each; empty only when equal."""
+        """What changed from this signature to another, a line each."""
         lines = []
         if self.tree != other.tree:
             lines.append(f"structure: {first_change('', self.tree, other.tree)}")

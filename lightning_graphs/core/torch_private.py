@@ -1,6 +1,6 @@
-"""The private corners of torch that the core cannot do without, each with its reason.
+"""The private corners of torch that the core cannot do without.
 
-Every function says why no public API serves, and what happens where torch lacks the private one.
+Each says why no public API serves, and what happens where torch lacks the private one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_gr
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
-    """Whether hooks look at the gradient of a leaf, or at its accumulation."""
     return bool(gradient_hooks(leaf) or accumulation_hooks(leaf))
 
 
@@ -64,16 +63,13 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def outputs_of(node: Node) -> Sequence[Any]:
-    """Dtype, device and shape of each output of an operator, of which this is the backward node.
-
-    They are in a private attribute only; none where torch lacks it.
-    """
+    """Dtype, device and shape of each output of an operator, given its backward node."""
     found: Sequence[Any] = getattr(node, "_input_metadata", ())
     return found
 
 
 def nodes_recorded() -> int:
-    """How many nodes autograd has recorded in this thread; see :func:`recorded_before`."""
+    """How many nodes autograd has recorded in this thread."""
     node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
 
@@ -81,8 +77,8 @@ def nodes_recorded() -> int:
 def recorded_before(node: Any, number: int) -> bool:
     """Whether a node is older than a call of :func:`nodes_recorded` in the same thread.
 
-    Autograd numbers its nodes, to run late ones first, and does not say so in public. Those of
-    leaves have the highest number of all. Where torch lacks numbers the answer is no.
+    Autograd numbers its nodes, and does not say so in public. Those of leaves have the highest
+    number of all. Without numbers the answer is no.
     """
     return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
@@ -93,37 +89,27 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     torch has functions to register them and none to ask. Without the tables the answer is no.
     """
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
-    tables = [
-        getattr(optimizer, "_optimizer_step_pre_hooks", None),
-        getattr(optimizer, "_optimizer_step_post_hooks", None),
-        getattr(shared, "_global_optimizer_pre_hooks", None),
-        getattr(shared, "_global_optimizer_post_hooks", None),
-    ]
-    return any(tables)
+    owners = ((optimizer, "_optimizer_step"), (shared, "_global_optimizer"))
+    names = ((owner, f"{name}_{when}_hooks") for owner, name in owners for when in ("pre", "post"))
+    return any(getattr(owner, name, None) for owner, name in names)
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
     """Let schedulers take what stands for ``optimizer.step`` for a step that they watch already.
 
-    One that is made in the middle of a fit would wrap it for good, and warn that it steps first.
+    One that is made in the middle of a fit would wrap it for good.
     """
     step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """The tables of hooks around a module's forward and backward pass; torch has no public reader.
-
-    Where it lacks them there are none.
-    """
+    """The tables of hooks around a module's forward and backward pass, which nobody gives."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [getattr(module, name, {}) for name in names]
 
 
 def hooks_registered() -> int:
-    """A number that grows with every hook that is registered anywhere.
-
-    Tables of hooks are looked at only where it has moved. Without one the answer always differs.
-    """
+    """A number that grows with every hook that is registered anywhere; else it always differs."""
     number = getattr(RemovableHandle, "next_id", None)
     return number if isinstance(number, int) else next(_never_the_same)
 
@@ -132,7 +118,7 @@ _never_the_same = itertools.count()
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters, buffers and submodules; nothing public gives them.
+    """Where a module keeps its parameters, buffers and submodules.
 
     Scripted modules keep theirs in C++, where nobody replaces them: these are copies.
     """
@@ -159,7 +145,7 @@ def _set_and_tell(module: nn.Module, name: str, value: Any) -> None:
 def attributes_watched(tell: _OnSet) -> Iterator[None]:
     """Call this with module, name and former value of whatever is set in a module, by any thread.
 
-    Only the setter of ``nn.Module`` sees all of them. It is everybody's again when nobody watches.
+    Only the setter of ``nn.Module`` sees all of them.
     """
     with _on_set_lock:
         _on_set.append(tell)
@@ -184,7 +170,6 @@ attention_switches: tuple[Callable[[], bool], ...] = (
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks around a module's forward and backward pass."""
     return [hook for table in hook_tables(module) for hook in table.values()]
 
 
@@ -193,7 +178,6 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called; torch has no public reader."""
     return getattr(module, COMPILED_CALL, None) is not None
 
 
@@ -203,10 +187,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_anything() -> bool:
-    """Whether ``torch.compile`` has compiled code in this process, of whomever.
-
-    Nothing public counts it. Where torch lacks the counters the answer is yes.
-    """
+    """Whether ``torch.compile`` has compiled code in this process; yes where nothing counts it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return False
@@ -218,7 +199,7 @@ def makes_own_graphs(compiled: object) -> bool:
     """Whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
 
     Only the private configuration of the compiled module or function tells. Where torch has
-    another the answer is no, and the capture fails with torch's own message.
+    another, the capture fails with torch's own message.
     """
     owners = [getattr(compiled, "dynamo_ctx", None)]
     for cell in getattr(compiled, "__closure__", None) or ():
@@ -229,10 +210,7 @@ def makes_own_graphs(compiled: object) -> bool:
 
 
 def current_autograd_node() -> Node | None:
-    """The autograd node whose backward is running on this thread.
-
-    No public API tells it. Where torch lacks it, backward operators carry no scope.
-    """
+    """The autograd node whose backward is running on this thread; None where nothing tells."""
     getter = getattr(torch._C, "_current_autograd_node", None)
     return getter() if getter is not None else None
 
@@ -244,10 +222,7 @@ def dispatch_modes() -> list[Any]:
 
 @contextlib.contextmanager
 def out_of_sight() -> Iterator[None]:
-    """Run operators and functions of torch that no mode of this thread sees.
-
-    torch has no public way to leave the dispatch modes around a mode's own handler.
-    """
+    """Run operators and functions of torch that no mode of this thread sees."""
     modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
     try:
         with torch._C.DisableTorchFunction():
@@ -257,8 +232,17 @@ def out_of_sight() -> Iterator[None]:
             _python_dispatch._push_mode(modes.pop())
 
 
+def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    """Run what an operator does on a device, where modes see the operators that it is made of.
+
+    Nothing public leaves out the modes for an operator and keeps them for those inside of it.
+    """
+    key = getattr(torch._C.DispatchKey, device.type.upper())
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
 def demangle(symbol: str) -> str:
-    """The C++ name behind a symbol, which nothing public of torch gives; its profiler does it so.
+    """The C++ name behind a symbol, as torch's profiler finds it.
 
     The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
     """
@@ -274,16 +258,13 @@ def generator_identity(generator: torch.Generator) -> int:
 
 def empty_host_cache() -> None:
     """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
-    function = getattr(torch._C, "_host_emptyCache", None)
-    if function is not None:
-        function()
+    getattr(torch._C, "_host_emptyCache", lambda: None)()
 
 
 def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
     """Stop routing allocations to the pool of a capture that failed, and give the pool back.
 
-    Up to 2.13 a failing ``capture_end`` leaves the allocator routing the stream's allocations to
-    the private pool and never releases it (mended in 2.14). The C++ class offers no way out.
+    Up to 2.13 a failing ``capture_end`` does neither (mended in 2.14). The C++ class offers no way.
     """
     end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     release = getattr(torch._C, "_cuda_releasePool", None)
@@ -299,9 +280,8 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
 def will_execute(node: Node) -> bool:
     """Whether the backward pass that is running on this thread goes through ``node``.
 
-    No public API tells a ``backward()`` from a ``torch.autograd.grad()``. Where torch lacks the
-    private one the answer is yes. torch raises where ``torch.autograd.grad()`` returns the gradient
-    of the node's leaf: the node is not executed.
+    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
+    where the latter returns the gradient of the node's leaf.
     """
     function = getattr(torch._C, "_will_engine_execute_node", None)
     try:
@@ -318,8 +298,7 @@ _innermost_transform: Callable[[], object] = getattr(
 def in_transform() -> bool:
     """Whether code runs inside of ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
 
-    Its tensors carry batches or tangents that a graph knows nothing of, and nothing public tells.
-    Where torch lacks the private ways the answer is no.
+    Its tensors carry batches or tangents that a graph knows nothing of.
     """
     if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
         return False
@@ -327,10 +306,7 @@ def in_transform() -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call this at the end of the backward pass that is running on this thread.
-
-    torch has no public way; its own data parallelism uses this one.
-    """
+    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
@@ -338,9 +314,9 @@ def after_backward(call: Callable[[], None]) -> None:
 def stale_gradient_nodes_tolerated() -> Iterator[None]:
     """Let a backward pass run on our stream though the user's autograd graph lives on another.
 
-    A parameter has one AccumulateGrad node, made on the stream of the first graph that is still
-    alive. From 2.13 on torch can be told to use the capture stream all the same; the warning about
-    the mismatch (2.9) is about streams that we chose.
+    A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
+    From 2.13 on torch can be told to use the capture stream all the same; its warning (2.9) is
+    about streams that we chose.
     """
     graph = torch.autograd.graph
     override = getattr(graph, "set_override_stale_capture_stream", None)
@@ -378,9 +354,8 @@ def announced_as_cuda_capture() -> AbstractContextManager[None]:
     """Let ``torch.cuda.is_current_stream_capturing()`` say yes while a rehearsal captures.
 
     Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
-    the host otherwise), so that a rehearsal without it would take another path than the real thing.
-    Only torch's own optimizers hear the truth: where there is a GPU they would demand
-    ``capturable=True``, which they refuse for parameters on the CPU.
+    the host otherwise). Only torch's own optimizers hear the truth: where there is a GPU they would
+    demand ``capturable=True``, which they refuse for parameters on the CPU.
     """
     return _answering(lambda caller: None if caller.startswith("torch.optim") else True)
 
@@ -388,9 +363,8 @@ def announced_as_cuda_capture() -> AbstractContextManager[None]:
 def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     """Let libraries hear that no capture is under way, so that they take the way of eager steps.
 
-    transformers keeps attention masks in a capture that it drops in an eager step: other kernels
-    run, which round otherwise and may have to be loaded first. torch itself hears the truth. The
-    names of the modules that were told so are added to a list.
+    transformers keeps attention masks in a capture that it drops in an eager step. torch itself
+    hears the truth. The names of the modules that were told so are added to a list.
     """
 
     def answer(caller: str) -> bool | None:
@@ -403,11 +377,7 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
 
 
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
-    """Whether every tensor is still at its address.
-
-    CUDA builds of torch compare all of them in one call, at a fifth of the cost; others have no
-    such function.
-    """
+    """Whether every tensor is at its address; CUDA builds of torch tell at a fifth of the cost."""
     function = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
     if function is not None:
         return bool(function(tensors, pointers, indices))
@@ -415,11 +385,10 @@ def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]
 
 
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of all tensors, in as little time as torch can.
+    """Copies of all tensors; a few are copied one by one, at half the price of a foreach call.
 
-    A few are copied one by one, at half the price of a foreach call. ``torch._foreach_clone`` is
-    younger than the oldest supported torch. Times one is exact for floating point, -0.0 and
-    infinities included, and allocates in C++; a foreach copy is exact for every dtype.
+    ``torch._foreach_clone`` is younger than the oldest supported torch. Times one is exact for
+    floating point, -0.0 and infinities included, and allocates in C++.
     """
     if len(tensors) < _WORTH_FOREACH:
         return [tensor.clone() for tensor in tensors]
@@ -437,10 +406,7 @@ _WORTH_FOREACH = 3
 
 
 def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs.
-
-    No public API makes a storage of an address; without the private one the tensors are returned.
-    """
+    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs."""
     make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if make is None:
         return list(tensors)
@@ -455,15 +421,12 @@ def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects share this storage.
-
-    No public API tells whether somebody still holds an alias of a tensor's memory.
-    """
+    """How many tensors and Python objects share this storage, which nothing public tells."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """A function that tells the same of many storages, and keeps them."""
+    """A function that tells the same of many storages."""
     addresses = [storage._cdata for storage in storages]
 
     def uses() -> list[int]:
@@ -473,7 +436,7 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
 
 
 def eager_attention(operator: Any) -> Callable[..., Any] | None:
-    """What ``flex_attention`` runs in eager mode, where no public API shows it; None for others."""
+    """What ``flex_attention`` runs in eager mode; None for other operators."""
     kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
     is_attention = str(operator).startswith("flex_attention")  # or its backward pass
     key = torch._C.DispatchKey.CompositeExplicitAutograd

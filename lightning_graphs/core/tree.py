@@ -1,8 +1,8 @@
-"""Trees of a call's arguments: containers as hashable nodes, leaves as specs and constants.
+"""Trees of a call's arguments: containers as hashable nodes, and everything else as leaves.
 
 Containers are those that ``torch.utils._pytree`` knows, registered ones included, and beyond them
 mutable mappings, dataclasses and objects that move themselves to a device (``to``), which nobody
-registered. Everything else is a leaf.
+registered.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from dataclasses import dataclass, field, is_dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -31,25 +30,25 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_graphs.core.leaves import as_hashable
-from lightning_graphs.core.values import attributes_of, is_object, is_of_library, slots_of
+from lightning_graphs.core.values import (
+    attributes_of,
+    in_slot,
+    is_object,
+    is_of_library,
+    slots_of,
+)
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A container; a child that is None is a leaf.
-
-    Attributes:
-        kind: Type of the container.
-        context: What the kind does not tell: length, keys, field names.
-        children: One for each element.
-        labels: What follows the container's name to reach each child: ``[0]``, ``["x"]``, ``.x``.
-    """
+    """A container; a child that is None is a leaf."""
 
     kind: type
-    context: Hashable
+    context: Hashable  # what the kind does not tell: length, keys, names of attributes
     children: tuple[Node | None, ...]
+    # What follows the container's name to reach each child: `[0]`, `["x"]`, `.x`.
     labels: tuple[str, ...] = field(compare=False)
 
     def __str__(self) -> str:
@@ -57,13 +56,7 @@ class Node:
 
 
 class Opened(NamedTuple):
-    """One level of a container.
-
-    Attributes:
-        context: What its type does not tell: length, keys, field names.
-        labels: What follows its name to reach each value.
-        values: What is in it.
-    """
+    """One level of a container; see :class:`Node`."""
 
     context: Any
     labels: list[str]
@@ -80,11 +73,7 @@ def flatten(
 ) -> Node | None:
     """The structure of a value; its leaves are appended with their names, depth first.
 
-    Args:
-        value: The value.
-        name: What it is called.
-        leaves: Where its leaves go.
-        closed: Names of containers that are leaves themselves, if there is no tensor in them.
+    Containers whose name is in ``closed`` are leaves themselves, if there is no tensor in them.
     """
     opened = None if isinstance(value, Tensor) else open_container(value)
     if opened is None:
@@ -117,12 +106,7 @@ def substitute(
     """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
 
     The containers are new ones of the same kinds, so that whoever changes them changes no original.
-
-    Args:
-        value: The tree.
-        tensors: What its tensor leaves are replaced by.
-        name: What it is called.
-        stand_ins: What other leaves are replaced by, and containers without a tensor, by name.
+    Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
     """
     return _Substitution(iter(tensors), stand_ins).of(value, name)
 
@@ -157,22 +141,18 @@ class _Substitution:
             return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
         if isinstance(value, tuple):
             return kind(*values)
+        if has_more(kind):
+            attributes_of(clone).update(values.pop())
         for key, child in zip(opened.context, values, strict=True):
-            if key is Beside.ATTRIBUTES:
-                attributes_of(clone).update(child)
-            elif isinstance(clone, MutableMapping):
+            if isinstance(clone, MutableMapping):
                 clone[key] = child
-            else:
-                # A frozen dataclass refuses plain assignment.
+            else:  # a frozen dataclass refuses plain assignment
                 object.__setattr__(clone, key, child)
         return clone
 
 
 def first_change(path: str, before: Node | None, after: Node | None) -> str:
-    """The first place, depth first, where two trees differ, and what is there in each.
-
-    The empty path is that of the positional arguments, whose labels are whole names already.
-    """
+    """The first place, depth first, where two trees differ, and what is there in each."""
     if before is not None and after is not None:
         # The context of a deque does not tell its length.
         same = (before.kind, before.context) == (after.kind, after.context)
@@ -199,48 +179,38 @@ def open_container(value: Any) -> Opened | None:
     if isinstance(value, MutableMapping):
         keys = tuple(value)
         labels, values = [_item(key) for key in keys], [value[key] for key in keys]
-    elif is_dataclass(value) and not isinstance(value, type):
-        keys = tuple(f.name for f in fields(value))
-        labels, values = [f".{name}" for name in keys], [getattr(value, name) for name in keys]
-    elif moves_itself(value):
-        table = attributes_of(value)
+        if has_more(kind):
+            labels, values = [*labels, ".__dict__"], [*values, attributes_beside(value)]
+        return Opened(keys, labels, values)
+    if is_dataclass(kind) or _moves_itself(value):
+        table = attributes_in(value)
         return Opened(tuple(table), [f".{key}" for key in table], list(table.values()))
-    else:
-        return None
-    if has_more(kind) and (more := attributes_beside(value)):
-        return Opened(
-            (*keys, Beside.ATTRIBUTES), [*labels, f".{Beside.ATTRIBUTES.value}"], [*values, more]
-        )
-    return Opened(keys, labels, values)
+    return None
 
 
-def moves_itself(value: Any) -> bool:
-    """Whether a value is an object with a method ``to``: Lightning moves batches of such a kind."""
+def _moves_itself(value: Any) -> bool:
     kind = type(value)
     return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
 
 
-class Beside(Enum):
-    """Stands, among the keys of a container, for the attributes that are none of its entries."""
-
-    ATTRIBUTES = "__dict__"
+def attributes_in(value: Any) -> dict[str, Any]:
+    """The attributes of an object that is opened; those of a dataclass may be in slots."""
+    slots = slots_of(type(value)) if is_dataclass(value) else ()
+    return {**attributes_of(value), **{key: in_slot(value, key) for key in slots}}
 
 
 def has_more(kind: type) -> bool:
-    """Whether containers of this kind may have attributes beside their fields or items."""
-    opened_here = is_dataclass(kind) or issubclass(kind, MutableMapping)
-    if not opened_here or kind in _MAPPINGS or is_registered(kind) or is_of_library(kind):
+    if not issubclass(kind, MutableMapping) or kind in _MAPPINGS or is_registered(kind):
         return False
-    return bool(kind.__dictoffset__)
+    return bool(kind.__dictoffset__) and not is_of_library(kind)
 
 
 def attributes_beside(value: Any) -> dict[str, Any]:
-    """The attributes of a dataclass or mapping that are none of its fields or items."""
+    """The attributes of a mapping that are none of its items."""
     table = attributes_of(value)
     if table is value:  # a dict whose items are its attributes, too
         return {}
-    known = {f.name for f in fields(value)} if is_dataclass(value) else {"data"}
-    return {key: held for key, held in table.items() if key not in known}
+    return {key: held for key, held in table.items() if key != "data"}  # that of a UserDict
 
 
 def _open_registered(value: Any) -> Opened:

@@ -334,15 +334,12 @@ class HeldValues:
             self._values.append((name, _Identity(value, None)))
             return
         self._seen[id(value)] = value
-        if is_small_array(value):
-            array = ArrayValue.of(value)
-            self._checks.append((ArrayValue.of, value, array))
-            self._values.append((name, array))
-            return
-        if isinstance(value, (set, frozenset)) and len(value) <= _MOST:
-            frozen = frozenset(value)
-            self._checks.append((frozenset, value, frozen))
-            self._values.append((name, frozen))
+        of_set = isinstance(value, (set, frozenset)) and len(value) <= _MOST
+        if of_set or is_small_array(value):
+            content: Callable[[Any], Any] = frozenset if of_set else ArrayValue.of
+            known = content(value)
+            self._checks.append((content, value, known))
+            self._values.append((name, known))
             return
         if isinstance(value, DataLoader) and "dataset" in self._words:
             self._values.append((name, _Identity(value, None)))

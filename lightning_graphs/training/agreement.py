@@ -155,10 +155,12 @@ class Agreement:
         self._ranks.together(judge)
 
     def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
-        for name in (*eager, *replayed):
-            if name not in eager or name not in replayed:
-                way = "the eager step" if name in eager else "the replay"
-                raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
+        ways = (("the eager step", eager, replayed), ("the replay", replayed, eager))
+        for way, names, others in ways:
+            known = set(others)
+            for name in names:
+                if name not in known:
+                    raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
 
     def _mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
         observed = (

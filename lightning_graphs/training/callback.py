@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.core.callsite import stacklevel_of_user
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
@@ -22,13 +22,13 @@ from lightning_graphs.training.doctor import Doctor
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.investment import Investment, steps_left
+from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.memory import MemoryBudget
+from lightning_graphs.training.notices import FitReporter
 from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OptionError, Options, in_present_names
-from lightning_graphs.training.profiling import cheap_contexts
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.reporter import FitReporter
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics

@@ -5,11 +5,58 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal
 
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
+
+CONFIGURATION = Obstacle(
+    "GraphCapture captures on one device, under DDP or FSDP2, and without a check of every "
+    "operator on the host.",
+    "change that, or train without GraphCapture",
+    kind="configuration",
+    code='Trainer(strategy="ddp", detect_anomaly=False)',
+)
+NO_WHOLE_STEP = Obstacle(
+    "A whole step becomes a graph where Lightning optimizes by itself, with one optimizer that "
+    "calls the step once.",
+    "nothing, if that is needed: scope='auto' and scope='modules' make graphs of the submodules; "
+    "modules=[...] names them",
+    kind="configuration",
+    code='GraphCapture(scope="modules", modules=["generator", "discriminator"])',
+)
+OPTIMIZER = Obstacle(
+    "The step of an optimizer is captured where it neither reads its state on the host nor calls "
+    "hooks.",
+    "use an optimizer of torch.optim with a fused kernel, or one with capturable=True",
+    kind="optimizer",
+    code="return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)",
+)
+HOOK = Obstacle(
+    "A replay of a submodule calls no hook that is inside of it.",
+    "nothing, if it is needed: the modules inside become graphs; a whole step may have hooks",
+    kind="hook",
+    code='GraphCapture(scope="step")',
+)
+OBSERVER = Obstacle(
+    "A hook that looks into a step runs between two graphs.",
+    "nothing, if it is needed; otherwise look from on_train_batch_end",
+    kind="observer",
+    code="def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx): ...",
+)
+CHANGING_SHAPE = Obstacle(
+    "A graph is captured for a batch signature that comes back.",
+    "pad to a few fixed lengths, and drop the short last batch",
+    kind="changing-shape",
+    code="DataLoader(data, batch_size=32, drop_last=True, collate_fn=pad_to_a_multiple)",
+)
+CHANGING_NUMBER = Obstacle(
+    "A captured step runs no Python code: the numbers and branches that it computes stand still.",
+    "make the number a tensor that a hook fills, and choose between values with torch.where",
+    kind="python-state",
+    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
+    "self.scale.fill_(number)  # in on_train_batch_start",
+)
 
 Effect = Literal[
     "eager step",
@@ -124,23 +171,10 @@ class Diagnosis:
                 known.count += 1
                 known.last_step = self.steps
                 return
-        self.findings.append(
-            Finding(
-                obstacle.kind,
-                operator,
-                site.file,
-                site.line,
-                site.function,
-                site.source if site.file else "",
-                1,
-                self.steps,
-                effect,
-                obstacle.rule,
-                observed,
-                obstacle.remedy,
-                obstacle.code,
-            )
-        )
+        place = (site.file, site.line, site.function, site.source if site.file else "")
+        texts = (obstacle.rule, observed, obstacle.remedy, obstacle.code)
+        row = (obstacle.kind, operator, *place, 1, self.steps, effect, *texts)
+        self.findings.append(Finding(*row))
 
     def at(self, site: CallSite) -> list[Finding]:
         """What is known of a line."""
@@ -184,26 +218,3 @@ class Diagnosis:
             what += f", {further} remark{'s' * (further != 1)}"
         observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
         return f"GraphCapture, doctor: {what} ({observed})"
-
-    def show(self) -> None:
-        """Print the findings: a table where rich is installed, plain text otherwise."""
-        if not self.findings or find_spec("rich") is None:
-            print(self)
-            return
-        from rich.console import Console
-        from rich.padding import Padding
-        from rich.table import Table
-        from rich.text import Text
-
-        console = Console()
-        console.print(Text(self._headline(), style="bold"))
-        for findings in self._groups():
-            first = findings[0]
-            console.print(Text(f"\n{first.kind}: {first.rule}", style="bold"))
-            table = Table("operator", "where", "what happens", expand=True)
-            for finding in findings:
-                cells = (finding.operator, finding.place, finding.details)
-                table.add_row(*[Text(cell, overflow="fold") for cell in cells])
-            console.print(table)
-            console.print(Text(f"remedy: {first.remedy}"))
-            console.print(Padding(Text(first.code, style="cyan"), (0, 0, 0, 4)))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.host_recording import FROM_PYTHON
-from lightning_graphs.core.observer import Call, Observer, changes
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -34,8 +33,18 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.body import loss_of
-from lightning_graphs.training.diagnosis import Diagnosis, Effect
+from lightning_graphs.training.body import loss_of, scaler_of
+from lightning_graphs.training.diagnosis import (
+    CHANGING_NUMBER,
+    CHANGING_SHAPE,
+    CONFIGURATION,
+    HOOK,
+    NO_WHOLE_STEP,
+    OBSERVER,
+    OPTIMIZER,
+    Diagnosis,
+    Effect,
+)
 from lightning_graphs.training.draws import SETTERS, draws_exchanged
 from lightning_graphs.training.followed import calls_followed
 from lightning_graphs.training.frozen import (
@@ -44,28 +53,23 @@ from lightning_graphs.training.frozen import (
     counters_watched,
     old_gradients_watched,
 )
-from lightning_graphs.training.generators import Generators, PythonGenerator
+from lightning_graphs.training.held_values import Generators, PythonGenerator
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.live_numbers import is_followed
-from lightning_graphs.training.logs import LOGGED_NUMBER, LoggedNumbers
-from lightning_graphs.training.metrics import METRIC_EARLY, METRIC_VALUE, metrics_of
-from lightning_graphs.training.observers import Observers
-from lightning_graphs.training.obstacles import (
-    CHANGING_NUMBER,
-    CHANGING_SHAPE,
-    CONFIGURATION,
-    HOOK,
-    NO_WHOLE_STEP,
-    OBSERVER,
-    OPTIMIZER,
+from lightning_graphs.training.logs import (
+    LOGGED_NUMBER,
+    METRIC_EARLY,
+    METRIC_VALUE,
+    LoggedNumbers,
+    metrics_of,
 )
+from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import capture_obstacle
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import place_of, trained_parameters
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.python_state import (
     DRAWN,
     STORED,
@@ -74,7 +78,10 @@ from lightning_graphs.training.python_state import (
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
 from lightning_graphs.training.watched import (
+    Call,
+    Observer,
     WatchedNumbers,
+    changes,
     watched_in,
 )
 
@@ -150,7 +157,7 @@ class Doctor:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
             self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change)
         if self._trainer.is_global_zero:
-            self.diagnosis.show()
+            print(self.diagnosis)
 
     # ------------------------------------------------------------------ strategy methods
 

@@ -20,7 +20,7 @@ from lightning_graphs.core.host_recording import HostRecording
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import is_plain
 from lightning_graphs.training.frozen import StandIn, present
-from lightning_graphs.training.generators import PythonGenerator, shared_generators
+from lightning_graphs.training.held_values import PythonGenerator, shared_generators
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import LiveNumber, StepNumbers, refuse_drawn
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.training.gradients import KeptGradients
 from lightning_graphs.training.investment import Investment
 from lightning_graphs.training.logs import LoggedNumbers
@@ -42,4 +42,6 @@ class Learned:
         self.reads = AttributeReads()  # attributes that captured steps read
         self.places = Places(module, self.reads, on_change)  # where steps store something
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
+        self.has_host_half = False  # captures record what steps compute on the host
+        self.is_unseen = True  # libraries are not told of captures
         self.kept = KeptGradients()  # whether somebody keeps gradients past their step

@@ -23,7 +23,7 @@ from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import Absence, is_object, is_plain
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import properties_watched
+from lightning_graphs.training.interception import patched, subclassed
 from lightning_graphs.training.python_state import STORED, AttributeReads
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
@@ -220,17 +220,19 @@ def _of_group(name: str, index: int) -> str:
 def numbers_exchanged(optimizer: Optimizer, places: Places) -> Iterator[None]:
     """While capturing, these numbers and what parameter groups hold are nobody's to set."""
     groups = optimizer.param_groups
-    before = [dict(group) for group in groups]
-    with exchanged(places):
+    before = [(table, key, table[key]) for table, key, _ in places]
+    before += [(group, key, group[key]) for group in groups for key in group]
+    try:
+        for table, key, value in places:
+            table[key] = value
         given = [_values(group) for group in groups]
-        try:
-            yield
-            moved = {key for table, key, value in places if table[key] is not value}
-            for then, now in zip(given, map(_values, groups), strict=True):
-                moved |= {key for key in then if then[key] != now[key]}
-        finally:
-            for group, known in zip(groups, before, strict=True):
-                group.update(known)
+        yield
+        moved = {key for table, key, value in places if table[key] is not value}
+        for then, now in zip(given, map(_values, groups), strict=True):
+            moved |= {key for key in then if then[key] != now[key]}
+    finally:
+        for table, key, value in reversed(before):
+            table[key] = value
     if moved:
         raise CaptureError(
             "A captured step runs no Python code: what it sets in the optimizer would stand still.",
@@ -256,19 +258,6 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def exchanged(places: Places) -> Iterator[None]:
-    """Put values into tables, and take them back."""
-    before = [table[key] for table, key, _ in places]
-    try:
-        for table, key, value in places:
-            table[key] = value
-        yield
-    finally:
-        for (table, key, _), value in zip(reversed(places), reversed(before), strict=True):
-            table[key] = value
-
-
-@contextlib.contextmanager
 def counters_watched(
     trainer: Trainer,
     # Called with the name of what moves; where it returns, the read goes on
@@ -282,49 +271,32 @@ def counters_watched(
 ) -> Iterator[None]:
     """While capturing, reading a counter or another moving value of the trainer is refused.
 
-    The trainer's class is exchanged for a subclass. ``global_step``, ``current_epoch`` and
-    ``is_last_batch`` are nobody's to read: the module's own counters read the trainer's. What else
-    changes, as its metrics do, only libraries may look at; values that an author's code finds there
-    and that can be compared are noted. None of that code may set an attribute.
+    The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's own
+    read the trainer's. What else changes, as its metrics do, only libraries may look at; values
+    that an author's code finds there and that can be compared are noted. It may set none.
     """
-    original = type(trainer)
+    original: Any = type(trainer)
     is_library = CallSiteFinder().is_library
 
-    def watching(key: str) -> property:
-        inherited: Any = getattr(original, key, None)
-        is_property = isinstance(inherited, property)
-
-        def read(owner: Trainer) -> Any:
-            if key in _COUNTERS:
-                if counter is not None:
-                    return counter(f"trainer.{key}", partial(inherited.__get__, owner))
-                on_read(f"trainer.{key}")
-            elif not is_library(sys._getframe(1).f_code.co_filename):
-                _note(owner, key, on_read, reads)
-            return inherited.__get__(owner) if is_property else vars(owner)[key]
-
-        def write(owner: Trainer, value: Any) -> None:
-            if is_property:
-                inherited.__set__(owner, value)
-            else:
-                vars(owner)[key] = value
-
-        return property(read, write)
+    def read(owner: Trainer, key: str) -> Any:
+        if key in _COUNTERS:
+            if counter is not None:
+                return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+            on_read(f"trainer.{key}")
+        elif not (
+            key in _LASTING
+            or key.startswith("__")
+            or is_library(sys._getframe(1).f_code.co_filename)
+        ):
+            _note(owner, key, on_read, reads)
+        return original.__getattribute__(owner, key)
 
     def store(owner: Trainer, key: str, value: Any) -> None:
         if not is_library(sys._getframe(1).f_code.co_filename):
             on_store(f"trainer.{key}")
         object.__setattr__(owner, key, value)
 
-    def missing(owner: Trainer, key: str) -> NoReturn:
-        if not (key.startswith("__") or is_library(sys._getframe(1).f_code.co_filename)):
-            _note(owner, key, on_read, reads)
-        raise AttributeError(f"{original.__name__!r} object has no attribute {key!r}")
-
-    found = [key for key in dir(original) if isinstance(getattr(original, key, None), property)]
-    watched: dict[str, Any] = {key: watching(key) for key in {*found, *vars(trainer)} - _LASTING}
-    watched["__getattr__"], watched["__setattr__"] = missing, store
-    with properties_watched(trainer, watched):
+    with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
         yield
 
 
@@ -392,11 +364,8 @@ def old_gradients_watched(
         refuse("set")
         gradient.__set__(parameter, value)
 
-    Parameter.grad = property(read, write)  # type: ignore[assignment]
-    try:
+    with patched(Parameter, grad=property(read, write)):
         yield
-    finally:
-        del Parameter.grad
 
 
 def _uses_no_gradient(frame: FrameType, harmless: Collection[str]) -> bool:

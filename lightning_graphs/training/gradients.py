@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
@@ -114,6 +115,29 @@ class AttachedGradients:
         except torch.OutOfMemoryError:  # the next step zeroes them in any case
             for parameter, _ in found:
                 parameter.grad = None
+
+    def forget_old(self) -> None:
+        """Let go of the gradients of the step before, which this one zeroes first."""
+        for parameter in self.parameters if self.in_pool else ():
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """While an eager step runs, move its gradients to the buffers: they take no more memory."""
+
+        def move(buffer: Tensor, parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.requires_grad:
+                return
+            if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
+                parameter.grad = buffer.copy_(gradient)
+
+        pairs = zip(self.parameters, self.buffers, strict=True) if self.in_pool else ()
+        with contextlib.ExitStack() as hooks:
+            for parameter, buffer in pairs:
+                hook = parameter.register_post_accumulate_grad_hook(partial(move, buffer))
+                hooks.callback(hook.remove)
+            yield
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
@@ -260,6 +284,30 @@ class PersistentGradients:
         self._buffers.clear()
 
 
+@dataclass(frozen=True, slots=True)
+class GradientUse:
+    """What becomes of the gradients of a step that is captured."""
+
+    keeps: bool  # they outlive the step
+    adds: bool  # they are added to those of earlier steps
+    holds: bool  # the optimizer step is captured, and reads gradients of earlier steps too
+    copied: bool  # somebody keeps them
+    # The backward pass reduces them over ranks, those of earlier steps with them
+    reduced: bool
+
+
+@dataclass(slots=True)
+class _Target:
+    """Where the gradient of one parameter goes."""
+
+    parameter: Parameter
+    inside: bool  # the optimizer has the parameter
+    buffer: Tensor | None  # outlives a replay; None where no step needs that
+    adds: bool  # the gradient is added to what is in the buffer
+    grows: bool  # autograd itself adds to the buffer, where what is there must be reduced as well
+    held: bool  # the buffer is read, whether it gets a gradient or not
+
+
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
@@ -271,56 +319,41 @@ class GradientTargets:
         optimizer: Optimizer,
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
-        *,
-        keeps: bool,  # gradients outlive the step
-        adds: bool,  # gradients are added to those of earlier steps
-        holds: bool,  # the optimizer step is captured, and reads gradients of earlier steps too
-        copied: bool,  # somebody keeps gradients
-        # The backward pass reduces gradients over ranks, those of earlier steps with them
-        reduced: bool,
+        use: GradientUse,
     ) -> None:
-        self._copied = copied
-        self._in_pool = not (keeps or reduced)
+        self._use = use
+        self._targets = []
         optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**optimized, **dict.fromkeys(trainable)})
-        self._inside = [p in optimized for p in self.parameters]
-        self._adds = [adds or not inside for inside in self._inside]
-        self._held = [
-            holds and inside and p.grad is not None
-            for p, inside in zip(self.parameters, self._inside, strict=True)
-        ]
-        self._buffers = [
-            persistent.of([p])[0] if p.requires_grad and (keeps or not inside) else None
-            for p, inside in zip(self.parameters, self._inside, strict=True)
-        ]
-
-        self._grows = [
-            reduced and adds and p.grad is not None
-            for p, adds in zip(self.parameters, self._adds, strict=True)
-        ]
+        for p in self.parameters:
+            inside, known = p in optimized, p.grad is not None
+            outlives = p.requires_grad and (use.keeps or not inside)
+            buffer = persistent.of([p])[0] if outlives else None
+            adds = use.adds or not inside
+            grows = use.reduced and adds and known
+            held = use.holds and inside and known
+            self._targets.append(_Target(p, inside, buffer, adds and not grows, grows, held))
 
     def begin(self) -> None:
-        """Let autograd itself add to buffers, where what is there must be reduced as well."""
-        for parameter, buffer, grows in zip(
-            self.parameters, self._buffers, self._grows, strict=True
-        ):
-            if grows:
-                parameter.grad = buffer
+        """Let ``.grad`` be what a backward pass of the capture adds to."""
+        for target in self._targets:
+            if target.grows:
+                target.parameter.grad = target.buffer
 
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for i, (parameter, buffer) in enumerate(zip(self.parameters, self._buffers, strict=True)):
+        for target in self._targets:
+            gradient, buffer = target.parameter.grad, target.buffer
             if buffer is None:
                 continue
-            if parameter.grad is not None and parameter.grad is not buffer:
-                adds = self._adds[i] and not self._grows[i]
-                targets, fresh = added if adds else written
+            if gradient is not None and gradient is not buffer:
+                targets, fresh = added if target.adds else written
                 targets.append(local(buffer))
-                fresh.append(local(parameter.grad))
-            if parameter.grad is not None or self._held[i]:
-                parameter.grad = buffer
+                fresh.append(local(gradient))
+            if gradient is not None or target.held:
+                target.parameter.grad = buffer
         with torch.no_grad():
             if written[0]:
                 torch._foreach_copy_(*written)
@@ -332,14 +365,12 @@ class GradientTargets:
         return self._attached(True), self._attached(False)
 
     def _attached(self, inside: bool) -> AttachedGradients:
-        mine = [p for p, i in zip(self.parameters, self._inside, strict=True) if i is inside]
+        mine = [target.parameter for target in self._targets if target.inside is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
-        others = [p for p in mine if p.grad is None]
-        copied = self._copied and inside
         return AttachedGradients(
             [p for p, _ in used],
             [g for _, g in used],
-            others,
-            copied=copied,
-            in_pool=self._in_pool and inside,
+            [p for p in mine if p.grad is None],
+            copied=self._use.copied and inside,
+            in_pool=inside and not (self._use.keeps or self._use.reduced),
         )

@@ -82,10 +82,26 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def properties_watched(owner: Any, properties: Mapping[str, property]) -> Iterator[None]:
-    """Let an object be of a subclass of its class with these properties, and take that back."""
+def patched(owner: Any, **members: Any) -> Iterator[None]:
+    """Let a module or a class have other members, or an object beside its class, for a while."""
+    own = {name: vars(owner)[name] for name in members if name in vars(owner)}
+    for name, member in members.items():
+        setattr(owner, name, member)
+    try:
+        yield
+    finally:
+        for name in members:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
+def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object be of a subclass of its class with these members, and take that back."""
     original = type(owner)
-    owner.__class__ = type(original.__name__, (original,), dict(properties))
+    owner.__class__ = type(original.__name__, (original,), dict(members))
     try:
         yield
     finally:
@@ -112,11 +128,8 @@ def log_exchanged(
         else:
             original(owner, *args, **kwargs)
 
-    base.log = exchanged
-    try:
+    with patched(base, log=exchanged):
         yield own
-    finally:
-        base.log = original
 
 
 @contextlib.contextmanager
@@ -136,8 +149,5 @@ def requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
             asked(leaves_of(kwargs["inputs"]))
         backward(*args, **kwargs)
 
-    torch.autograd.grad, torch.autograd.backward = watched_grad, watched_backward
-    try:
+    with patched(torch.autograd, grad=watched_grad, backward=watched_backward):
         yield
-    finally:
-        torch.autograd.grad, torch.autograd.backward = grad, backward

@@ -30,17 +30,20 @@ _MOVES = 3
 """So many moves of a number, each too soon after the last, put the optimizer step out of graphs."""
 _FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
-_FURTHER_CAPTURE = 4.0
-"""What another one is expected to cost as long as none was measured, in eager steps."""
+_FURTHER_CAPTURE = 0.5
+"""What another one is expected to cost, as a part of the first, which loads what they find."""
+_WITH_HOST = 2.5
+"""How much more a capture is expected to cost in which every operator is looked at."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
 _MARGIN = 1.5
 """How much more than its cost a capture must be expected to save."""
-_FOR_VERIFICATION = 0.05
+_FOR_VERIFICATION = 0.02
 """The part of the fit's time that verifying further graphs may take."""
 _MANY = 10_000
 """Steps that are left in a fit without an end."""
 
+_TOO_RARE = "no batch signature came back often enough"
 _LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
 _PAD = "pad batches to a few fixed lengths"
@@ -74,6 +77,10 @@ class Investment:
         self._steps_left = steps_left
         self.is_over = False  # no graph can pay off in this fit any more, and there is none
         self._costs: list[float] = []
+        self._with_host = False  # captures look at every operator
+        self._goes_on = True
+        self._expected = 0.0  # how many uses the signature that was asked about last will have
+        self._began = 0.0
         self._started = perf_counter()
         self._verified = 0.0
         self._verification = 0.0
@@ -88,7 +95,7 @@ class Investment:
                 f"({account.lost} graphs, {account.uses} replays)"
             )
         if self._pace is None:
-            return "" if seen > self._sightings else "no batch signature came back often enough"
+            return "" if seen > self._sightings else _TOO_RARE
         if account.moved and seen <= self._sightings:
             return "values that the step reads have moved on"
         if not self._pace.eager:
@@ -96,12 +103,12 @@ class Investment:
         saving, left = self._saving(self._pace), self._steps_left()
         if saving <= 0.0:
             return "the GPU is busy all the time, and graphs save the time between kernels only"
-        wanted = _MARGIN * self._cost(self._pace) / saving
+        wanted, self._expected = _MARGIN * self._cost(self._pace) / saving, left * share
         if left < wanted:
             at_best = _MARGIN * self._cost(self._pace) / (_SAVED * median(self._pace.eager))
             self.is_over = not self._costs and left < at_best
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
-        return "" if left * share >= wanted else "no batch signature came back often enough"
+        return "" if self._expected >= wanted else _TOO_RARE
 
     @property
     def measures(self) -> bool:
@@ -119,11 +126,23 @@ class Investment:
     @contextmanager
     def paying(self) -> Iterator[None]:
         """Measure what a capture costs, whether it succeeds or not."""
-        started = perf_counter()
+        self.tries_again()
+        self._goes_on = True
         try:
             yield
         finally:
-            self._costs.append((perf_counter() - started) * 1e3)
+            if self._goes_on:
+                self._costs.append((perf_counter() - self._began) * 1e3)
+
+    def tries_again(self) -> None:
+        """A capture begins anew: what it came to before was learned for all that follow."""
+        self._began = perf_counter()
+
+    def goes_on_with_host(self) -> bool:
+        """Whether a capture is still worth it, now that it must look at every operator."""
+        self._with_host = True
+        self._goes_on = self._pace is None or self._expected >= _MARGIN * self.payback
+        return self._goes_on
 
     def _saving(self, pace: Pace) -> float:
         """Milliseconds that a replay saves."""
@@ -135,12 +154,12 @@ class Investment:
 
     def _cost(self, pace: Pace) -> float:
         """Milliseconds that the next capture costs."""
-        eager = median(pace.eager)
         if not self._costs:
             steps, constant = _FIRST_CAPTURE
-            return steps * eager + constant
-        # The first capture of a process loads what later ones find.
-        return median(self._costs[1:]) if len(self._costs) > 1 else _FURTHER_CAPTURE * eager
+            first = steps * median(pace.eager) + constant
+            return first * _WITH_HOST if self._with_host else first
+        first, *further = self._costs
+        return median(further) if further else _FURTHER_CAPTURE * first
 
     # ------------------------------------------------------------------ verification
 

@@ -11,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.torch_private import storage_uses
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, GraphError
 
 _WORTH_A_MOVE = 0.05
 """The part of the reserved memory that lies unused between tensors."""
@@ -22,8 +23,11 @@ _AUTO = 0.35
 """How much more than eager steps all that is ours may take, as a part of their peak."""
 _LEAST, _LEAST_SHARE = 2**31, 0.05
 """Bytes that small models may take beside that peak in any case, and no more of all there is."""
+_ROOMY = 4
+"""So many times what eager steps took at their peak is free where nobody needs to count."""
 SETTLED = 3
 """How many steps it takes until the allocator has cut its memory up for good."""
+_BESIDE = 2**26  # bytes: what a comparison takes beside the state that it has copied
 _MIB = 2**20
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -53,6 +57,28 @@ def no_room(what: str, observed: str) -> NoRoomError:
     )
 
 
+class RaisedInCapture(CaptureError):
+    """Code raised while it was captured; ``__cause__`` is what it raised."""
+
+
+@contextlib.contextmanager
+def code_captured(what: str) -> Iterator[None]:
+    """Make a refusal of whatever the body, the capture of what is named so, raises."""
+    try:
+        yield
+    except GraphError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise no_room(what, first_line(error)) from error
+        site = CallSiteFinder().of_exception(error)
+        raise RaisedInCapture(
+            f"{what} is made by running its code, with stand-ins for what has no value yet.",
+            f"{type(error).__name__}: {error}, at {site.describe()}",
+            "mend the line, if eager code raises it too; stand-ins may only be passed on",
+        ) from error
+
+
 class MemoryKept(Exception):
     """Code that ran in the memory of a graph keeps some of it: no graph of its pool may replay."""
 
@@ -73,7 +99,11 @@ class MemoryBudget:
         assert self._device is not None
         total = torch.cuda.get_device_properties(self._device).total_memory
         least = min(_LEAST, int(_LEAST_SHARE * total))
-        return max(int((1 + self._share) * self._peak), self._peak + least)
+        return max(self._part, self._peak + least)
+
+    @property
+    def _part(self) -> int:
+        return int((1 + self._share) * self._peak)
 
     def require_room(self, what: str) -> None:
         """Ahead of a capture; the first one looks at what eager steps took."""
@@ -93,6 +123,11 @@ class MemoryBudget:
                 f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
             )
 
+    @property
+    def is_roomy(self) -> bool:
+        """Whether so much is free that graphs take it from no eager step."""
+        return self._device is not None and self._free() > _ROOMY * self._peak > 0
+
     def settle(self) -> None:
         """Where memory is tight, let eager code cut it anew: what lies cached may not fit."""
         if self._device is None:
@@ -101,16 +136,17 @@ class MemoryBudget:
         if self.is_tight:
             torch.cuda.empty_cache()
 
-    def has_room(self, needed: int) -> bool:
-        """Whether so many bytes more may be taken, and are there."""
+    def room_for(self, needed: int) -> int:
+        """How many of so many bytes a copy may take that the host could have as well."""
         if self._device is None:
-            return True
-        if self._room() <= needed:
+            return needed
+        if self._room() < needed:
             torch.cuda.empty_cache()
-        return self._room() > needed
+        return min(self._room(), needed)
 
     def _room(self) -> int:
-        return min(self._free(), self._limit - torch.cuda.memory_reserved(self._device))
+        taken = torch.cuda.memory_reserved(self._device)
+        return max(0, min(self._free(), self._part - taken) - _BESIDE)
 
     def _free(self) -> int:
         """What the allocator may still take of the device."""

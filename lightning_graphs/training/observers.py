@@ -1,11 +1,17 @@
-"""Who looks at a step while it is under way, and so where its graph must be cut."""
+"""Who looks at a step while it is under way: where its graph is cut, what may be done unseen."""
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
+from lightning_graphs.core.autograd_graph import cast_together, has_python_nodes, leaves_behind
+from lightning_graphs.core.torch_private import has_gradient_hooks
 from lightning_graphs.training.own_code import is_lightnings
 
 BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
@@ -55,12 +61,26 @@ def overrides(instance: object, method: str) -> bool:
 
 
 def _observers(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]) -> list[str]:
-    callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
-    found = [
-        f"{type(callback).__name__}.{hook}"
-        for hook in hooks
-        for callback in callbacks
-        if overrides(callback, hook)
-    ]
-    found += [f"{type(module).__name__}.{hook}" for hook in hooks if overrides(module, hook)]
-    return found
+    owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
+    return [f"{type(o).__name__}.{hook}" for hook in hooks for o in owners if overrides(o, hook)]
+
+
+def cast_unseen(
+    trainer: Trainer, module: LightningModule, loss: Tensor
+) -> AbstractContextManager[None]:
+    """Around a backward pass whose forward pass has registered no hook: cast gradients together.
+
+    Those that wait for their cast are not in ``.grad`` yet. In a backward pass of nothing but
+    autograd's own operators nobody looks.
+    """
+    is_unseen = (
+        is_lightnings(type(trainer.strategy), "strategies.single_device")
+        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        and not overrides(module, "backward")
+        and not overrides(trainer.precision_plugin, "backward")
+        and not has_python_nodes([loss])
+        and not any(map(has_gradient_hooks, leaves_behind([loss])))
+    )
+    if not is_unseen:
+        return contextlib.nullcontext()
+    return cast_together([loss], [p for p in module.parameters() if p.requires_grad])

@@ -38,7 +38,14 @@ class OutsideValues:
     Each function is looked at when it is called for the first time, before it can change anything.
     """
 
-    def __init__(self, module: nn.Module, own: OwnCode) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        own: OwnCode,
+        # Called with the name and value of everything that is found, and of what is inside of it
+        *listeners: Callable[[str, Any], object],
+        held: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
         self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
         self._own = own
@@ -47,32 +54,23 @@ class OutsideValues:
         self._functions: dict[FunctionType, None] = {}
         self._caches: dict[Any, int] = {}
         self._known: set[CodeType] = set()
-        self._reading: dict[str, CallSite] = {}
-        self._binding: dict[str, CallSite] = {}
+        self._codes: list[CodeType] = []
         self._closures: dict[CodeType, list[FunctionType]] = {}
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
         self._contents = Contents()
         self._classes = self._contents.classes
-        self._held: list[tuple[str, Any]] = []
-        self._listeners: list[Callable[[str, Any], object]] = [self._contents.add]
+        self._listeners = (self._contents.add, *listeners)
         for child in module.modules():
             self._look_into_class(type(child))
             for hook in module_hooks(child):
                 self._assume(hook)
-        for _, value in held_in(module):
+        for _, value in held_in(module) if held is None else held:
             if is_object(value):
                 self._look_into_class(type(value))
         for parameter in module.parameters():  # their hooks run in a thread of autograd's
             for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
                 for hook in table.values() if isinstance(table, dict) else ():
                     self._assume(hook)
-
-    def tell(self, *listeners: Callable[[str, Any], object]) -> None:
-        """Call these with the name and value of everything that is found, and what is inside."""
-        self._listeners += listeners
-        for name, value in self._held:
-            for tell in listeners:
-                tell(name, value)
 
     # ------------------------------------------------------------------ following
 
@@ -116,18 +114,11 @@ class OutsideValues:
             return
         codes = list(codes_in(code))
         self._known.update(codes)
-        names = {name for part in codes for name in part.co_names}
-        self.words |= names
-        for part in codes:
-            line, lines = part.co_firstlineno, dict(dis.findlinestarts(part))
-            for instruction in dis.get_instructions(part):
-                line = lines.get(instruction.offset) or line
-                name, action = instruction.argval, instruction.opname
-                if name in names or name in part.co_freevars:
-                    sites = self._binding if action.startswith("STORE") else self._reading
-                    sites.setdefault(name, CallSite(part.co_filename, line, part.co_name))
-                if "GLOBAL" in action:
-                    self._add(name, table, name, names)
+        self._codes += codes
+        names = dict.fromkeys(name for part in codes for name in part.co_names)
+        self.words.update(names)
+        for name in names:  # attributes among them may have the name of a global variable
+            self._add(name, table, name, names)
         if set(code.co_freevars) - {_OF_SUPER}:
             self._closures[code] = []
 
@@ -210,7 +201,6 @@ class OutsideValues:
                 self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
 
     def _found(self, name: str, value: Any) -> None:
-        self._held.append((name, value))
         for tell in self._listeners:
             tell(name, value)
         if is_object(value):
@@ -237,8 +227,11 @@ class OutsideValues:
 
     def site_of(self, name: str) -> CallSite:
         """The author's line that binds a name, or else the first one that reads it."""
-        sites, words = {**self._reading, **self._binding}, reversed(re.findall(r"\w+", name))
-        return next((sites[word] for word in words if word in sites), CallSite())
+        for word in reversed(re.findall(r"\w+", name)):
+            found = [place for code in self._codes for place in _lines_with(code, word)]
+            if found:
+                return max(found, key=lambda place: place[0])[1]
+        return CallSite()
 
     def restore(self) -> None:
         """Put everything back."""
@@ -285,6 +278,16 @@ class OutsideValues:
                 owner = place.owner
                 get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
                 yield place.name, get, place.key, owner
+
+
+def _lines_with(code: CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
+    """The lines of a function with a name, and whether they bind it."""
+    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset) or line
+        if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
+            binds = instruction.opname.startswith("STORE")
+            yield binds, CallSite(code.co_filename, line, code.co_name)
 
 
 class _Place(NamedTuple):

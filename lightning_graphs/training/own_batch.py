@@ -11,9 +11,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_graphs.core.arguments import held_in_all
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.contents import Contents
+from lightning_graphs.core.contents import Contents, held_in_all
 from lightning_graphs.core.leaves import Constant, Unread
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.core.torch_private import version_of

@@ -12,14 +12,23 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.contents import Change, Contents
 from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.stores import Content, Entry, Growing, Memory, Number, Place
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.frozen import StandIn
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.stored import CapturedStores, is_state, signature_of
+from lightning_graphs.training.stored import (
+    CapturedStores,
+    Content,
+    Entry,
+    Growing,
+    Memory,
+    Number,
+    Place,
+    is_state,
+    signature_of,
+)
 
 
 class LeftBehindError(CaptureError):
@@ -75,11 +84,12 @@ class Places:
     ) -> bool:
         """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
 
-        What an optimizer moves is none of it, nor are parameters that a hook exchanges.
+        What an optimizer moves is none of it, nor are parameters that it is told of.
         """
         known = trained_parameters(self._module.trainer)
-        for _, table, _, tensor in moved:
-            if id(tensor) in known or (table is not None and tensor.requires_grad):
+        for _, table, key, tensor in moved:
+            now = tensor if table is None else table[key]
+            if id(tensor) in known or id(now) in known:
                 return False
         return self.learn(
             [

@@ -14,10 +14,10 @@ from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.cache import PlanCache, Worth
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graphed import Stores, set_again
 from lightning_graphs.core.host_half import HostHalf
 from lightning_graphs.core.outputs import OutputPlan
 from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.stores import Stores, set_again
 from lightning_graphs.training.conditions import Conditions, Phase
 from lightning_graphs.training.gradients import AttachedGradients
 from lightning_graphs.training.live_numbers import NumberOnDevice

@@ -17,8 +17,8 @@ from torch import nn
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.contents import Contents, is_still
+from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import attributes_watched, current_autograd_node
 from lightning_graphs.core.values import Absence, HeldValues, is_plain, value_of_class
 from lightning_graphs.errors import CaptureError

@@ -14,15 +14,12 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.tree import leaves_of
-from lightning_graphs.training.body import loss_of
-from lightning_graphs.training.generators import Generators
-from lightning_graphs.training.held_values import held_in, held_in_value
+from lightning_graphs.training.body import loss_of, scaler_of
+from lightning_graphs.training.held_values import Generators, LooseTensors, held_in, held_in_value
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
 from lightning_graphs.training.lightning_private import logs_kept
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.memory import SETTLED, MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.state import Kept, StepState
 from lightning_graphs.training.statistics import Statistics
 
@@ -52,16 +49,23 @@ class StepBegin:
         self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
         self._modules = list(module.modules())
         batch = list(held_in_value("batch", args, {}))
-        self._python = Contents([*held_in(module), *batch])
-        self._generators = Generators(module)
+        held = list(held_in(module))
+        self._python = Contents([*held, *batch])
+        self._generators = Generators(module, held)
         self._put_logs_back = logs_kept(trainer)
-        found = LooseTensors(module)
+        found = LooseTensors(module, held)
         for name, value in batch:
             found.add(name, value)
         tensors = [*module.buffers(), *found.tensors]
         if gradients:
             tensors += [g for _, g, _ in self._parameters if g is not None]
         self._tensors = Kept(tensors, module.device, budget)
+
+    def forget_gradients(self) -> None:
+        """Let go of those that parameters have no more."""
+        self._parameters = [
+            (p, None if p.grad is None else g, trainable) for p, g, trainable in self._parameters
+        ]
 
     def restore(self) -> None:
         """Put everything back."""
@@ -96,11 +100,11 @@ class EagerRetry:
     """Stands before what runs the steps of a fit, and between it and the strategy's own methods.
 
     A step may find no memory because of us where it is observed, captured, verified or replayed for
-    the first time, or runs eagerly while graphs hold theirs, and no batch as large did before. Then
-    all that is ours is released, what the step has done is undone, and it runs once more. An
-    optimizer step is repeated by itself, and so is a backward pass, after the forward pass that it
-    belongs to: no hook is called twice. A step that finds no memory then would not find it without
-    us either.
+    the first time, or runs eagerly while graphs hold theirs, where little is free and no batch as
+    large ran so before. Then all that is ours is released, what the step has done is undone, and it
+    runs once more. An optimizer step is repeated by itself, and so is a backward pass, after the
+    forward pass that it belongs to: no hook is called twice. A step that finds no memory then would
+    not find it without us either.
     """
 
     def __init__(
@@ -141,7 +145,14 @@ class EagerRetry:
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
-        self._keep(args)
+        if not self.budget.is_roomy:
+            self._keep(args)
+
+    def forget_gradients(self, plan: StepPlan) -> None:
+        """Let go of old gradients that the captured step zeroes before its code sees them."""
+        plan.gradients.forget_old()
+        if self._begin is not None:
+            self._begin.forget_gradients()
 
     def _keep(self, args: tuple[Any, ...]) -> None:
         self._begin = StepBegin(
@@ -214,7 +225,8 @@ class EagerRetry:
             self._size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
             self._beside = held, self._statistics.captures
             largest, times = self._fits.get(self._beside, _NONE_YET)
-            if self._size > largest or (self._size == largest and times < SETTLED):
+            is_large = self._size > largest or (self._size == largest and times < SETTLED)
+            if is_large and not self.budget.is_roomy:
                 self._keep(args)
         self._running = True
         return self.own.training_step(*args, **kwargs)

@@ -17,7 +17,7 @@ from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.agreement import Agreement
-from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.body import StepBody, scaler_of
 from lightning_graphs.training.conditions import Conditions
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.gradients import KEPT_LATE
@@ -35,7 +35,6 @@ from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.own_batch import BatchValueRead, BatchValues
 from lightning_graphs.training.plan import StepPlan, StepPlans
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
 from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step import StepCapture, refuse_iterator
@@ -131,8 +130,8 @@ class StepRunner:
             return
         self._release_graphs(plan)
 
-    def _release_graphs(self, plan: StepPlan) -> None:
-        for graph in plan.graphs:
+    def _release_graphs(self, plan: StepPlan | None) -> None:
+        for graph in () if plan is None else plan.graphs:
             self._pool.release(graph)
 
     @property
@@ -317,7 +316,7 @@ class StepRunner:
         """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
         signature, tensors = self._signature_of(args, conditions)
 
-        def capture() -> StepPlan:
+        def capture() -> StepPlan | None:
             self._retry.before_capture(args)
             for plan in self._cache.plans():
                 plan.gradients.lend()
@@ -337,6 +336,8 @@ class StepRunner:
             else:
                 self._refused(signature, error)
             return None
+        if plan is None:
+            return None
         conditions = replace(conditions, attributes=self._watch.attributes())
         signature = replace(signature, extra=(conditions, *plan.told))
         plan.call = CallPlan(signature, check_modes=True)
@@ -355,6 +356,8 @@ class StepRunner:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._agreement.is_on:
             plan.unverified = False
+            self._retry.forget_gradients(plan)
+            self._kept.attached = None
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)

@@ -18,10 +18,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import properties_watched
+from lightning_graphs.training.interception import patched, subclassed
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import AttributeReads
 
 SIDE_EFFECT = Obstacle(
     "A captured step runs no Python code: what it prints, writes and logs by itself would stop.",
@@ -60,43 +59,32 @@ _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
 
 
-class SideEffects:
-    """Refuses what captured code does outside of its module."""
+@contextlib.contextmanager
+def effects_refused(
+    trainer: Trainer, own: OwnCode, values: OutsideValues, what: str
+) -> Iterator[None]:
+    """Refuse what the body, code under capture, does or stores outside of its module; undo it."""
+    refused: list[CaptureError] = []
 
-    def __init__(self, trainer: Trainer, own: OwnCode) -> None:
-        self._trainer = trainer
-        self._own = own
-        self._refused: CaptureError | None = None
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Refuse prints, opened files and loggers in the body, where they are used."""
-        with effects_watched(self._trainer, self._own, self._refuse):
-            yield
-
-    def _refuse(self, name: str, site: CallSite) -> None:
+    def refuse(name: str, site: CallSite) -> None:
         observed = f"{name} is used at {site.describe()}"
-        self._refused = CaptureError(SIDE_EFFECT.rule, observed, SIDE_EFFECT.remedy)
-        raise self._refused
+        refused.append(CaptureError(SIDE_EFFECT.rule, observed, SIDE_EFFECT.remedy))
+        raise refused[-1]
 
-    @contextlib.contextmanager
-    def refused(self, values: OutsideValues, what: str) -> Iterator[None]:
-        """Refuse what the body, watched code of one module, stores; and undo it."""
-        self._refused = None
-        try:
-            with values.followed():
-                yield
-        finally:
-            values.empty_caches()
-            if changed := values.changed():
-                values.restore()
-        if self._refused is not None:  # caught in an `except` of its own
-            raise self._refused
-        if changed:
-            names = ", ".join([*changed][:3])
-            line = next(iter(changed.values())).describe()
-            observed = f"{what} changes {names}, named at {line}"
-            raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
+    try:
+        with effects_watched(trainer, own, refuse), values.followed():
+            yield
+    finally:
+        values.empty_caches()
+        if changed := values.changed():
+            values.restore()
+    if refused:  # caught in an `except` of the code's own
+        raise refused[-1]
+    if changed:
+        names = ", ".join([*changed][:3])
+        line = next(iter(changed.values())).describe()
+        observed = f"{what} changes {names}, named at {line}"
+        raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
 
 
 @contextlib.contextmanager
@@ -152,15 +140,8 @@ def _call_watched(owner: Any, name: str, what: str, used: _Used) -> Iterator[Non
         used(what, frame)
         return original(*args, **kwargs)
 
-    is_own = name in vars(owner)
-    setattr(owner, name, watched)
-    try:
+    with patched(owner, **{name: watched}):
         yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 def _passes_on(module_name: str) -> bool:
@@ -183,7 +164,7 @@ def _loggers_watched(trainer: Trainer, used: _Used) -> Iterator[None]:
 
         return property(read, plain.__set__)
 
-    with properties_watched(trainer, {name: watching(name) for name in _LOGGERS}):
+    with subclassed(trainer, {name: watching(name) for name in _LOGGERS}):
         yield
 
 
@@ -191,7 +172,7 @@ def _reader(frame: FrameType | None) -> FrameType | None:
     """The frame that asks for a logger, behind the properties of the module and of the trainer."""
     while frame is not None and (
         frame.f_code.co_name in _LOGGERS
-        or frame.f_globals.get("__name__") == AttributeReads.__module__
+        or frame.f_globals.get("__name__", "").startswith("lightning_graphs.")
     ):
         frame = frame.f_back
     return frame

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from lightning_graphs.core.buffers import StateSnapshot
 from lightning_graphs.core.fsdp_private import local
 from lightning_graphs.core.tree import flatten
+from lightning_graphs.training.body import scaler_of
 from lightning_graphs.training.differences import Result, difference
 from lightning_graphs.training.memory import MemoryBudget
-from lightning_graphs.training.precision import scaler_of
 
 
 class Restorable(Protocol):
@@ -29,8 +29,8 @@ class Restorable(Protocol):
 class Kept:
     """Tensors, torch's random generators and others, copied to be put back.
 
-    Copies are on the device where they are small, else in memory of the host. Tensors in several
-    pieces of memory are left out: no graph writes them in place.
+    Copies are on the device as far as there is room, the rest in memory of the host. Tensors in
+    several pieces of memory are left out: no graph writes them in place.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Kept:
         tensors = [local(tensor) for tensor in tensors if tensor.layout is torch.strided]
         storages = [t.untyped_storage() for t in tensors]
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        self._snapshot = StateSnapshot(tensors, on_host=not budget.has_room(size))
+        self._snapshot = StateSnapshot(tensors, room=budget.room_for(size))
         self.saved = self._snapshot.saved
         self._others = others
         self._device = device if device.type == "cuda" else None
@@ -72,8 +72,6 @@ class StepState:
         loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
         *others: Restorable,
         budget: MemoryBudget,
-        # Parameters whose gradients the step zeroes before anybody looks at them
-        zeroed: Iterable[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
         self._budget = budget
@@ -85,12 +83,11 @@ class StepState:
         self._gradients = [p.grad for p in self._parameters.values()]
         self._state = {p: dict(s) for p, s in optimizer.state.items()}
         self._others = others
-        unread = set(zeroed)
         self._tensors = [
             *self._buffers.values(),
             *self._loose.values(),
             *self._parameters.values(),
-            *(p.grad for p in self._parameters.values() if p.grad is not None and p not in unread),
+            *(p.grad for p in self._parameters.values() if p.grad is not None),
             *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
         ]
         self._kept: Kept | None = None

@@ -13,17 +13,23 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
+from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host_recording import ArenaFull, HostRecording
 from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.pool import GraphPool
 from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import capture_unseen, has_compiled_anything
-from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.training.body import StepBody
-from lightning_graphs.training.casting import StepCasts
+from lightning_graphs.core.torch_private import (
+    capture_unseen,
+    has_compiled_anything,
+    hooks_registered,
+)
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.body import (
+    StepBody,
+    resume_scaling,
+    scaling_state,
+    without_autocast_cache,
+)
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.training.draws import draws_recorded
@@ -36,38 +42,34 @@ from lightning_graphs.training.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.generators import Generators
 from lightning_graphs.training.gradients import (
     GradientTargets,
+    GradientUse,
     PersistentGradients,
     gradients_set_aside,
 )
+from lightning_graphs.training.held_values import Generators, LooseTensors, held_in
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.live_numbers import StepNumbers
 from lightning_graphs.training.logs import LogRecorder
-from lightning_graphs.training.loose_tensors import LooseTensors
-from lightning_graphs.training.memory import NoRoomError, first_line, is_out_of_memory, no_room
+from lightning_graphs.training.memory import (
+    NoRoomError,
+    RaisedInCapture,
+    code_captured,
+)
+from lightning_graphs.training.observers import cast_unseen
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_batch import UnreadValues, batch_left
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import LeftBehindError
 from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.precision import (
-    resume_scaling,
-    scaling_state,
-    without_autocast_cache,
-)
 from lightning_graphs.training.python_state import AttributeReads
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.side_effects import effects_refused
 from lightning_graphs.training.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.transfer import copies_on_host
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
-
-
-class RaisedInCapture(CaptureError):
-    """The code of a step raised while it was captured; ``__cause__`` is what it raised."""
 
 
 class StepCapture:
@@ -76,6 +78,8 @@ class StepCapture:
     def __init__(self, fit: Fit, body: StepBody, learned: Learned) -> None:
         self._learned = learned
         self._progress = fit.progress
+        self._investment = fit.investment
+        self._ranks = fit.ranks
         self._trainer = trainer = fit.trainer
         self._module = module = fit.module
         self._pool = fit.pool
@@ -87,12 +91,10 @@ class StepCapture:
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
         self._units = units_of(trainer)
-        self._casts = StepCasts(trainer, module)
-        self._is_unseen = True
+        self._registers_hooks = False
         self._asked: list[str] = []
-        self._has_host_half = False
         self._room_on_device = _ROOM_ON_DEVICE
-        self._host: AbstractContextManager[object] = nullcontext()
+        self._recording: HostRecording | None = None
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._conversions: frozenset[Conversion] = frozenset()
@@ -105,19 +107,20 @@ class StepCapture:
         rest: Sequence[Any],  # further arguments of ``training_step``
         signature: Signature,  # the signature of ``(batch,)``
         phase: Phase,  # its part in the accumulation window
-    ) -> StepPlan:
+    ) -> StepPlan | None:
         """Capture the step of this batch; nothing executes.
 
         Libraries are not told that it is captured: they take the way of eager steps. Where that is
         refused, it is captured once more with what it computes on the host recorded, and after that
         both ways with libraries that are told. The way that succeeds is the first one of the next
         capture. Where none does, all is as before, but for a gradient reducer that waits for
-        the rest of a backward pass.
+        the rest of a backward pass. None: it could be captured, but costs more than it saves.
         """
         unread = UnreadValues(signature)
         self._refuse_looks_at_shards()
         while True:
             self._asked.clear()
+            self._investment.tries_again()
             try:
                 return self._captured(batch, tensors, rest, signature, phase, unread)
             except ArenaFull as error:
@@ -140,10 +143,12 @@ class StepCapture:
                     continue
                 if isinstance(error, LeftBehindError):
                     raise
-                if not (self._has_host_half or has_compiled_anything()):
-                    self._has_host_half = True
-                elif self._is_unseen and self._asked:
-                    self._is_unseen = self._has_host_half = False
+                if not (self._learned.has_host_half or has_compiled_anything()):
+                    self._learned.has_host_half = True
+                    if self._ranks.are_one and not self._investment.goes_on_with_host():
+                        return None
+                elif self._learned.is_unseen and self._asked:
+                    self._learned.is_unseen = self._learned.has_host_half = False
                 else:
                     raise
 
@@ -162,6 +167,7 @@ class StepCapture:
                 "look at parameters in on_after_backward or later",
             )
 
+    @code_captured("A captured step")
     def _captured(
         self,
         batch: Any,
@@ -190,29 +196,26 @@ class StepCapture:
         try:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
-            if self._has_host_half:
+            if self._learned.has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
                 room = self._room_on_device
                 recording = HostRecording(self._module.device, inputs.tensors, copies, room)
             tape = None if recording is None else recording.tape
             reads, device = self._learned.reads, self._module.device
             self._numbers = StepNumbers(self._trainer, reads, device, tape)
-            self._host = (
-                nullcontext() if recording is None else draws_recorded(self._numbers, recording)
-            )
+            self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
-            targets = GradientTargets(
-                self._optimizer,
-                [p for p in self._module.parameters() if p.requires_grad],
-                self.persistent,
+            use = GradientUse(
                 keeps=self._keeps_gradients(phase),
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
                 copied=self._learned.kept.are_copied,
                 reduced=phase.stepping and wrapper_of(self._trainer) is not None,
             )
+            trainable = [p for p in self._module.parameters() if p.requires_grad]
+            targets = GradientTargets(self._optimizer, trainable, self.persistent, use)
             recorder = LogRecorder(self._module, self._progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
@@ -230,19 +233,7 @@ class StepCapture:
             unread.refuse_read()
             host = None if recording is None else recording.finish()
             _reset_autograd(inputs.tensors, tensors)
-        except Exception as error:
-            abandon()
-            if isinstance(error, GraphError):
-                raise
-            if is_out_of_memory(error):
-                raise no_room("A captured step", first_line(error)) from error
-            site = CallSiteFinder().of_exception(error)
-            raise RaisedInCapture(
-                "A step is captured by running its code, with stand-ins for what has no value yet.",
-                f"{type(error).__name__}: {error}, at {site.describe()}",
-                "mend the line, if the eager step raises it too; stand-ins may only be passed on",
-            ) from error
-        except BaseException:  # KeyboardInterrupt and the like
+        except BaseException:  # KeyboardInterrupt and the like, too
             abandon()
             raise
         if self._capturable is not None:
@@ -287,9 +278,9 @@ class StepCapture:
     def _environment(
         self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
-        loose, generators = LooseTensors(self._module), Generators(self._module)
-        outside = OutsideValues(self._module, self._own)
-        outside.tell(loose.add, generators.add)
+        held = list(held_in(self._module))
+        loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
+        outside = OutsideValues(self._module, self._own, loose.add, generators.add, held=held)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
@@ -304,9 +295,8 @@ class StepCapture:
             rates = None if self._capturable is None else self._capturable.live_rates()
             self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
             stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            effects = SideEffects(self._trainer, self._own)
-            stack.enter_context(effects.watched())
-            stack.enter_context(effects.refused(outside, "training_step"))
+            effects = effects_refused(self._trainer, self._own, outside, "training_step")
+            stack.enter_context(effects)
             if places is not None:
                 stack.enter_context(places.exchanged())
             yield outside, loose
@@ -314,11 +304,13 @@ class StepCapture:
     def _forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        watched = self._casts.watched_forward()
-        numbers = numbers_exchanged(self._optimizer, self._in_optimizer)
-        followed, unseen = calls_followed(self._conversions), self._unseen()
-        with old_gradients_watched(self._trainer), watched, numbers, unseen, followed, self._host:
-            return StepBody.forward(self._body, arguments, recorder)
+        numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
+        recording, followed = self._recording, calls_followed(self._conversions)
+        host = nullcontext() if recording is None else draws_recorded(self._numbers, recording)
+        with old_gradients_watched(self._trainer), numbers, self._unseen(), followed, host:
+            result = StepBody.forward(self._body, arguments, recorder)
+        self._registers_hooks = hooks_registered() != hooks
+        return result
 
     def _open_keys(self) -> Sequence[Collection[str]]:
         """The numbers in each parameter group that may move without another capture."""
@@ -330,11 +322,16 @@ class StepCapture:
         ]
 
     def _backward(self, loss: Tensor) -> None:
-        with self._casts.together(loss), self._unseen():
+        casts: AbstractContextManager[None] = nullcontext()
+        if not self._registers_hooks:
+            casts = cast_unseen(self._trainer, self._module, loss)
+        recording = self._recording
+        host = recording if recording is not None and recording.in_backward else nullcontext()
+        with casts, self._unseen(), host:
             StepBody._backward(self._body, loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
-        return capture_unseen(self._asked) if self._is_unseen else nullcontext()
+        return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
 
     def update_eagerly(self, plan: StepPlan) -> None:
         """Take the optimizer step on gradients that a graph computed and hooks have changed."""

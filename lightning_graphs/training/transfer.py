@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_graphs.core.torch_private import version_of
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.core.values import is_object
-from lightning_graphs.training.profiling import is_profiled
+from lightning_graphs.training.lightning_private import is_profiled
 
 
 class BatchTransfer:

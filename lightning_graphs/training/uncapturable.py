@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.torch_private import makes_own_graphs
+from lightning_graphs.training.interception import patched
 
 _OWN_GRAPHS = (
     "is compiled to CUDA graphs of its own, which no graph can hold; write torch.compile(...) "
@@ -62,11 +63,8 @@ def flattened_once() -> Iterator[None]:
         if len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) > 1:
             original(layer)
 
-    nn.RNNBase.flatten_parameters = flatten  # type: ignore[assignment, method-assign]
-    try:
+    with patched(nn.RNNBase, flatten_parameters=flatten):
         yield
-    finally:
-        nn.RNNBase.flatten_parameters = original  # type: ignore[method-assign]
 
 
 def with_own_graphs(module: nn.Module) -> Iterator[str]:

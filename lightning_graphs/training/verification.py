@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,17 +14,16 @@ from torch import Tensor
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.tree import substitute
 from lightning_graphs.training.agreement import Agreement, BothWays
-from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.body import StepBody, without_autocast_cache
 from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import rates_exchanged
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.logs import LogRecorder
 from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.places import Places
 from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.precision import without_autocast_cache
 from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
 from lightning_graphs.training.state import Restorable, StepState
@@ -51,11 +50,9 @@ class Verification:
         self._capturable = capturable
         self._ranks = ranks
 
-    def _state(
-        self, written: dict[str, Tensor], *others: Restorable, zeroed: Iterable[Tensor] = ()
-    ) -> StepState:
+    def _state(self, written: dict[str, Tensor], *others: Restorable) -> StepState:
         parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
-        return StepState(*parts, written, *others, budget=budget, zeroed=zeroed)
+        return StepState(*parts, written, *others, budget=budget)
 
     def _rates(self) -> Any:
         """While this is open, rates are on the device: kernels round others otherwise."""
@@ -70,9 +67,8 @@ class Verification:
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        unread = plan.gradients.parameters if plan.gradients.in_pool else ()
         others = () if plan.host is None else (plan.host,)
-        state = self._state(plan.loose, *others, zeroed=unread)
+        state = self._state(plan.loose, *others)
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state), exchanges=True),
             partial(together, partial(self._replayed, plan, args, state), exchanges=True),
@@ -98,7 +94,8 @@ class Verification:
         arguments = (substitute(args[0], own), *args[1:])
         budget, is_one = self._agreement.budget, self._ranks.are_one
         memory = budget.memory_of(plan.forward) if is_one else nullcontext()
-        with self._surroundings(plan, recorder), memory:
+        gradients = plan.gradients.taking_over() if is_one else nullcontext()
+        with self._surroundings(plan, recorder), memory, gradients:
             before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)
@@ -127,7 +124,7 @@ class Verification:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         assert self._places is not None, "whole steps have places"
         with contextlib.ExitStack() as stack:
-            generators = Generators(self._module, plan.host)
+            generators = Generators(self._module, host=plan.host)
             stack.enter_context(self._places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())

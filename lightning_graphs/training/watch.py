@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_graphs.core import kernel_choice
 from lightning_graphs.core.buffers import AddressGuard
-from lightning_graphs.core.kernel_choice import KernelChoice
+from lightning_graphs.core.signature import KERNEL_CHOICES, KernelChoice
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
     gradient_hooks,
@@ -25,7 +24,7 @@ from lightning_graphs.training.fit import Learned
 from lightning_graphs.training.own_code import CodeOfModules
 
 _TRAINING = attrgetter("training")
-OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *kernel_choice.NAMES)
+OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *KERNEL_CHOICES)
 """Names among :meth:`FitWatch.attributes` that stand for no value of the author's."""
 
 

@@ -224,7 +224,8 @@ def test_tied_parameters_are_watched_in_every_place() -> None:
 
 def test_guarded_tensors_keep_their_names() -> None:
     tensors = {name: torch.zeros(2) for name in ("first", "second")}
-    guard = AddressGuard((f"gradient `{name}`", tensor) for name, tensor in tensors.items())
+    named = {f"gradient `{name}`": tensor for name, tensor in tensors.items()}
+    guard = AddressGuard([("", named)])
     guard.check()
     tensors["second"].data = torch.zeros(2)
     with pytest.raises(ReplayError, match="gradient `second` moved since capture"):

@@ -142,8 +142,8 @@ def test_reset(backend: BackendName, device: torch.device, param_grads: Any) -> 
     graphed = make_graphed_callables(linear, (x,), param_grads=param_grads, backend=backend)
     pending = graphed(x)
     forward = graphed.forward
-    static = weakref.ref(forward._inputs.tensors[0])
-    output = weakref.ref(forward._outputs._tensors[0])
+    static = weakref.ref(forward.inputs.tensors[0])
+    output = weakref.ref(forward.outputs.tensors[0])
     forward.reset()
     forward.reset()
     gc.collect()

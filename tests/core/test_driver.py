@@ -14,7 +14,7 @@ from lightning_graphs.core import driver
 from lightning_graphs.core.inspect import from_cuda
 from lightning_graphs.errors import GraphError, UnsupportedError
 
-GRAPH, BODY, STREAM = 1, 2, 77
+GRAPH, STREAM = 1, 77
 FILL = (
     "_ZN2at6native29vectorized_elementwise_kernelILi4E"
     "NS0_11FillFunctorIfEESt5arrayIPcLm1EEEEviT0_T1_"
@@ -56,8 +56,8 @@ TYPES = {
     20: "KERNEL",
     21: "KERNEL",
 }
-NODES = {GRAPH: [10, 11, 12, 13], BODY: [20, 21]}
-EDGES = {GRAPH: [(10, 11), (11, 12), (10, 13)], BODY: [(20, 21)]}
+NODES = [10, 11, 12, 13, 20, 21]
+EDGES = [(10, 11), (11, 12), (10, 13), (12, 20), (20, 21)]
 PARAMS = {
     20: kernel_params(kern=5, gridDimX=8, blockDimX=128),
     21: kernel_params(func=6, gridDimY=3, blockDimZ=4),
@@ -65,21 +65,21 @@ PARAMS = {
 
 
 def bindings(major: int, version: int = 12090, capturing: int = 1) -> ModuleType:
-    """A stand-in for ``cuda.bindings.driver`` that knows one small graph with a child graph."""
+    """A stand-in for ``cuda.bindings.driver`` that knows one small graph."""
     module: Any = ModuleType("cuda.bindings.driver")
     copy = SimpleNamespace(WidthInBytes=16, Height=4, Depth=0, srcMemoryType=1, dstMemoryType=2)
 
     def edges(graph: int, count: int = 0) -> tuple[Any, ...]:
-        pairs = EDGES[graph][:count]
-        total = len(EDGES[graph])
-        return OK, [a for a, _ in pairs], [b for _, b in pairs], Unreadable(), total
+        assert graph == GRAPH
+        pairs = EDGES[:count]
+        return OK, [a for a, _ in pairs], [b for _, b in pairs], Unreadable(), len(EDGES)
 
     def capture_info(stream: int) -> tuple[Any, ...]:
         assert stream == STREAM
         return OK, Status(capturing, f"STATUS_{capturing}"), 9, GRAPH, [], Unreadable(), 0
 
     module.cuDriverGetVersion = lambda: (OK, version)
-    module.cuGraphGetNodes = lambda graph, count: (OK, NODES[graph][:count], len(NODES[graph]))
+    module.cuGraphGetNodes = lambda graph, count: (OK, NODES[:count], len(NODES))
     module.cuGraphNodeGetType = lambda node: (
         OK,
         Status(0, "CU_GRAPH_NODE_TYPE_" + TYPES[node]),
@@ -93,7 +93,6 @@ def bindings(major: int, version: int = 12090, capturing: int = 1) -> ModuleType
         SimpleNamespace(elementSize=4, width=25, height=1),
     )
     module.cuGraphMemAllocNodeGetParams = lambda node: (OK, SimpleNamespace(bytesize=512))
-    module.cuGraphChildGraphNodeGetGraph = lambda node: (OK, BODY)
     if major == 12:
         module.cuGraphGetEdges_v2 = edges
         module.cuStreamGetCaptureInfo_v3 = capture_info
@@ -138,12 +137,11 @@ class TestBothShapes:
         assert (nodes[4].grid, nodes[4].block) == ((8, 1, 1), (128, 1, 1))
         assert (nodes[5].grid, nodes[5].block) == ((1, 3, 1), (1, 1, 4))
         assert nodes[0].grid is None
-        # The child's body hangs between the child and what waits for it.
-        assert sorted(edges) == [(0, 1), (0, 3), (1, 2), (1, 4), (4, 5), (5, 2)]
+        assert sorted(edges) == [(0, 1), (0, 3), (1, 2), (2, 4), (4, 5)]
 
     def test_from_cuda(self, install: Callable[..., None], major: int) -> None:
         install(major)
-        info = from_cuda(GRAPH, {20: "net.fc"})
+        info = from_cuda(GRAPH, [*[""] * 4, "net.fc"])
         assert info.backend == "cuda"
         assert info.counts == {"kernel": 2, "memcpy": 1, "memset": 1, "child": 1, "alloc": 1}
         assert (info.bytes_copied, info.bytes_set) == (64, 100)
@@ -152,7 +150,7 @@ class TestBothShapes:
 
     def test_capture_frontier(self, install: Callable[..., None], major: int) -> None:
         install(major)
-        assert driver.capture_frontier(STREAM) == (GRAPH, 4)
+        assert driver.capture_frontier(STREAM) == (GRAPH, 6)
 
     @pytest.mark.parametrize("status", [0, 2])
     def test_frontier_of_a_stream_that_does_not_capture(

@@ -34,7 +34,7 @@ class Pass:
         self._direct.capture(
             [torch.ones_like(p) if use else None for p, use in zip(parameters, used, strict=True)]
         )
-        buffers = self._direct._buffers
+        buffers = self._direct.buffers
         self._factors = [f for f, use in zip((1.0, 10.0), used, strict=True) if use]
         self._buffers = buffers
 
@@ -53,15 +53,15 @@ def test_capture_writes_the_buffers_of_used_parameters(device: torch.device) -> 
     parameters = _parameters(device)
     direct = DirectGradients(parameters, new_buffers(parameters))
     direct.capture([None, torch.full((3,), 4.0, device=device)])
-    assert [buffer.tolist() for buffer in direct._buffers] == [[4.0] * 3]
+    assert [buffer.tolist() for buffer in direct.buffers] == [[4.0] * 3]
     assert _values(parameters) == [None, None]
 
 
 def test_buffers_have_the_strides_of_the_parameters(device: torch.device) -> None:
     parameter = nn.Parameter(torch.zeros(3, 2, device=device).t())
     direct = DirectGradients([parameter], new_buffers([parameter]))
-    assert direct._buffers[0].stride() == parameter.stride()
-    assert not direct._buffers[0].requires_grad
+    assert direct.buffers[0].stride() == parameter.stride()
+    assert not direct.buffers[0].requires_grad
 
 
 def test_no_parameter_is_used(device: torch.device) -> None:

@@ -67,9 +67,7 @@ def test_without_cuda_python_nothing_is_counted(
 
 
 @pytest.mark.parametrize("major", [12, 13])
-def test_kinds_are_counted_through_child_graphs(
-    monkeypatch: pytest.MonkeyPatch, major: int
-) -> None:
+def test_kinds_are_counted_without_names(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
     stand_in: Any = bindings(major)
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", stand_in)
     # Names and parameters are what makes an inspection slow; no count may ask for them.

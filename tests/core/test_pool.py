@@ -10,7 +10,7 @@ import torch
 
 from lightning_graphs.core import graph_pool_handle, is_current_stream_capturing
 from lightning_graphs.core.backend import BackendName
-from lightning_graphs.core.pool import GraphPool
+from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
 
 

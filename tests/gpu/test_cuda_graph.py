@@ -15,6 +15,7 @@ from lightning_graphs import CaptureError, ReplayError
 from lightning_graphs.core import CUDAGraph, graph, graph_pool_handle
 from lightning_graphs.core import driver as bindings
 from lightning_graphs.core.backend import get_backend
+from lightning_graphs.core.graph import GraphPool
 
 pytestmark = pytest.mark.gpu
 
@@ -235,6 +236,16 @@ class TestThreads:
         assert z.unique().tolist() == [3.0]
         assert pinned[0].is_pinned()
         assert pinned[0][-1].item() == 4 * MEGABYTE - 1
+
+    def test_pinned_memory_of_a_graph_that_is_gone_is_in_nobodys_way(self) -> None:
+        x, pool, pinned = _floats(1024, 0.0), GraphPool(backend="cuda"), []
+        for value in (1.0, 2.0, 3.0):
+            with pool.capture() as captured:
+                pinned.append(torch.full((1024,), value, pin_memory=True))
+                x.copy_(pinned[-1], non_blocking=True)
+            captured.replay()
+            assert x.unique().tolist() == [value]
+            pool.release(captured)
 
 
 class TestLiveness:

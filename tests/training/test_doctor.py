@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_graphs.training import diagnosis as diagnosis_module
 from lightning_graphs.training.diagnosis import Diagnosis, Finding
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Fit, Net, Trace, compare, prepare
@@ -244,15 +243,9 @@ class TestLifecycle:
         examined(backend, tmp_path, trace=Recording)
         assert set(Recording.kinds) == {int}
 
-    def test_plain_text_without_rich(
-        self,
-        backend: str,
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
+    def test_what_is_printed(
+        self, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(diagnosis_module, "find_spec", lambda name: None)
-
         class Reading(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.loss(batch)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from lightning_graphs.core.host_recording import HostRecording
 from lightning_graphs.training.diagnosis import Diagnosis
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, compare, prepare
@@ -68,3 +69,17 @@ class TestHigherOrderOperators:
         compare(eager, fit, replayed=False)
         assert fit.statistics.captures or fit.statistics.fallbacks
         assert not any("no rule registered" in why for why in fit.statistics.fallbacks)
+
+    def test_recording_the_host_half_spoils_no_later_call(self, device: torch.device) -> None:
+        """torch compiles these operators by itself, also in eager code, but not in a mode."""
+        torch._dynamo.reset()
+        x = torch.randn(1, 2, 8, 18, device=device)
+
+        def called() -> tuple[Tensor, Tensor]:
+            seen = flex_attention(x, x, x, score_mod=_biased)
+            return seen, torch.cond(x.new_ones(()) > 2, torch.sin, torch.cos, (x,))
+
+        with HostRecording(device, [], [], 1 << 10):
+            recorded = called()
+        for now, before in zip(called(), recorded, strict=True):
+            assert torch.equal(now, before)

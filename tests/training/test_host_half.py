@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.training.fits import Net, batches, compare, fit_twice
 
@@ -166,9 +167,75 @@ class ConstantMask(Plain):
         return loss + similar[pairs[2], 1:3].sum() + similar[[1], pairs[2]].sum()
 
 
+class Global(Plain):
+    """As Longformer asks whether any token attends to all."""
+
+    def scale(self, x: Tensor) -> float:
+        attends = torch.zeros_like(x, dtype=torch.long)
+        attends[:, 0] = 1
+        attends[..., 1:3] = 0.0
+        attends = (x > -1e9).long() * (attends + 1)
+        mask = torch.where(attends > 0, torch.tensor(0.0, device=x.device), -1e9)
+        mask[attends == 2] = 1e9
+        return 2.0 if (mask > 0).flatten().any().item() else 1.0
+
+
 class AsList(Plain):
     def scale(self, x: Tensor) -> float:
         return float(sum((x[:, 0] > -1e9).tolist())) / 8
+
+
+class Spoken(Plain):
+    """A loss of aligned sequences: ``ctc_loss`` reads lengths and makes tables of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        hidden = self.net[0](batch["x"]).reshape(8, 4, 4).log_softmax(-1)
+        return loss + self.spoken(hidden, batch["y"])
+
+    def spoken(self, log_probs: Tensor, labels: Tensor) -> Tensor:
+        lengths = torch.full((4,), 8, dtype=torch.long, device="cpu")
+        targets = labels.view(4, 2) + 1
+        return functional.ctc_loss(log_probs, targets, lengths, torch.full_like(lengths, 2))
+
+
+class SpokenWithPadding(Spoken):
+    """As transformers does it, where what is padded is less than nought."""
+
+    def spoken(self, log_probs: Tensor, labels: Tensor) -> Tensor:
+        labels = (labels - 4).where(torch.arange(8, device=labels.device) % 3 == 0, labels)
+        labels = labels.view(4, 2) + 1
+        assert not labels.max() >= 4
+        mask = torch.ones_like(log_probs[..., 0], dtype=torch.long)
+        lengths = torch.div(mask.sum(0) - 1, 1, rounding_mode="floor") + 1
+        kept = labels > 0
+        targets = labels.masked_select(kept)
+        with torch.backends.cudnn.flags(enabled=False):
+            return functional.ctc_loss(
+                log_probs, targets, lengths, kept.sum(-1), reduction="sum", zero_infinity=True
+            )
+
+
+class SpokenAtLength(Spoken):
+    """About one batch in four has other lengths."""
+
+    def spoken(self, log_probs: Tensor, labels: Tensor) -> Tensor:
+        targets = labels.view(4, 2) + 1
+        first = 1 + (labels[:4].sum() > 2).long()
+        lengths = torch.ones_like(targets[:, 0]) * first
+        return nn.CTCLoss()(log_probs, targets, lengths + 6, lengths)
+
+
+class Chosen(Plain):
+    """A loss of some rows; about one batch in six has a row that is left out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        hidden, chosen = self.net[0](batch["x"]), batch["x"][:, 0] > 2.0
+        masked = hidden * 2.0
+        masked[chosen] = 0.5
+        masked[~chosen] = self.net[0].weight[:, 0]
+        return loss + hidden[~chosen].mean() + hidden[chosen, 1:3].sum() + masked.square().mean()
 
 
 class ABranch(Plain):
@@ -181,10 +248,13 @@ class ABranch(Plain):
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
 DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
-READ = [AMask, Lengths, Places, Unique, AsList, Shifted, IndexedByAList, ConstantMask]
+READ = [AMask, Lengths, Places, Unique, AsList, Shifted, Global, IndexedByAList, ConstantMask]
+SPOKEN = [Spoken, SpokenWithPadding]
+SERVED = [*HOISTED, *DRAWN, *READ, *SPOKEN]
+BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength, Chosen]
 
 
-@pytest.mark.parametrize("module", [*HOISTED, *DRAWN, *READ], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("module", SERVED, ids=lambda kind: kind.__name__)
 def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[[], Any]) -> None:
     eager, captured = fit_twice(backend, tmp_path, module=module, data=lambda: batches(12))
     compare(eager, captured)
@@ -204,7 +274,7 @@ def test_what_is_written_on_the_host(
     assert captured.statistics.captures == 1 or "of the host" in captured.statistics.fallbacks[0]
 
 
-@pytest.mark.parametrize("module", [Dropped, Drawn, ABranch], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("module", BRANCHING, ids=lambda kind: kind.__name__)
 def test_a_branch_that_turns_out_otherwise(
     backend: str, tmp_path: Path, module: Callable[[], Any]
 ) -> None:

@@ -52,15 +52,33 @@ def test_captures_stay_within_their_part_of_the_peak(
         budget.require_room("A captured step")
 
 
-def test_free_memory_is_not_taken_because_it_is_there(allocator: dict[str, int]) -> None:
+def test_plenty_is_four_times_the_peak_of_eager_steps(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    assert not budget.is_roomy  # nobody has looked at the peak
+    budget.require_room("A captured step")
+    allocator["free"] = 400
+    assert not budget.is_roomy
+    allocator["free"] = 401
+    assert budget.is_roomy
+    allocator["percent"] = 4  # a cap on the process: 400, of which some is reserved
+    assert not budget.is_roomy
+
+
+@pytest.mark.parametrize("total", [0, 80_000])
+def test_free_memory_is_not_taken_because_it_is_there(
+    allocator: dict[str, int], total: int
+) -> None:
+    allocator |= {"total": total, "peak": 1000}
     budget = MemoryBudget(torch.device("cuda"))
     budget.require_room("A captured step")
-    allocator["reserved"] = 100
-    assert budget.has_room(34 * MIB)
-    assert not budget.has_room(35 * MIB)
+    allocator["reserved"] = 1100
+    # Of 1350; a comparison takes 64 beside.
+    assert budget.room_for(10 * MIB) == 10 * MIB
+    assert budget.room_for(300 * MIB) == 186 * MIB
+    allocator["free"] = 100
+    assert budget.room_for(300 * MIB) == 36 * MIB
     allocator["free"] = 20
-    assert budget.has_room(19 * MIB)
-    assert not budget.has_room(20 * MIB)
+    assert budget.room_for(300 * MIB) == 0
 
 
 def test_a_cap_of_the_process_is_what_is_free(allocator: dict[str, int]) -> None:
@@ -77,12 +95,15 @@ def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int])
     allocator["total"] = 8000
     budget = MemoryBudget(torch.device("cuda"))
     budget.require_room("A captured step")
-    allocator["reserved"] = 100
-    assert budget.has_room(399 * MIB)
-    assert not budget.has_room(400 * MIB)
+    allocator["reserved"] = 440  # and a step takes 60
+    budget.require_room("A captured step")
+    allocator["reserved"] = 441
+    with pytest.raises(NoRoomError, match="allows 500 MiB"):
+        budget.require_room("A captured step")
 
 
 def test_a_cpu_has_no_budget() -> None:
     budget = MemoryBudget(torch.device("cpu"), 0.0)
     budget.require_room("A captured step")
-    assert budget.has_room(2**60)
+    assert budget.room_for(2**60) == 2**60
+    assert not budget.is_roomy

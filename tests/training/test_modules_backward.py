@@ -224,7 +224,7 @@ def test_the_remedy_helps(backend: str, tmp_path: Path) -> None:
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("no more"), "needs memory of its own, .*no more"),
-        (KeyError("lost"), "is captured by running its code.*KeyError: 'lost'"),
+        (KeyError("lost"), "is made by running its code.*KeyError: 'lost'"),
     ],
 )
 def test_what_is_raised_by_capturing_the_update_is_a_refusal(

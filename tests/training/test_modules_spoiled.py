@@ -67,14 +67,14 @@ def sites(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 SPOILED: dict[str, tuple[Callable[[Any], Tensor | None], str]] = {
-    "output": (lambda g: g._outputs.tensors[0], "output of `net`"),
+    "output": (lambda g: g.outputs.tensors[0], "output of `net`"),
     "buffer": (lambda g: g.module[1].running_mean, r"buffer `net\.1\.running_mean`"),
     "argument": (
-        lambda g: g.backward_pass.handed._buffers[0],
+        lambda g: g.backward_pass.handed.buffers[0],
         r"the gradient of args\[0\] of `net`",
     ),
     "parameter": (
-        lambda g: g.backward_pass.direct._buffers[1],
+        lambda g: g.backward_pass.direct.buffers[1],
         r"the gradient of `net\.1\.weight`",
     ),
 }

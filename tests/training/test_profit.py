@@ -13,7 +13,7 @@ import torch
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.reporting import GraphRecord
-from lightning_graphs.training import reporter
+from lightning_graphs.training import notices
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.timing import SAMPLES, StepTiming, judge
 from tests.training.fits import Fit, compare, prepare
@@ -90,7 +90,7 @@ def given(
 ) -> Fit:
     """The fit, its steps taking the given milliseconds."""
     stopwatch = Given(fit, eager, replay, **options)
-    monkeypatch.setattr(reporter, "Stopwatch", lambda device: stopwatch)
+    monkeypatch.setattr(notices, "Stopwatch", lambda device: stopwatch)
     return fit
 
 
@@ -178,7 +178,7 @@ class TestInAFit:
         assert fit.capture.report.verdict == ""
 
     def test_the_host_says_nothing_about_graphs(self) -> None:
-        assert not reporter.Stopwatch(torch.device("cpu")).meaningful
+        assert not notices.Stopwatch(torch.device("cpu")).meaningful
 
 
 @pytest.mark.parametrize("name", ["only_if_faster", "log_metrics"])

@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.side_effects import SideEffects
+from lightning_graphs.training.side_effects import effects_refused
 from tests.training import side_effects
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.side_effects import (
@@ -230,11 +230,10 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
     batch = batches()[0]
     own = OwnCode(fit.module)
-    values, effects = OutsideValues(fit.module, own), SideEffects(fit.trainer, own)
+    values = OutsideValues(fit.module, own)
     with (
         contextlib.suppress(ZeroDivisionError),
-        effects.watched(),
-        effects.refused(values, "training_step"),
+        effects_refused(fit.trainer, own, values, "training_step"),
     ):
         for step in (Counting.training_step, Keeping.training_step, Appending.training_step):
             step(fit.module, batch, 0)

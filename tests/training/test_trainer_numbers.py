@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.fits import Net, compare, fit_twice, prepare, said_of_rates
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
 
@@ -268,7 +268,10 @@ def test_a_number_as_a_factor(backend: str, tmp_path: Path, step: Any, window: i
 def test_a_factor_in_other_precisions(
     backend: str, tmp_path: Path, step: Any, precision: str
 ) -> None:
-    compare(*fit_twice(backend, tmp_path, module=net(step), max_epochs=3, precision=precision))
+    eager, captured = fit_twice(
+        backend, tmp_path, module=net(step), max_epochs=3, precision=precision
+    )
+    compare(eager, captured, said=said_of_rates(captured))
 
 
 def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:

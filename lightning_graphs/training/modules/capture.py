@@ -13,20 +13,18 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
+from lightning_graphs.core.graph import GraphPool
+from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.lending import ReplayOrder, Source
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.refusals import refuse_written_arguments
-from lightning_graphs.core.stores import Stores
 from lightning_graphs.core.torch_private import (
     capture_unseen,
     has_compiled_anything,
     has_gradient_hooks,
 )
 from lightning_graphs.errors import GraphError, ReplayError
-from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
+from lightning_graphs.training.memory import NoRoomError, code_captured
 from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.observation import Direction, Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
@@ -181,17 +179,13 @@ class _Capture:
         here = CaptureSettings(pool, order, direct, True, gradient_buffers=means.gradient_buffers)
 
         def prepare() -> CallableCapture:
-            if call.arguments is not None:
-                call.arguments.refuse_later_changes()
             original = original_call(call.module)
             capture = CallableCapture(call.module, call.args, call.kwargs, here, original)
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
-            if not warm or call.written is None:
+            if not warm:
                 with baked.loose.kept():
                     self._left_alone(partial(capture.warm_up, 1))
-            else:
-                refuse_written_arguments(capture.argument_names, call.written)
             return capture
 
         started = perf_counter()
@@ -264,21 +258,17 @@ class _Capture:
         call = self._call
         try:
             # Leaving inference mode turns autograd on, whatever it was.
-            with torch.inference_mode(False), self._state.restored(), capture_unseen([]):
+            with (
+                code_captured("A captured module"),
+                torch.inference_mode(False),
+                self._state.restored(),
+                capture_unseen([]),
+            ):
                 return run()
+        except NoRoomError:
+            raise
         except GraphError as error:
-            self._baked.outside.empty_caches()  # of the run that explains the refusal
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise no_room("A captured module", first_line(error)) from error
-            site = CallSiteFinder().of_exception(error)
-            raise CallRefused(
-                call,
-                "A module is captured by running its code.",
-                f"{type(error).__name__}: {error}, at {site.describe()}",
-                "mend the line, if the eager call raises it too; or exclude the module",
-            ) from error
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:
         return self._baked.left_alone(run, self._call.module, self._attributes)

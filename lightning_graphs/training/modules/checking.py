@@ -17,7 +17,7 @@ from lightning_graphs.core.tree import flatten, substitute
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.memory import is_out_of_memory
 from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
@@ -78,7 +78,7 @@ class _CallRun:
         call = site.call
         signature, tensors = Signature.of(call.args, call.kwargs)
         self._names = signature.tensor_names
-        self._samples = site.graphed.static_inputs if again else tensors
+        self._samples = site.graphed.inputs.tensors if again else tensors
         self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable()

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, is_compiled_in_place, module_hooks
-from lightning_graphs.training.modules.kinds import StepKind
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.modules.selection import excluded, is_inside, select
+from lightning_graphs.training.modules.sites import StepKind
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.uncapturable import has_own_dropout, obstacle_in
 

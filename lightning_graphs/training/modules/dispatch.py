@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
-from lightning_graphs.core.kernel_choice import KernelChoice
-from lightning_graphs.core.signature import Modes, Signature
+from lightning_graphs.core.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.torch_private import in_transform
 from lightning_graphs.errors import (
     ArgumentElsewhereError,

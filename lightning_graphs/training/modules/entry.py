@@ -66,11 +66,3 @@ def original_call(module: nn.Module) -> Callable[..., Any]:
     while isinstance(call, Entry):
         call = call.original
     return call  # type: ignore[no-any-return]
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether somebody has given the module a ``forward`` that is not of its class."""
-    forward = vars(module).get("forward")
-    while isinstance(forward, Entry):
-        forward = forward.own
-    return forward is not None

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.core.kernel_choice import KernelChoice
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
+from lightning_graphs.core.recorder import OperatorMode
+from lightning_graphs.core.signature import KernelChoice
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
     in_transform,
@@ -30,7 +30,7 @@ from lightning_graphs.core.torch_private import (
 )
 from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.training.modules.entry import Entry
-from lightning_graphs.training.modules.observed_call import ObservedCall, WatchedArguments
+from lightning_graphs.training.modules.observed_call import ObservedCall
 
 Direction = Literal["forward", "backward"]
 
@@ -92,21 +92,19 @@ class WatchedForward(Entry):
         return output
 
 
-class _ShapesOfValues(TorchDispatchMode):
+class _ShapesOfValues(OperatorMode):
     """Calls ``found`` with every operator whose output shape depends on values."""
 
-    supports_higher_order_operators = True
+    sees_functions = False
 
     def __init__(self, found: Callable[[Any], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._found = found
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        kwargs = kwargs or {}
-        known = isinstance(func, OpOverload)
-        if known and operator_obstacle(func, args, kwargs, (), _is_constant) is DYNAMIC_SHAPE:
+        if operator_obstacle(func, args, kwargs, (), _is_constant) is DYNAMIC_SHAPE:
             self._found(func)
         return func(*args, **kwargs)
 
@@ -201,7 +199,6 @@ class StepObserver:
         call.switched = self._kernels._replace(dtype=call.kernels.dtype).changes(call.kernels)
         self._times[module] += 1
         self._find_sources(call)
-        call.arguments = WatchedArguments(module, args, kwargs)
         self._places[call] = random_place(self._device_type)
         self._originals[call] = originals
         self._open.append(call)
@@ -236,12 +233,10 @@ class StepObserver:
         if not self._counts():
             return
         while self._open and self._open[-1].module is not module:
-            self._open.pop().arguments = None  # an exception of the user's left it
+            self._open.pop()  # an exception of the user's left it
         if not self._open:
             return
         call = self._open.pop()
-        if call.arguments is not None:
-            call.arguments.look_again()
         call.draws = random_place(self._device_type) != self._places.pop(call)
         given = self._originals.pop(call)
         if call.transformed:
@@ -320,9 +315,6 @@ class StepObserver:
             made.call.rewritten |= version_of(made.tensor) != made.version
         for held in (self._graphs, self._shared, self._open, self._made, self._given):
             held.clear()
-        for call in self.observation.calls:
-            if call.arguments is not None:
-                call.written = call.arguments.written()
 
     def discard(self) -> None:
         """End the observation, and let go of what it holds while a step still runs under it."""

@@ -1,45 +1,54 @@
-"""The graphs of the calls of one step, and what they contain beside tensors."""
+"""The graphs of the calls of one step, what they contain beside tensors, and depend on."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.kernel_choice import KernelChoice
+from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
+from lightning_graphs.core.graphed import GraphedCallable, Stores
 from lightning_graphs.core.lending import ReplayOrder
-from lightning_graphs.core.pool import GraphPool
-from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.stores import Stores
-from lightning_graphs.core.torch_private import hook_tables, is_compiled_in_place
+from lightning_graphs.core.signature import EVERYTHING, KernelChoice, Modes, Signature
+from lightning_graphs.core.torch_private import (
+    accumulation_hooks,
+    gradient_hooks,
+    hook_tables,
+    hooks_registered,
+    is_compiled_in_place,
+)
 from lightning_graphs.core.values import HeldValues
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
+from lightning_graphs.training.conditions import moved_values
 from lightning_graphs.training.frozen import (
     counters_watched,
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.generators import Generators
+from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.logs import refuse_log
-from lightning_graphs.training.loose_tensors import LooseTensors
 from lightning_graphs.training.modules.observation import Observation
 from lightning_graphs.training.modules.observed_call import ObservedCall
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import CodeOfModules, OwnCode
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.side_effects import SideEffects
-from lightning_graphs.training.statistics import CaptureCost, Statistics, tensors_in_words
+from lightning_graphs.training.side_effects import effects_refused
+from lightning_graphs.training.statistics import (
+    CaptureCost,
+    Statistics,
+    listed,
+    tensors_in_words,
+)
 
 Result = TypeVar("Result")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -73,7 +82,9 @@ class Baked:
         """Note what the body, a capture of these modules, reads."""
         modules = list(modules)
         self._code = CodeOfModules(modules, graphed=True)
-        self.outside = OutsideValues(nn.ModuleList(modules), self._own)
+        self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
+        found = self._generators.add, self.loose.add
+        self.outside = OutsideValues(nn.ModuleList(modules), self._own, *found)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reads.watching(self._root))
@@ -83,10 +94,6 @@ class Baked:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
-            self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
-            self.outside.tell(self._generators.add, self.loose.add)
-            self._effects = SideEffects(trainer, self._own)
-            stack.enter_context(self._effects.watched())
             yield
         self.outside.read_into(self._reads)
         self.values = self.now()
@@ -109,7 +116,7 @@ class Baked:
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors."""
         try:
-            with self._effects.refused(self.outside, "its forward"):
+            with effects_refused(self._root.trainer, self._own, self.outside, "its forward"):
                 result = run()
         finally:
             changed = self._reads.changed_outside(set(map(id, module.modules())))
@@ -227,7 +234,7 @@ class CapturedCalls:
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
         # Any graph over the same memory may overwrite it.
-        return any(site.graphed.outputs_are_kept for site in self.captured)
+        return any(site.graphed.outputs.is_kept for site in self.captured)
 
     @property
     def is_waiting(self) -> bool:
@@ -284,3 +291,102 @@ def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
     record = statistics.captured(words, graphs, cost, scope=f"module {call.name}")
     for site in sites:
         site.record = record
+
+
+class Flags(NamedTuple):
+    """What a step's graphs depend on beside its batch."""
+
+    training: tuple[bool, ...]  # train/eval flag of every module
+    requires_grad: tuple[bool, ...]  # of every parameter
+    hooked: tuple[bool, ...]  # which parameters have hooks; empty if none has
+    kernels: KernelChoice  # what operators choose their kernels by
+
+
+class FlagsReader:
+    """Reads the flags before each step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+        self._hooked: tuple[bool, ...] = ()
+        self._hooks_looked_at = -1
+
+    def now(self) -> Flags:
+        """The flags as they are."""
+        training = tuple([m.training for m in self._modules])
+        required = tuple(map(_REQUIRES_GRAD, self._parameters))
+        return Flags(training, required, self._hooks(), KernelChoice.now())
+
+    def _hooks(self) -> tuple[bool, ...]:
+        number = hooks_registered()
+        if self._hooked or number != self._hooks_looked_at:
+            self._hooks_looked_at = number
+            found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self._parameters]
+            self._hooked = tuple(found) if any(found) else ()
+        return self._hooked
+
+
+class StepKind(NamedTuple):
+    """What is known of a step before it runs."""
+
+    signature: Signature | None  # of its batch; None for batches that have none
+    flags: Flags
+
+    @property
+    def is_told_by_tensors(self) -> bool:
+        """Whether there is nothing but tensors in the batch on which shapes could depend."""
+        signature = self.signature
+        return signature is not None and len(signature.specs) == len(signature.leaves)
+
+    def change(self, to: StepKind) -> list[str]:
+        """What is different in another kind, for a person to read."""
+        lines: list[str] = []
+        if self.signature is not None and to.signature is not None:
+            lines = self.signature.diff(to.signature)
+        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
+        triples = zip(names, self.flags, to.flags, strict=False)
+        changed = [name for name, before, after in triples if before != after]
+        changed += self.flags.kernels.changes(to.flags.kernels)
+        return lines + [f"{name} changed" for name in changed]
+
+
+class StepOfModules:
+    """The graphs for steps of one kind that make the same calls."""
+
+    def __init__(
+        self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked
+    ) -> None:
+        self.kind = kind
+        self.key = (kind, pattern, baked.values)
+        self.captured = captured
+        self.baked = baked
+        self.uses = 0
+        signature = kind.signature
+        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether everything of Python's that is in the graphs is as it was then."""
+        return self.baked.is_current
+
+    def change(self, to: StepOfModules) -> str:
+        """What is different in another step, for a person to read."""
+        lines = self.kind.change(to.kind)
+        lines += moved_values(self.baked.values, to.baked.values)
+        return listed(lines) or "a step calls its modules differently"
+
+    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
+        """Whether a step with these arguments is of this kind."""
+        if flags != self.kind.flags or not self.is_current:
+            return False
+        return self._call is None or self._call.match(args, {}) is not None
+
+
+def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:
+    """The signature of a batch; None where it has none, and the modules' own arguments decide."""
+    try:
+        modes = Modes.current(device_type)
+        # What is no tensor is a matter of the calls that are given it.
+        return Signature.of(batch, {}, names=("batch",), modes=modes, unread=EVERYTHING)[0]
+    except CaptureError:
+        return None

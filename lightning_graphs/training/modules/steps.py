@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -19,29 +19,49 @@ from lightning_graphs.training.conditions import moved_values
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.investment import PATIENCE, Waiting
+from lightning_graphs.training.investment import FEW, PATIENCE, Waiting
 from lightning_graphs.training.memory import SETTLED, NoRoomError
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
-from lightning_graphs.training.modules.kinds import (
+from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
+from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.sites import (
+    Baked,
+    CallRefused,
+    CapturedCalls,
     FlagsReader,
-    Observed,
-    Search,
+    Site,
     StepKind,
     StepOfModules,
     batch_signature,
 )
-from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
-from lightning_graphs.training.modules.observed_call import ObservedCall
-from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.own_code import OwnCode
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
 _AGAIN = frozenset({"create_graph", "retain_graph"})
 """Keywords in code that may go through a graph more than once."""
+
+
+@dataclass(slots=True)
+class Observed:
+    """A step that is observed, or was, and is captured once its values are those of then."""
+
+    kind: StepKind
+    values: Hashable  # of attributes that earlier captures of such steps have read
+    observer: StepObserver  # sees its calls, and keeps their arguments
+    left: int = FEW  # how many steps with other values may come before
+
+
+@dataclass(slots=True)
+class Search:
+    """Steps of a kind that was captured are observed: one of them made other calls."""
+
+    kind: StepKind
+    left: int  # how many steps are observed yet
+    reason: str  # what is said if nothing comes of it
 
 
 class ModuleGraphs:

@@ -12,12 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.core.cache import PlanCache
-from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
-from lightning_graphs.errors import CaptureError, GraphError, VerificationError
+from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.agreement import Agreement
-from lightning_graphs.training.body import StepBody
+from lightning_graphs.training.body import StepBody, scaler_of
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.frozen import rates_exchanged
 from lightning_graphs.training.gradients import (
@@ -30,10 +29,9 @@ from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
-from lightning_graphs.training.memory import first_line, is_out_of_memory, no_room
+from lightning_graphs.training.memory import code_captured
 from lightning_graphs.training.observers import Observers
 from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
-from lightning_graphs.training.precision import scaler_of
 from lightning_graphs.training.step import state_as_known
 from lightning_graphs.training.verification import Verification
 
@@ -159,7 +157,7 @@ class CapturedUpdate:
             return None
         try:
             if plan is None:
-                plan = self._captured(capturable)
+                plan = self._capture(capturable)
                 self._cache.add(key, plan)
             if is_new or self._agreement.is_due:
                 self._checks.check_update(partial(self._replay, capturable, plan))
@@ -171,23 +169,9 @@ class CapturedUpdate:
             return None
         return plan
 
-    def _captured(self, capturable: CapturableOptimizer) -> UpdatePlan:
-        """Capture a step on the gradients that there are; whatever its code raises is a refusal."""
-        try:
-            return self._capture(capturable)
-        except GraphError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise no_room("A captured optimizer step", first_line(error)) from error
-            site = CallSiteFinder().of_exception(error)
-            raise CaptureError(
-                "An optimizer step is captured by running its code.",
-                f"{type(error).__name__}: {error}, at {site.describe()}",
-                "mend the line, if the eager step raises it too; or leave the step eager",
-            ) from error
-
+    @code_captured("A captured optimizer step")
     def _capture(self, capturable: CapturableOptimizer) -> UpdatePlan:
+        """Capture a step on the gradients that there are."""
         with_gradient = [p for p in self._parameters if p.grad is not None]
         others = [p for p in self._parameters if p.grad is None]
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)

@@ -1,0 +1,99 @@
+"""The whole suite on the GPUs of a machine: every test file in a process of its own, side by side.
+
+    python tests/on_gpus.py [--jobs 26] [--seconds 400] [--logs DIRECTORY] [FILE ...]
+
+Prints a line for each file, the tests that failed, and the sums. Exits with 1 if anything failed,
+or was not done in time. Files that need two GPUs see all of them, and run from the beginning; the
+others see one. It works without pytest-timeout and pytest-xdist, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+OF_THE_CPU = {"test_environment.py", "test_soak.py", "test_zoo.py", "test_lightning_benchmarks.py"}
+OF_SEVERAL_GPUS = {"gpu/test_ddp.py", "gpu/test_fsdp.py"}
+_COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
+
+
+def chosen() -> list[Path]:
+    """The longest files first: those of several GPUs, then by size."""
+    several = [ROOT / "tests" / name for name in sorted(OF_SEVERAL_GPUS)]
+    if torch.cuda.device_count() < 2:
+        several = []
+    tests = (ROOT / "tests").rglob("test_*.py")
+    further = [p for p in tests if p.name not in OF_THE_CPU and p not in several]
+    further = [
+        p for p in further if p.relative_to(ROOT / "tests").as_posix() not in OF_SEVERAL_GPUS
+    ]
+    return several + sorted(further, key=lambda path: -path.stat().st_size)
+
+
+def run(path: Path, gpu: int, logs: Path, until: float) -> tuple[Path, Counter[str]]:
+    """One file on one GPU, or on all of them."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if path.relative_to(ROOT / "tests").as_posix() not in OF_SEVERAL_GPUS:
+        environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    log = logs / f"{path.relative_to(ROOT).as_posix().replace('/', '.')}.log"
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
+    started = time.monotonic()
+    with log.open("w") as file:
+        try:
+            left = max(1.0, until - started)
+            subprocess.run(
+                [*command, "--tb=short"], stdout=file, stderr=file, env=environment, cwd=ROOT,
+                timeout=left, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            file.write("\n1 errors: not done in time\n")
+    last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
+    found = Counter({kind.rstrip("s"): int(count) for count, kind in _COUNT.findall(last)})
+    if not found:
+        found["error"] = 1
+    name = path.relative_to(ROOT)
+    print(f"{name}: {last} [{time.monotonic() - started:.0f} s]", flush=True)
+    return path, found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 4) * 4 // 5))
+    parser.add_argument("--seconds", type=float, default=600, help="for all of them")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "suite")
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    files = [path.resolve() for path in options.files] or chosen()
+    until = time.monotonic() + options.seconds
+    gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
+    total: Counter[str] = Counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for _, found in pool.map(
+            lambda pair: run(*pair, options.logs, until), zip(files, gpus, strict=False)
+        ):
+            total += found
+    for log in sorted(options.logs.glob("*.log")):
+        failed = [
+            x for x in log.read_text(errors="replace").splitlines() if re.match("FAILED|ERROR ", x)
+        ]
+        print(*failed, sep="\n", end="\n" if failed else "")
+    kinds = ("passed", "failed", "error", "skipped")
+    print(", ".join(f"{total[kind]} {kind}" for kind in kinds), f"in {len(files)} files")
+    return int(bool(total["failed"] or total["error"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
