@@ -162,7 +162,7 @@ class HostRecording(OperatorMode):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(args[0], {**kwargs, "device": None})
-            return self._tape.run(call)
+            return self._of_a_known_shape(call.func, self._tape.run(call))
         if any(map(self._is_host, call.written)):
             return call.run()  # a host read: refused as ever
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
@@ -260,9 +260,15 @@ class HostRecording(OperatorMode):
         found = self._tape.run(self._in_shadow(call))
         if not shapes:
             return found
-        for tensor in tensors_in(found):
-            self._tape.compare(shape, tensor)
+        found = self._of_a_known_shape(func, found)
         return mapped(found, lambda tensor: self._copied(tensor, {}))
+
+    def _of_a_known_shape(self, func: OpOverload, result: Any) -> Any:
+        """Let replays compare the shapes of a result, where these follow from values."""
+        if func._schema.name in _SHAPES:
+            for tensor in tensors_in(result):
+                self._tape.compare(shape, tensor)
+        return result
 
     # ------------------------------------------------------------------ to the device
 
@@ -378,7 +384,7 @@ class HostRecording(OperatorMode):
             return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
         if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
             read = self.reader_of(index)
-            if read is not None and getattr(read(), "ndim", 0):  # an array
+            if read is not None and hasattr(read(), "__len__"):  # an array
                 index = self._from_python(torch.as_tensor, "as_tensor", (index,), {})
         if not (isinstance(index, Tensor) and index.dim()):
             return index
@@ -424,14 +430,7 @@ class HostRecording(OperatorMode):
         if name == "new_tensor":
             host["dtype"] = kwargs.get("dtype") or args[0].dtype
         grad = bool(host.pop("requires_grad", False))
-        reads = [self.reader_of(arg) for arg in args]
-        value: Tensor
-        if any(reads):
-            value = self._tape.computed(func, args, host, reads)
-        else:
-            with out_of_sight():
-                value = func(*args, **host)
-            self._tape.constant(value)
+        value = self._tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])
         # On a CPU, what names the device by an object means that of the module.
         on_host = device is None or torch.device(device).type == "cpu"
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))

@@ -124,14 +124,14 @@ class HostTape:
             draw.value = value
         return _FURTHER_DRAWS / max(found.values())
 
-    def computed(
+    def made_by(
         self,
         function: Callable[..., Tensor],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         reads: Sequence[Callable[[], Any] | None],
     ) -> Tensor:
-        """A tensor that a function makes of arguments, those that are read anew by replays."""
+        """A tensor that a function makes of arguments, some of which replays read anew."""
 
         def make(**kwargs: Any) -> Tensor:
             pairs = zip(args, reads, strict=True)
@@ -139,6 +139,9 @@ class HostTape:
 
         with out_of_sight():
             value = make(**kwargs)
+        if not any(reads):
+            self.constant(value)
+            return value
         # That of Python's numbers is not always the same.
         again = partial(make, **{**kwargs, "dtype": value.dtype})
         register = self._new_register(value)
