@@ -13,10 +13,14 @@ The row ``loop`` shows what the callback adds on a model of eight weights, where
 counts: with the callback, and with a callback that exchanges the same three methods for constants,
 which is what Lightning itself costs.
 
+The row ``mask`` shows what a host half costs: a small transformer drops its mask ``if mask.all()``,
+which replays ask of each batch on the CPU. It is timed by itself, after each block.
+
 Each row is measured in a process of its own, ``--jobs`` at a time; models are made side by side,
 and one fit at a time has the GPU.
 
-    python benchmarks/step.py [--rows loop,mlp,gpt2,bert,resnet50,vit] [--compiled gpt2] [--jobs 6]
+    python benchmarks/step.py [--rows loop,mask,mlp,gpt2,bert,resnet50,vit] [--jobs 6]
+        [--compiled gpt2]
 
 ``--tiny`` trains the model of eight weights in every row, on the CPU and the emulated backend; no
 time means anything then.
@@ -54,6 +58,7 @@ from torch.utils.data import DataLoader
 from workloads import Classifier, Gpt2, Mlp, Transformer
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.training.transfer import copies_on_host
 
 WARMUP, TIMED, BLOCKS = 30, 20, 10
 LAST_THIRD = 150  # the step that it begins with
@@ -61,6 +66,7 @@ LIMIT = 1.02
 LIMITS = {"mlp": 1.06}  # the GPU is done too soon to hide all of Lightning's loop
 ADDED_LIMIT = 50
 SLOPE_LIMIT = 1
+HOST_LIMIT = 30
 LOSSES_DIFFER = 5e-3  # by more than rounding
 
 
@@ -113,10 +119,36 @@ def tiny(parameters: int = 1) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...
     return Tiny(parameters), lambda: (torch.randn(4, 8),)
 
 
+class Masked(nn.Module):
+    """A transformer that attends to all tokens where there is no padding.
+
+    Args:
+        looks: Whether it looks at its mask; else it drops it.
+    """
+
+    def __init__(self, looks: bool, width: int = 32) -> None:
+        super().__init__()
+        self.looks = looks
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.embedding = nn.Embedding(1000, width)
+        self.net = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, ids: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        padding = ~mask if self.looks and not mask.all() else None
+        h = self.net(self.embedding(ids), src_key_padding_mask=padding)
+        return nn.functional.cross_entropy(h.mean(1), y)
+
+
+def masked(looks: bool = True) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    ones = torch.ones(8, 128, dtype=torch.bool)
+    return Masked(looks), lambda: (torch.randint(1000, (8, 128)), ones, torch.randint(32, (8,)))
+
+
 COUNTS = (1, 150, 450)
 """Parameter tensors of the models on which the callback's CPU time is measured."""
 
 WORKLOADS = {f.__name__: f for f in (mlp, gpt2, bert, resnet50, vit, tiny)}
+WORKLOADS |= {"masked": masked, "not masked": partial(masked, looks=False)}
 WORKLOADS |= {f"tiny{count}": partial(tiny, count) for count in COUNTS}
 
 
@@ -153,6 +185,7 @@ class Probe(Callback):
         self.losses: list[Tensor] = []
         self.blocks: list[float] = []
         self.floors: list[float] = []
+        self.host: list[float] = []
         self.peak = 0.0
         self._whole_steps = graphs is not None and graphs.options.scope == "step"
         self._started = 0.0
@@ -169,15 +202,21 @@ class Probe(Callback):
             if step > WARMUP:
                 self.blocks.append((now - self._started) / TIMED * 1e3)
                 if self._whole_steps:
-                    self.floors.append(self._floor())
+                    self._look_at_plan(trainer, *args)
             self._started = time.perf_counter()
 
-    def _floor(self) -> float:
+    def _look_at_plan(self, trainer: Trainer, batch: Sequence[Tensor], *args: Any) -> None:
+        """Time the replay of its graph, and what the host computes for one, in microseconds."""
         assert self.graphs is not None
         assert self.graphs._runner is not None
         plan = self.graphs._runner._cache.last
         assert plan is not None
-        return self.lab.on_gpu(plan.forward.replay, TIMED) / 1e3
+        self.floors.append(self.lab.on_gpu(plan.forward.replay, TIMED) / 1e3)
+        if plan.host is not None:
+            started = time.perf_counter()
+            for _ in range(TIMED):
+                assert plan.host.run(partial(copies_on_host, trainer, batch))
+            self.host.append((time.perf_counter() - started) / TIMED * 1e6)
 
 
 class Constants(Callback):
@@ -243,7 +282,7 @@ def fit(
     """
     lab = lab or Lab(dry=False)
     seed_everything(1, verbose=False)
-    net, batch = WORKLOADS["tiny" if lab.dry else row]()
+    net, batch = WORKLOADS["tiny" if lab.dry and "masked" not in row else row]()
     items = [batch() for _ in range(4)]
     for i in range(1, signatures):
         items[i] = tuple(t[: len(t) - len(t) // 4].clone() for t in items[i])
@@ -273,6 +312,7 @@ def fit(
         "ms": min(probe.blocks),
         "usual_ms": statistics.median(probe.blocks),
         "floor": min(probe.floors, default=0.0),
+        "host_us": min(probe.host, default=0.0),
         "losses": torch.stack(probe.losses).tolist(),
         "peak": max(probe.peak, last_third),
         "last_third": last_third,
@@ -283,6 +323,8 @@ def measure(row: str, lab: Lab) -> dict[str, Any]:
     """All fits of one row."""
     if row == "loop":
         return cpu_time(lab)
+    if row == "mask":
+        return host_time(lab)
     name, _, compiled = row.partition(" ")
     train = partial(fit, name, compiled=bool(compiled), lab=lab)
     eager = train()
@@ -349,6 +391,21 @@ def cpu_time(lab: Lab) -> dict[str, Any]:
     }
 
 
+def host_time(lab: Lab) -> dict[str, Any]:
+    """Microseconds that the host half of a transformer with a mask takes in each step."""
+    without, with_mask = (fit(row, whole_steps(lab), lab=lab) for row in ("not masked", "masked"))
+    correct = with_mask["losses"] == without["losses"] and with_mask["host_us"] > 0.0
+    limit = None if lab.dry else HOST_LIMIT
+    rows = [Row("host half", with_mask["host_us"], "us", limit, correct)]
+    rows.append(Row("host half of the other", without["host_us"], "us", 0.0, correct))
+    return {
+        "row": "mask",
+        "host_us": with_mask["host_us"],
+        "ratio": with_mask["ms"] / without["ms"],
+        "verdict": verdict_of(rows),
+    }
+
+
 def be_quiet() -> None:
     """Say nothing but results."""
     warnings.filterwarnings("ignore")
@@ -369,6 +426,11 @@ def line(found: dict[str, Any]) -> str:
             f"{found['slope_us']:.2f} for each further parameter tensor (limit {SLOPE_LIMIT}): "
             f"{found['added_us_by_tensors']}"
         )
+    if "host_us" in found:
+        return (
+            f"{row}{found['verdict']}: {found['host_us']:.1f} us of the CPU for what the host "
+            f"computes (limit {HOST_LIMIT}), {found['ratio']:.3f} of the step without"
+        )
     shown = [f"{name} {found[name]:.3f} {which}" for name, which in found["verdicts"].items()]
     return (
         f"{row}{found['verdict']}: eager {found['eager_ms']:.3f} ms, captured "
@@ -380,7 +442,7 @@ def line(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", default="loop,mlp,gpt2,bert,resnet50,vit")
+    parser.add_argument("--rows", default="loop,mask,mlp,gpt2,bert,resnet50,vit")
     parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
     parser.add_argument("--jobs", type=int, default=6, help="rows at a time (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write everything to this file")

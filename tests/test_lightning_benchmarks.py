@@ -165,6 +165,22 @@ def test_steps(short: Any) -> None:
     assert (found["verdict"], found["largest_loss_difference"]) == ("PASS", 0)
     assert "mlp: PASS" in short.line(found)
     assert "loop: PASS" in short.line(short.measure("loop", lab))
+    found = short.measure("mask", lab)
+    assert "mask: PASS" in short.line(found)
+    assert 0.0 < found["host_us"] < 1000.0
+
+
+@pytest.mark.parametrize(
+    ("masked", "other", "verdict"), [(20.0, 0.0, "PASS"), (31.0, 0.0, "FAIL"), (20.0, 1.0, "FAIL")]
+)
+def test_the_limit_of_a_host_half(
+    short: Any, monkeypatch: pytest.MonkeyPatch, masked: float, other: float, verdict: str
+) -> None:
+    def fit(name: str, *_: Any, **__: Any) -> dict[str, Any]:
+        return {"ms": 1.0, "losses": [1.0], "host_us": masked if name == "masked" else other}
+
+    monkeypatch.setattr(short, "fit", fit)
+    assert short.host_time(SimpleNamespace(dry=False))["verdict"] == verdict
 
 
 @pytest.mark.parametrize(

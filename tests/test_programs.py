@@ -26,6 +26,7 @@ WHOLE = [
     "LoRA by hand",
     "mixup",  # draws of NumPy
     "translation with teacher forcing",  # a branch on a draw of Python
+    "speech recognition (CTC)",
 ]
 SUBMODULES = {  # graphs for each call, in steps that call a network several times
     "GAN of Lightning's examples": "the module optimizes manually",

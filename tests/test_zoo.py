@@ -30,6 +30,7 @@ ROWS = [
     "OPTForCausalLM with layerdrop",  # and draws, with branches on them
     "WhisperForConditionalGeneration",
     "DebertaV2ForSequenceClassification",  # reads of the batch
+    "LongformerForSequenceClassification",
     "WavLMForSequenceClassification without masks",
     "WavLMForCTC without masks",  # lengths that a loss reads
 ]

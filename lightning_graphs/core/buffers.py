@@ -55,9 +55,10 @@ class StaticInputs:
                 i: given[i].detach() if i in given else _empty_like(tensors[i])
                 for i in sorted(set(firsts))
             }
-            linear = {i: _linear(b, _overlap_span(b)) for i, b in own.items() if b.numel()}
-        self._every = _CopyPlan(own, linear)
-        missing = {i: buffer for i, buffer in linear.items() if i not in given}
+            spans = {i: _overlap_span(b) for i, b in own.items() if b.numel()}
+            targets = {i: linear(own[i], n) if n else own[i] for i, n in spans.items()}
+        self._every = _CopyPlan(own, targets)
+        missing = {i: buffer for i, buffer in targets.items() if i not in given}
         self._own = _CopyPlan(own, missing) if given else self._every
         self._differentiable = any(map(_REQUIRES_GRAD, tensors))
         # Given buffers hold their values, and autograd may count writes to them.
@@ -84,27 +85,27 @@ class StaticInputs:
 
 
 class _CopyPlan:
-    def __init__(self, buffers: Mapping[int, Tensor], linear: Mapping[int, Tensor]) -> None:
+    def __init__(self, buffers: Mapping[int, Tensor], memory: Mapping[int, Tensor]) -> None:
         # A foreach call with one tensor of another kind among them copies all of them one by one.
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for i, target in linear.items():
+        for i, target in memory.items():
             dense = _extent(target) == target.numel()
             kinds[target.device, target.dtype, dense].append(i)
         self._leaves: list[int] = []
         self._groups: list[tuple[slice, list[Tensor]]] = []
         for group in kinds.values():
             part = slice(len(self._leaves), len(self._leaves) + len(group))
-            self._groups.append((part, [linear[i] for i in group]))
+            self._groups.append((part, [memory[i] for i in group]))
             self._leaves += group
-        self.targets = targets = [linear[i] for i in self._leaves]
-        overlapping = (k for k, i in enumerate(self._leaves) if linear[i] is not buffers[i])
+        self.targets = targets = [memory[i] for i in self._leaves]
+        overlapping = (k for k, i in enumerate(self._leaves) if memory[i] is not buffers[i])
         self._spans = [(k, targets[k].numel()) for k in overlapping]
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
         sources = [tensors[i] for i in self._leaves]
         for k, span in self._spans:
-            sources[k] = _linear(sources[k], span)
+            sources[k] = linear(sources[k], span)
         if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
             # Some lie in our own buffers, at their places or at others.
             pairs = zip(sources, self.targets, strict=True)
@@ -178,10 +179,8 @@ class AddressGuard:
     def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
-        Args:
-            geometry: Whether shape, strides and dtype are compared too. Without, a check costs less
-                than half, and misses only what ``t_()`` does.
-            trainable: Whether to see that what required grad still does; autograd nodes are told.
+        Without ``geometry`` it costs less than half, and misses only what ``t_()`` does. That what
+        required grad still does is of no interest to those whose autograd node is told so.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -361,8 +360,9 @@ def _overlap_span(tensor: Tensor) -> int:
     return 0
 
 
-def _linear(tensor: Tensor, span: int) -> Tensor:
-    return tensor.as_strided((span,), (1,)) if span else tensor
+def linear(tensor: Tensor, span: int | None = None) -> Tensor:
+    """The memory of a tensor, so many elements of it, in its order."""
+    return tensor.as_strided((tensor.numel() if span is None else span,), (1,))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -122,6 +122,10 @@ class CallableCapture:
     def _tensors(self) -> list[Tensor]:
         return self._made.inputs.tensors
 
+    def lend(self, output: int) -> tuple[Tensor, Source]:
+        """An output of the captured forward, for a later call that is given it."""
+        return self.outputs.tensors[output], self.outputs.lend(output)
+
     def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
         """The static input of an argument, for later calls that are given the same tensor."""
         return self._tensors[leaf], self._made.shared.setdefault(leaf, SharedArgument())
@@ -259,7 +263,9 @@ class CallableCapture:
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
         static, lenders = self._output_gradients(outputs)
-        positions = self._differentiable_positions()
+        # Where the inputs of the targets stand among the tensor leaves of the call.
+        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._tensors]
+        positions = tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
         direct = None
         if self._settings.direct:
             refuse_parameter_hooks(self._named())
@@ -313,20 +319,15 @@ class CallableCapture:
             static.append(buffer)
         return static, lenders
 
-    def _differentiable_positions(self) -> tuple[int, ...]:
-        """Where the inputs of :meth:`_targets` stand among the tensor leaves of the call."""
-        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._tensors]
-        return tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
-
     def finish(self) -> GraphedCallable:
         guards = self._held.guards(self._made.parameters)
-        return self._made.finish_capture(self._held.submodules(), guards)
+        return self._made.finish_capture(self._held.submodules, guards)
 
     def abandon(self) -> None:
         self._bindings.restore()
 
     def _named(self) -> list[tuple[str, Parameter]]:
-        named = (*self._held.named_parameters(), *self._held.tensors.items())
+        named = (*self._held.named("parameters"), *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
         return [
             (names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._made.parameters)

@@ -364,22 +364,19 @@ class InputLiveness(Recorder):
         The tensor may be gone and its block be free for later captures. Graphs of one pool replay
         in the order of their capture, so that the earlier graph has written the memory again.
         """
+        # All pools are listed and ours chosen here: given the handle of a pool, torch 2.11 takes a
+        # reference away from its numbers, and those above 256 are then freed while in use.
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
         return any(
             segment["address"] <= known.address < segment["address"] + segment["total_size"]
-            for segment in _segments_of(self._pool)
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) == self._pool
         )
 
 
 def _alive(known: KnownStorage) -> bool:
     storage = known.storage()
     return storage is not None and storage.data_ptr() == known.address
-
-
-def _segments_of(pool: PoolHandle) -> list[dict[str, Any]]:
-    # All pools are listed and one chosen here: given the handle of a pool, torch 2.11 takes a
-    # reference away from its numbers, and those above 256 are then freed while in use.
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
-    return [segment for segment in segments if tuple(segment["segment_pool_id"]) == pool]
 
 
 def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> None:

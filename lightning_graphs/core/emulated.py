@@ -239,7 +239,7 @@ class EmulatedBackend(Backend):
         self.unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
-        return EmulatedGraph(self, keep_graph)
+        return EmulatedGraph(self)
 
     def new_pool(self) -> PoolHandle:
         return (0, next(self._pools))
@@ -268,18 +268,15 @@ _captures = itertools.count()
 
 
 class EmulatedGraph(CapturedGraph):
-    """A recording and, once instantiated, the list of operators that a replay runs."""
+    """A recording, which is template and executable graph at once."""
 
-    def __init__(self, backend: EmulatedBackend, keep_graph: bool) -> None:
-        # The template, where it is kept: edits of its operations take effect at `instantiate`.
+    def __init__(self, backend: EmulatedBackend) -> None:
         self.recording: Recording | None = None
         self._backend = backend
-        self._keep_graph = keep_graph
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
         self._capture: RecordingCapture | None = None
         self._around = contextlib.ExitStack()
-        self._executable: Recording | None = None
 
     def capture_begin(
         self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
@@ -319,9 +316,6 @@ class EmulatedGraph(CapturedGraph):
             )
         recording.memory.poison()
         self._backend.unreplayed.add(recording.memory)
-        if not self._keep_graph:
-            self.instantiate()
-            self.recording = None
 
     def abandon(self) -> None:
         if self._capture is not None:  # on CUDA nothing of it was computed
@@ -329,8 +323,7 @@ class EmulatedGraph(CapturedGraph):
         self.reset()
 
     def instantiate(self) -> None:
-        assert self.recording is not None
-        self._executable = Recording(list(self.recording.operations), self.recording.memory)
+        """It is executable as it is."""
 
     def replay(self) -> None:
         if self._backend.is_capturing():
@@ -339,22 +332,20 @@ class EmulatedGraph(CapturedGraph):
                 "replay() was called while this thread is capturing",
                 "replay before or after it, or call the captured code itself",
             )
-        if self._executable is None:
-            self.instantiate()
-        assert self._executable is not None
-        self._executable.run()
-        self._executable.memory.hidden = None  # there are real values from now on
-        self._backend.unreplayed.discard(self._executable.memory)
+        assert self.recording is not None
+        self.recording.run()
+        self.recording.memory.hidden = None  # there are real values from now on
+        self._backend.unreplayed.discard(self.recording.memory)
 
     def reset(self) -> None:
-        self.recording = self._executable = self._pool = None
+        self.recording = self._pool = None
 
     def pool(self) -> PoolHandle:
         assert self._pool is not None
         return self._pool
 
     def keep_template(self) -> None:
-        self._keep_graph = True
+        """It is always there."""
 
     def debug_dump(self, debug_path: str) -> None:
         with open(debug_path, "w", encoding="utf-8") as file:
@@ -376,6 +367,5 @@ class EmulatedGraph(CapturedGraph):
         self._generators.append(generator)
 
     def inspection(self) -> GraphInfo:
-        recording = self.recording or self._executable
-        assert recording is not None
-        return from_recording(recording.launched())
+        assert self.recording is not None
+        return from_recording(self.recording.launched())

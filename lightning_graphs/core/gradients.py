@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.buffers import copy_all
+from lightning_graphs.core.buffers import copy_all, linear
 from lightning_graphs.core.lending import LentMemory
 from lightning_graphs.core.torch_private import (
     accumulation_hooks,
@@ -172,7 +172,7 @@ def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     for buffer, gradient in zip(buffers, gradients, strict=True):
         if buffer.stride() == gradient.stride() and is_dense(buffer):
             kind = buffer.device, buffer.dtype, gradient.dtype
-            kinds.setdefault(kind, []).append((_flat(buffer), _flat(gradient.detach())))
+            kinds.setdefault(kind, []).append((linear(buffer), linear(gradient.detach())))
         else:  # one such pair would have all others copied one by one, too
             buffer.copy_(gradient)
     for pairs in kinds.values():
@@ -198,10 +198,6 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             dense *= size
     return True
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:

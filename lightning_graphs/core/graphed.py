@@ -106,8 +106,9 @@ class GraphedCallable:
         self._released = False
         self.forward_stores: Stores = ()  # attributes that its forward sets
         self.backward_stores: Stores = ()  # those that its backward sets
-        # Puts the error of a refused backward pass in the words of whoever made the graphs.
-        self.explain: Callable[[ReplayError], object] = _as_it_is
+        # Puts the error of a refused backward pass in the words of whoever made the graphs; as it
+        # is, it speaks to callers of make_graphed_callables.
+        self.explain: Callable[[ReplayError], object] = lambda error: None
 
     def finish_capture(
         self, modules: Sequence[nn.Module], guards: Sequence[AddressGuard]
@@ -310,10 +311,6 @@ class GraphedCallable:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it is the original; whoever loads it needs nothing of this package."""
         return operator.getitem, ([self.original], 0)
-
-
-def _as_it_is(error: ReplayError) -> None:
-    """The error speaks to callers of :func:`~lightning_graphs.core.make_graphed_callables`."""
 
 
 class _GraphedNode(torch.autograd.Function):

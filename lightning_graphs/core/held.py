@@ -46,23 +46,19 @@ class Held:
             for named in root.named_modules(memo=seen, prefix=name)
         ]
 
-    def submodules(self) -> list[nn.Module]:
-        return [owner for _, owner in self.owners]
+        self.submodules = [owner for _, owner in self.owners]
 
-    def named_parameters(self) -> list[tuple[str, Tensor]]:
+    def named(self, kind: str) -> list[tuple[str, Tensor]]:
+        """The parameters or buffers of all modules with their full names."""
         roots = self.modules.items()
-        named = (item for name, root in roots for item in root.named_parameters(name))
-        return list({id(tensor): (name, tensor) for name, tensor in named}.values())
-
-    def named_buffers(self) -> list[tuple[str, Tensor]]:
-        named = (item for name, root in self.modules.items() for item in root.named_buffers(name))
+        named = (item for name, root in roots for item in getattr(root, f"named_{kind}")(name))
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def state(self) -> list[Tensor]:
         """Every tensor that a call may read or write beside its arguments."""
-        attributes = (v for owner in self.submodules() for v in vars(owner).values())
+        attributes = (v for owner in self.submodules for v in vars(owner).values())
         plain = [value for value in attributes if isinstance(value, Tensor)]
-        named = (*self.named_parameters(), *self.named_buffers())
+        named = (*self.named("parameters"), *self.named("buffers"))
         return [tensor for _, tensor in named] + plain + list(self.tensors.values())
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
@@ -171,14 +167,14 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_unfit_state(held: Held) -> None:
-    forwards = (vars(module).get("forward") for module in held.submodules())
+    forwards = (vars(module).get("forward") for module in held.submodules)
     if any(isinstance(forward, GraphedCallable) for forward in forwards):
         raise CaptureError(
             "A graphed callable cannot be part of another one.",
             "a module in it has a graphed forward already",
             "call .forward.reset() on that module first, or keep it outside",
         )
-    buffers = held.named_buffers()
+    buffers = held.named("buffers")
     trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
     if trainable is not None:
         raise CaptureError(
@@ -186,7 +182,7 @@ def refuse_unfit_state(held: Held) -> None:
             f"buffer `{trainable}` requires grad",
             "make it an nn.Parameter, or call requires_grad_(False) on it",
         )
-    named = (*held.named_parameters(), *buffers)
+    named = (*held.named("parameters"), *buffers)
     lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
     if lazy is not None:
         raise CaptureError(

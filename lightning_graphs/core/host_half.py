@@ -21,11 +21,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lightning_graphs.core.generators import HostGenerator
 from lightning_graphs.core.recorder import tensors_in
 
 aten = torch.ops.aten
+
+
+OF_SHAPES = frozenset({"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"})
+"""Operators that look at the shape of a tensor, and at nothing in it."""
+
+SMALL = 2**20  # elements that the host computes for each step, at most
+_TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
+"""Operators that may choose otherwise among equal values on another device."""
+_SELECTIONS = frozenset(
+    {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
+    | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
+    | {
+        "constant_pad_nd",
+        "clamp",
+        "zeros",
+        "ones",
+        "full",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+    }
+    | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
+    | {"copy", "fill", "zero", "index_put", "scatter", "new_zeros", "new_ones", "new_full"}
+)
+"""Operators that compute the same for floating-point numbers on every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +202,22 @@ def _resolved(value: Any, values: Sequence[Any]) -> Any:
 
 def _same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
+
+
+def name_of(func: OpOverload) -> str:
+    """The name of an operator, the same for those that write in place."""
+    return func._schema.name.removeprefix("aten::").rstrip("_")
+
+
+def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool:
+    """Whether an operator computes so many elements at most, and the same on every device."""
+    name = name_of(func)
+    if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        return True  # a view
+    if sum(t.numel() for t in outputs) > elements:
+        return False
+    return name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)

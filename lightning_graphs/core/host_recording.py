@@ -14,7 +14,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.core.generators import comparable
-from lightning_graphs.core.host_half import READS, HostHalf, numbers, shape
+from lightning_graphs.core.host_half import (
+    OF_SHAPES,
+    READS,
+    SMALL,
+    HostHalf,
+    is_exact,
+    name_of,
+    numbers,
+    shape,
+)
 from lightning_graphs.core.host_tape import REMEDY, RULE, HostTape, memory_of
 from lightning_graphs.core.recorder import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.core.torch_private import out_of_sight, run_kernel
@@ -28,10 +37,6 @@ FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 """Functions that make a tensor of Python's numbers."""
 
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
-_OF_SHAPES = frozenset(
-    {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
-)
-"""Operators that look at the shape of a tensor, and at nothing in it."""
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 _FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
@@ -45,28 +50,6 @@ _SHAPES = (
 )
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
-
-_SMALL = 2**20  # elements that the host computes beside the device, at most
-_TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
-"""Operators that may choose otherwise among equal values on another device."""
-_SELECTIONS = frozenset(
-    {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
-    | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
-    | {
-        "constant_pad_nd",
-        "clamp",
-        "zeros",
-        "ones",
-        "full",
-        "scalar_tensor",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-    }
-    | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
-    | {"copy", "fill", "zero", "index_put", "scatter", "new_zeros", "new_ones", "new_full"}
-)
-"""Operators that compute the same for floating-point numbers on every device."""
 
 
 class ArenaFull(CaptureError):
@@ -213,11 +196,14 @@ class HostRecording(OperatorMode):
     def _follow(self, call: OperatorCall, result: Any) -> Any:
         """Compute on the host, too, what an operator of the device does, if that is exact."""
         outputs = list(tensors_in(result))
-        if _name_of(call.func) in _OF_SHAPES:
+        if name_of(call.func) in OF_SHAPES:
             call = OperatorCall.of(call.func, *call.mapped(self._of_shape))
+        changes = any(
+            self._tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None
+        )
         if (
             all(self._shadow(t) is not None for t in call.inputs)
-            and _is_exact(call.func, outputs)
+            and is_exact(call.func, outputs, SMALL if changes else 16 * SMALL)
             and all(self._tape.made(self._shadow(t)) for t in call.written)
         ):
             self._stand_in(outputs, self._tape.run(self._in_shadow(call)))
@@ -454,21 +440,3 @@ def _filled(tensor: Tensor, index: Any, number: float) -> bool:
 def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
     return any(isinstance(a, (torch.device, Tensor)) for a in given)
-
-
-def _name_of(func: OpOverload) -> str:
-    return func._schema.name.removeprefix("aten::").rstrip("_")
-
-
-def _is_exact(func: OpOverload, outputs: Sequence[Tensor]) -> bool:
-    """Whether an operator computes the same on every device, in little time."""
-    name = _name_of(func)
-    if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
-        return False
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        return False
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
-        return True  # a view
-    if sum(t.numel() for t in outputs) > _SMALL:
-        return False
-    return name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)

@@ -130,16 +130,7 @@ def inspect(graph: Inspectable) -> GraphInfo:
 
 
 def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
-    """Read a graph through the CUDA driver.
-
-    Args:
-        raw_graph: The ``CUgraph`` handle, as ``raw_cuda_graph()`` gives it.
-        scopes: The Python scopes of the first nodes, in order of capture.
-
-    Raises:
-        UnsupportedError: cuda-python is missing, or the driver is older than CUDA 12.3.
-        GraphError: The driver refuses the handle.
-    """
+    """Read a graph through the CUDA driver; the Python scopes are those of its first nodes."""
     records, edges = driver.walk(raw_graph)
     named = (*scopes, *[""] * (len(records) - len(scopes)))
     nodes = tuple(

@@ -62,15 +62,14 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return plain and strided and not tensor.is_quantized
-
-
 def _dispatches(kind: type) -> bool:
     """Whether a tensor class has operators of its own; torch 2.11 names plain tensors, too."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not tensor.is_quantized and not _dispatches(type(tensor))
 
 
 def written_tensors(

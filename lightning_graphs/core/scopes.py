@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -16,19 +15,14 @@ from lightning_graphs.core.tree import leaves_of
 _LABEL = "lightning_graphs.scope"
 
 
-def _metadata(node: Node) -> dict[str, str]:
-    # torch declares the attribute as a method.
-    metadata: dict[str, str] = node.metadata  # type: ignore[assignment]
-    return metadata
-
-
 def _label_unlabelled(value: object, scope: str) -> None:
     """Write ``scope`` on every autograd node behind ``value`` that has no label yet."""
-    pending = [leaf.grad_fn for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    # torch declares `metadata`, a dict, as a method.
+    pending: list[Any] = [leaf.grad_fn for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
     while pending:
         node = pending.pop()
-        if node is not None and _LABEL not in _metadata(node):
-            _metadata(node)[_LABEL] = scope
+        if node is not None and _LABEL not in node.metadata:
+            node.metadata[_LABEL] = scope
             pending.extend(parent for parent, _ in node.next_functions)
 
 
@@ -61,9 +55,9 @@ class ScopeStack:
 
     def current(self) -> str:
         """The scope of an operator that is called now, such as ``Bert.encoder.layer.0``."""
-        node = current_autograd_node()
+        node: Any = current_autograd_node()
         if node is not None:
-            scope = _metadata(node).get(_LABEL, "")
+            scope = node.metadata.get(_LABEL, "")
             return f"{scope} (backward)".lstrip()
         return self._top()
 

@@ -71,11 +71,10 @@ class KernelChoice(NamedTuple):
     All threads have them in common, and neither autocast nor grad mode tells.
     """
 
-    products: str  # the precision of float32 products, as torch names it
-    # Whether flash, memory-efficient, cuDNN's and plain attention may be used.
-    attention: tuple[bool, bool, bool, bool]
-    deterministic: bool  # whether algorithms must be deterministic
-    dtype: torch.dtype  # the default data type
+    precision_of_float32_products: str
+    kernels_of_attention: tuple[bool, ...]  # flash, memory-efficient, cuDNN's and plain ones
+    deterministic_algorithms: bool
+    default_dtype: torch.dtype
 
     @classmethod
     def now(cls) -> KernelChoice:
@@ -92,12 +91,7 @@ class KernelChoice(NamedTuple):
         return [name for name, before, after in triples if before != after]
 
 
-KERNEL_CHOICES = (
-    "precision of float32 products",
-    "kernels of attention",
-    "deterministic algorithms",
-    "default dtype",
-)
+KERNEL_CHOICES = tuple(name.replace("_", " ") for name in KernelChoice._fields)
 """What messages call them."""
 
 

@@ -89,9 +89,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     torch has functions to register them and none to ask. Without the tables the answer is no.
     """
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
-    owners = ((optimizer, "_optimizer_step"), (shared, "_global_optimizer"))
-    names = ((owner, f"{name}_{when}_hooks") for owner, name in owners for when in ("pre", "post"))
-    return any(getattr(owner, name, None) for owner, name in names)
+    tables = (  # asked at every step: no generator
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
+        getattr(shared, "_global_optimizer_pre_hooks", None),
+        getattr(shared, "_global_optimizer_post_hooks", None),
+    )
+    return any(tables)
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:

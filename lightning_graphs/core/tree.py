@@ -111,7 +111,7 @@ def substitute(
     return _Substitution(iter(tensors), stand_ins).of(value, name)
 
 
-class _Substitution:
+class _Substitution:  # no nested function: as a cycle it would keep tensors until the next gc
     def __init__(self, supply: Iterator[Tensor], stand_ins: Mapping[str, Any]) -> None:
         self._supply = supply
         self._stand_ins = stand_ins

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,25 +100,19 @@ def stepping_on_the_device(optimizer: Optimizer) -> Iterator[None]:
         setattr(optimizer, _UNSCALES_ITSELF, before)
 
 
+@dataclass(eq=False)
 class StepBody:
     """The step of one fit as Lightning does it, without the hooks."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        calls: StrategyCalls,
-        optimizer: Optimizer,
-        capturable: CapturableOptimizer | None,
-        observers: Observers,
-    ) -> None:
-        self._trainer = trainer
-        self._module = module
-        self._calls = calls
-        self.optimizer = optimizer
-        self.capturable = capturable
-        self.observers = observers
-        self._plugin = trainer.precision_plugin
+    trainer: Trainer
+    module: LightningModule
+    calls: StrategyCalls
+    optimizer: Optimizer
+    capturable: CapturableOptimizer | None
+    observers: Observers
+
+    def __post_init__(self) -> None:
+        self._plugin = self.trainer.precision_plugin
 
     def run(
         self,
@@ -144,7 +139,7 @@ class StepBody:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         """What ``training_step`` returns, and the loss in it."""
-        returned = self._calls.training_step(*arguments)
+        returned = self.calls.training_step(*arguments)
         refuse_stand_ins(returned)
         output = OutputPlan(returned, static=False)
         loss = loss_of(returned)
@@ -155,7 +150,7 @@ class StepBody:
         scaler = scaler_of(self._plugin)
         if scaler is not None:
             loss = scaler.scale(loss)
-        self._plugin.backward(loss, self._module, self.optimizer)
+        self._plugin.backward(loss, self.module, self.optimizer)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
@@ -165,16 +160,12 @@ class StepBody:
         if self.observers.before_step:
             cut("step")
         else:
-            self._clip()
+            self.module.configure_gradient_clipping(
+                self.optimizer,
+                gradient_clip_val=self.trainer.gradient_clip_val,
+                gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
+            )
         self.step()
-
-    def _clip(self) -> None:
-        trainer = self._trainer
-        self._module.configure_gradient_clipping(
-            self.optimizer,
-            gradient_clip_val=trainer.gradient_clip_val,
-            gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-        )
 
     def step(self) -> None:
         """Take the optimizer step, through the gradient scaler where there is one."""

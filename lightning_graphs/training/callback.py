@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.graph import GraphPool
@@ -26,7 +26,7 @@ from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.notices import FitReporter
 from lightning_graphs.training.observers import moves_batches_itself
-from lightning_graphs.training.options import OptionError, Options, in_present_names
+from lightning_graphs.training.options import OldNames, OptionError, Options, in_present_names
 from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
@@ -103,7 +103,7 @@ class GraphCapture(Callback):
         only_if_faster: bool = True,
         log_metrics: bool = False,
         diagnose: bool = False,
-        **old_names: Any,
+        **old_names: Unpack[OldNames],
     ) -> None:
         super().__init__()
         given = dict(
@@ -236,8 +236,8 @@ class GraphCapture(Callback):
             raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
-            raises |= not ranks.are_one
-            retry = EagerRetry(trainer, pl_module, calls, statistics, budget, raises=raises)
+            found = (trainer, pl_module, calls, statistics, budget)
+            retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
             runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))
             stack.callback(runner.close)
@@ -274,11 +274,9 @@ class GraphCapture(Callback):
     def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
         device = trainer.strategy.root_device
         if device.type == "cpu" and self.options.backend == "auto":
-            rank_zero_info(
-                "GraphCapture is inactive on a CPU trainer; "
-                'GraphCapture(backend="emulated") rehearses there.'
-            )
-            self.statistics.fallbacks.append("it is inactive on a CPU trainer")
+            why = 'inactive on a CPU trainer; GraphCapture(backend="emulated") rehearses there'
+            rank_zero_info(f"GraphCapture is {why}.")
+            self.statistics.fallbacks.append(why)
             return False
         reason = _reason_to_stay_out(trainer, self.options)
         raises = self.options.on_failure == "raise"

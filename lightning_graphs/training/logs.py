@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NoReturn
 
@@ -127,6 +128,7 @@ def refuse_log(*_: Any, **__: Any) -> NoReturn:
     raise CaptureError(LOGGED_INSIDE.rule, observed, LOGGED_INSIDE.remedy)
 
 
+@dataclass(eq=False)
 class _LogCall:
     """A call of ``self.log`` that is made again, with another value each time.
 
@@ -134,35 +136,27 @@ class _LogCall:
     of the key; the others update the entry, at a tenth of the price.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,  # the module that logs
-        log: Callable[..., None],  # Lightning's own function, bound to it
-        name: str,
-        options: dict[str, Any],  # all other arguments but the value, by name
-        value: Any = None,  # what every replay logs: memory of the graph, or a metric
-        # Gives the present value in its place; None if it is the value
-        now: Callable[[], Any] | None = None,
-    ) -> None:
-        self._module = module
-        self._results = training_results(module.trainer)
-        self._key = result_key(name)
-        self._log = log
-        self._now = now
+    module: LightningModule  # the module that logs
+    base: Callable[..., None]  # Lightning's own function, bound to it
+    name: str
+    options: dict[str, Any]  # all other arguments but the value, by name
+    value: Any = None  # what every replay logs: memory of the graph, or a metric
+    # Gives the present value in its place; None if it is the value
+    now: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._results = training_results(self.module.trainer)
+        self._key = result_key(self.name)
         self._size: Any = None
-        self.name = name
-        self.options = options
-        self.value = value
-        self._scalar: Tensor | None = None
-        if isinstance(value, Tensor) and now is None:
-            self._scalar = value.detach().squeeze()
+        is_tensor = isinstance(self.value, Tensor) and self.now is None
+        self._scalar = self.value.detach().squeeze() if is_tensor else None
 
     def log(self, value: Any, size: Any = None) -> Any:
         """Log a value; the batch size that weights it, if it is known."""
         results = self._results
         entry = results.get(self._key) if results is not None else None
         if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
-            self._log(self.name, value, **self.options)
+            self.base(self.name, value, **self.options)
             return None
         if size is None:
             size = batch_size_of(results, entry, self.options.get("batch_size"))
@@ -174,12 +168,12 @@ class _LogCall:
     def reissue(self, progress: ProgressValues | None) -> None:
         """Make the call again, after a replay; a number of the host goes to the progress bar."""
         value = self.value if self._scalar is None else self._scalar
-        if self._now is not None:
-            value = self._now()
+        if self.now is not None:
+            value = self.now()
             if isinstance(value, Number):
                 if progress is not None and self.options.get("prog_bar"):
                     progress.show(self.name, value)
-                value = _tensor_of(value, self._module.device)
+                value = _tensor_of(value, self.module.device)
         self._size = self.log(value, self._size)
 
 

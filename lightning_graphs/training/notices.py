@@ -153,6 +153,8 @@ class FitReporter:
         if self._off_since is not None:
             return
         intercept(self._trainer.strategy, self._handler)
+        if self._stopwatch.meaningful:
+            torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
         slower = not self._judge()
         rank_zero_info(summary_line(self._statistics.report()))
         if self._statistics.verdict:

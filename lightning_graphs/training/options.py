@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import TypedDict
 
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import GraphError
@@ -21,6 +22,15 @@ BackendChoice = Literal["auto", "cuda", "emulated"]
 
 class OptionError(GraphError, ValueError):
     """An option has a value that it cannot have."""
+
+
+class OldNames(TypedDict, total=False):
+    """Options under names that they had before; configuration files may have them."""
+
+    capture_after: int | None
+    doctor: bool
+    eval_graphs: bool
+    profit_gate: bool
 
 
 OLD_NAMES: Mapping[str, str] = MappingProxyType(

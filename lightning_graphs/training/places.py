@@ -49,7 +49,6 @@ class Places:
         self._reads = reads
         self._on_change = on_change
         self._places: dict[str, Place] = {}
-        self._fixed: set[str] = set()
         # In which other places the code that was watched last has left something; none if that
         # cannot be stored again
         self.found: list[Place] = []
@@ -100,13 +99,9 @@ class Places:
             ]
         )
 
-    def unlearn(self, place: Entry) -> None:
-        """Steps compute with what they count there: it is a condition again, or state."""
-        if isinstance(place, Growing):
-            self._places[place.name] = Content(place.name, place.owner, place.keys)
-        else:
-            self._fixed.add(place.name)
-            del self._places[place.name]
+    def unlearn(self, place: Growing) -> None:
+        """Steps compute with the list that they fill: it is state."""
+        self._places[place.name] = Content(place.name, place.owner, place.keys)
         self._changed()
 
     @contextlib.contextmanager
@@ -126,10 +121,7 @@ class Places:
                 place.put(was)
             moved = [pair for pair in moved if pair[0].name not in self._places]
             changes = [c for c in contents.changes() if c.name not in self._places]
-            found: list[Place | None] = [
-                None if change.name in self._fixed else place_of(change, contents, trained)
-                for change in changes
-            ]
+            found: list[Place | None] = [place_of(change, contents, trained) for change in changes]
             found += [None if id(place.tensor) in trained else place for place, _ in moved]
             contents.restore()
             self.found = [p for p in found if p is not None] if None not in found else []

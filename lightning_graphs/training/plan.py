@@ -97,9 +97,9 @@ class StepPlan:
     def hand_out(self, *, copies: bool = True) -> Any:
         """After a replay of ``forward``: set attributes, log, and return what the step returns."""
         self.store("forward")
+        self.logs.reissue()
         if self.places is not None:
             self.places.store()
-        self.logs.reissue()
         return self.outputs.hand_out() if copies else self.outputs.give_away()
 
     def adopt(self) -> None:

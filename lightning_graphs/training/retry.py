@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -12,8 +13,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.contents import Contents
 from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.errors import GraphError
 from lightning_graphs.training.body import loss_of, scaler_of
 from lightning_graphs.training.held_values import Generators, LooseTensors, held_in, held_in_value
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
@@ -116,6 +119,7 @@ class EagerRetry:
         budget: MemoryBudget,
         *,
         raises: bool,  # the error is raised instead
+        is_alone: bool,  # no other rank waits for this one; where others do, it is raised, too
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -123,6 +127,7 @@ class EagerRetry:
         self._statistics = statistics
         self.budget = budget  # what memory may be taken
         self._raises = raises
+        self._is_alone = is_alone
         self._manual = not module.automatic_optimization
         # The same methods, for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
@@ -206,7 +211,17 @@ class EagerRetry:
         return plan.hand_out(copies=False)
 
     def _may_retry(self, error: Exception) -> bool:
-        return is_out_of_memory(error) and not self._raises
+        if not is_out_of_memory(error):
+            return False
+        if not self._is_alone and self._runner.held:
+            why = GraphError(
+                "A step that runs out of memory is repeated without graphs where there is one "
+                "rank: here others are amid its collectives.",
+                first_line(error),
+                "allow fewer graphs (max_graphs), or make the batch smaller",
+            )
+            warnings.warn(f"GraphCapture: {why.brief}", stacklevel=stacklevel_of_user())
+        return self._is_alone and not self._raises
 
     def _give_up(self, reason: str) -> None:
         self._reason, self._begin = "", None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
-import io
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -39,19 +36,12 @@ STORED_OUTSIDE = Obstacle(
 )
 
 _CALLS = (
-    (builtins, "print", "print"),
-    (builtins, "open", "open"),
-    (io, "open", "open"),  # which pathlib calls
-    (logging.Logger, "handle", "a logger of Python"),
-    (LightningModule, "print", "self.print"),
+    *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),
+    *("logging.Logger.handle", "rich.console.Console.print", "rich.console.Console.log"),
+    *("wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
 )
-_CALLS_OF_LIBRARIES = (
-    ("rich.console", "Console.print"),
-    ("rich.console", "Console.log"),
-    ("wandb", "log"),
-    ("mlflow", "log_metric"),
-    ("mlflow", "log_metrics"),
-)
+_NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
+_NAMES["logging.Logger.handle"] = "a logger of Python"
 _LOGGERS = ("logger", "loggers")
 _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log for whoever calls them."""
@@ -104,25 +94,24 @@ def effects_watched(
                 on_effect(what, CallSite(code.co_filename, frame.f_lineno, code.co_name))
 
     with contextlib.ExitStack() as stack:
-        for owner, name, what in (*_CALLS, *_present()):
+        for owner, name, what in list(_present()):
             stack.enter_context(_call_watched(owner, name, what, used))
         stack.enter_context(_loggers_watched(trainer, used))
         yield
 
 
 def _present() -> Iterator[tuple[Any, str, str]]:
-    """What there is at present of the standard streams and of the calls of libraries."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if hasattr(stream, "__dict__"):  # a program without a console has none
-            yield stream, "write", f"sys.{name}.write"
-    for module, path in _CALLS_OF_LIBRARIES:
-        *outer, name = path.split(".")
-        owner: Any = sys.modules.get(module)
-        for part in outer:
-            owner = getattr(owner, part, None)
-        if hasattr(owner, name):
-            yield owner, name, f"{module}.{path}"
+    """Owner, name and name in messages of what there is at present of all these."""
+    yield LightningModule, "print", "self.print"
+    for path in _CALLS:
+        module, *outer, name = path.split(".")
+        owner = functools.reduce(_attribute, outer, sys.modules.get(module))
+        if hasattr(owner, "__dict__") and hasattr(owner, name):  # some programs have no console
+            yield owner, name, _NAMES.get(path, path)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
 _Used = Callable[[str, FrameType | None], None]
@@ -169,10 +158,11 @@ def _loggers_watched(trainer: Trainer, used: _Used) -> Iterator[None]:
 
 
 def _reader(frame: FrameType | None) -> FrameType | None:
-    """The frame that asks for a logger, behind the properties of the module and of the trainer."""
-    while frame is not None and (
-        frame.f_code.co_name in _LOGGERS
-        or frame.f_globals.get("__name__", "").startswith("lightning_graphs.")
-    ):
+    """The frame that asks for a logger, behind properties and what else watches their owners."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        watches = module.startswith("lightning_graphs.") and module != __name__
+        if not (watches or frame.f_code.co_name in _LOGGERS):
+            break
         frame = frame.f_back
     return frame

@@ -238,6 +238,9 @@ class StepCapture:
             raise
         if self._capturable is not None:
             self._capturable.remember_state()
+        stores = segments.stores
+        if places is not None:
+            stores = {name: places.without_numbers(found) for name, found in stores.items()}
         outside.read_into(self._learned.reads)
         output.finish_capture()
         return StepPlan(
@@ -256,7 +259,7 @@ class StepCapture:
             graphs=segments.graphs,
             adds=adds,
             written=loose.written(),
-            stores=segments.stores,
+            stores=stores,
             places=places,
             scaling=scaling,
             host=host,
@@ -298,7 +301,7 @@ class StepCapture:
             effects = effects_refused(self._trainer, self._own, outside, "training_step")
             stack.enter_context(effects)
             if places is not None:
-                stack.enter_context(places.exchanged())
+                stack.enter_context(places.exchanged(self._numbers.number))
             yield outside, loose
 
     def _forward(

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
 from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.signature import Signature
 from lightning_graphs.core.torch_private import clone_all, version_of
@@ -25,13 +26,13 @@ from lightning_graphs.training.differences import Result
 from lightning_graphs.training.frozen import StandIn, present
 from lightning_graphs.training.python_state import STORED
 
-COUNTED = Obstacle(
-    "A captured step runs no Python code: numbers that it counts and lists that it fills go on, "
-    "and what is computed from them would stand still.",
-    "compute it in on_train_batch_end, or count in a buffer: self.n += 1 with a tensor",
+FILLED = Obstacle(
+    "A captured step runs no Python code: lists that it fills go on, and what is computed from "
+    "them would stand still.",
+    "compute it in on_train_batch_end, or keep the last few in a deque",
     kind="python-state",
-    code='self.register_buffer("n", torch.zeros((), dtype=torch.long))  # in __init__\n'
-    "self.n += 1  # in training_step",
+    code="self.last = deque(maxlen=10)  # in __init__\n"
+    "self.last.append(loss.detach())  # in training_step",
 )
 
 
@@ -119,13 +120,7 @@ class Content(Entry):
 
 
 class Number(Entry):
-    """A number of Python's that steps count.
-
-    Attributes:
-        base: What it is before the present step.
-    """
-
-    base: Any = None
+    """A number of Python's that steps count."""
 
     def is_counted(self) -> bool:
         return type(self.now()) in (int, float)
@@ -156,49 +151,9 @@ class Memory(Place):
 
 
 class PlaceUsedError(CaptureError):
-    """A captured step computes with what it counts or fills."""
+    """A captured step computes with a list that it fills."""
 
-    place: Entry  # where that is kept
-
-
-def _refuse_use(place: Entry) -> NoReturn:
-    observed = f"{place.name} is used at {CallSiteFinder().here().describe()}"
-    error = PlaceUsedError(COUNTED.rule, observed, COUNTED.remedy)
-    error.place = place
-    raise error
-
-
-class Counter(StandIn):
-    """A number that is counted while a step is captured: moved by numbers, and used for no more."""
-
-    def __init__(
-        self, place: Number, steps: tuple[tuple[Callable[[Any, Any], Any], Any], ...] = ()
-    ) -> None:
-        self.place = place
-        self._steps = steps
-
-    def refuse(self) -> NoReturn:
-        _refuse_use(self.place)
-
-    def now(self) -> Any:
-        value = self.place.base
-        for move, by in self._steps:
-            value = move(value, by)
-        return value
-
-    def _moved(self, move: Callable[[Any, Any], Any], by: Any) -> Counter:
-        if type(by) not in (int, float):
-            self.refuse()
-        return Counter(self.place, (*self._steps, (move, by)))
-
-    def __add__(self, by: Any) -> Counter:  # type: ignore[override]
-        return self._moved(operator.add, by)
-
-    def __sub__(self, by: Any) -> Counter:  # type: ignore[override]
-        return self._moved(operator.sub, by)
-
-    def __mul__(self, by: Any) -> Counter:  # type: ignore[override]
-        return self._moved(operator.mul, by)
+    place: Growing  # where that is kept
 
 
 class Filled(StandIn):
@@ -209,7 +164,10 @@ class Filled(StandIn):
         self.added: list[Any] = []
 
     def refuse(self) -> NoReturn:
-        _refuse_use(self.place)
+        observed = f"{self.place.name} is used at {CallSiteFinder().here().describe()}"
+        error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
+        error.place = self.place
+        raise error
 
     def now(self) -> Any:
         return self.place.now()
@@ -287,9 +245,13 @@ class CapturedStores:
     # ------------------------------------------------------------------ while it is captured
 
     @contextlib.contextmanager
-    def exchanged(self) -> Iterator[None]:
-        """While the body, a capture, runs, places hold what the graph is to read."""
-        counters = [Counter(place) for place in self._numbers]
+    def exchanged(self, number: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+        """While the body, a capture, runs, places hold what the graph is to read.
+
+        Args:
+            number: Makes what stands for a number, of its name and what gives it.
+        """
+        counters = [number(place.name, place.now) for place in self._numbers]
         self._filled = [Filled(place) for place in self._lists]
         given = [
             *zip(self._read, self._inside, strict=True),
@@ -305,6 +267,11 @@ class CapturedStores:
         finally:
             for place, value in reversed(before):
                 place.put(value)
+
+    def without_numbers(self, stores: Stores) -> Stores:
+        """Without the numbers among them: those are stored here, and read by the next step."""
+        mine = {(id(place.owner), place.keys) for place in self._numbers}
+        return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 
     def look(self) -> None:
         """See what the code has left; what it stores after this is refused."""
@@ -379,8 +346,6 @@ class CapturedStores:
             return False
         self._raw = [leaf for leaf in leaves_of(raw) if isinstance(leaf, Tensor)]
         self._inputs.copy_in(tensors)
-        for number in self._numbers:
-            number.base = number.now()
         return True
 
     def write_back(self) -> None:
@@ -405,7 +370,7 @@ class CapturedStores:
             Parameter(copy) if is_parameter else copy
             for copy, is_parameter in zip(copies, self._parameters, strict=True)
         ]
-        for place, value in self._built(copies):
+        for place, value in [*self._built(copies)]:  # numbers follow from those of before
             if isinstance(place, Growing):
                 place.now().extend(value)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -114,3 +115,30 @@ def require_equal_fits(backend: str, root: Path, case: str) -> None:
     assert replayed == again >= 10
     parameters = [name for name in first if "running" not in name]
     assert [first[name] for name in parameters] == [second[name] for name in parameters]
+
+
+def _by_torchrun(rank: int) -> dict[str, Any]:
+    return {"GROUP_RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+
+
+def _by_slurm(rank: int) -> dict[str, Any]:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    given = {"NTASKS": 2, "NTASKS_PER_NODE": 1, "NNODES": 2, "JOB_ID": 1, "JOB_NAME": "fit"}
+    given |= {"PROCID": rank, "NODEID": rank, "LOCALID": 0}
+    return {f"SLURM_{name}": value for name, value in given.items()}
+
+
+LAUNCHERS = {"torchrun": _by_torchrun, "srun": _by_slurm}
+"""The environment that each makes of the first process on each of two nodes."""
+
+
+def trained_on_two_nodes(rank: int, root: Path, launcher: str) -> Any:
+    """Fit with the callback and without, each rank as if it were alone on a node."""
+    os.environ.update({name: str(value) for name, value in LAUNCHERS[launcher](rank).items()})
+    options = {**DDP, "devices": 1, "num_nodes": 2, "data": partial(of_rank, rank)}
+    folder = in_folder(root, rank)
+    fits = [prepare("emulated", folder, captured, **options).run() for captured in (False, True)]
+    compare(*fits)
+    environment = fits[1].trainer.strategy.cluster_environment
+    return type(environment).__name__, fits[1].trainer.node_rank, fits[1].statistics.replayed

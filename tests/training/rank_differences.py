@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -308,6 +309,31 @@ def parting(rank: int, root: Path) -> Any:
 def _find_no_memory() -> None:
     if torch.distributed.get_rank() == ODD:
         raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class NeedsMore(Plain):
+    """Finds no memory for one batch of one rank, which is larger than those before."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.global_rank == ODD and len(batch["x"]) > 8:
+            raise torch.OutOfMemoryError("Tried to allocate 2 GiB.")
+        return super().loss(batch)
+
+
+def out_of_memory(rank: int, backend: str, root: Path) -> None:
+    """Find no memory for a step on one rank, while graphs have theirs; a file has what is said."""
+    data = of_rank(rank)
+    data[17] = {name: torch.cat([value, value]) for name, value in data[17].items()}
+    given = {**DDP, "data": lambda: data, "module": NeedsMore}
+    made = prepare(backend, in_folder(root, rank), True, capture=_EAGER, **given)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            made.run()
+        finally:
+            lines = [str(w.message) for w in said if "runs out of memory" in str(w.message)]
+            (root / f"said by {rank}").write_text("\n".join(lines))
+            assert made.statistics.replayed > 0
 
 
 def dying(rank: int, backend: str, root: Path) -> None:

@@ -17,13 +17,22 @@ from lightning_graphs import CaptureError
 from lightning_graphs.training.ddp import why_not_captured
 from lightning_graphs.training.options import Options
 from tests.ranks import in_folder, run_on_ranks
-from tests.training.ddp_fits import CASES, DDP, of_rank, require_equal_fits
+from tests.training.ddp_fits import CASES, DDP, of_rank, require_equal_fits, trained_on_two_nodes
 from tests.training.fits import prepare
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_with_graphs_is_one_without(tmp_path: Path, case: str) -> None:
     require_equal_fits("emulated", tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"), [("torchrun", "TorchElasticEnvironment"), ("srun", "SLURMEnvironment")]
+)
+def test_two_nodes(tmp_path: Path, launcher: str, name: str) -> None:
+    found = run_on_ranks(trained_on_two_nodes, tmp_path, launcher)
+    assert found == [(name, 0, found[0][2]), (name, 1, found[0][2])]
+    assert found[0][2] >= 10
 
 
 def _without_its_package(kind: type) -> Any:

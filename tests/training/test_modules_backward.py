@@ -121,6 +121,19 @@ class LazyPenalty(Net):
         return loss
 
 
+def penalty_on(loss: Tensor, net: nn.Module) -> Tensor:
+    found = torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+    return torch.stack([g.square().sum() for g in found]).sum()
+
+
+class HelpedPenalty(Net):
+    """The same by a function of its module's file."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss if batch_idx % 4 != 3 else loss + penalty_on(loss, self.net)
+
+
 class Unforeseen(Net):
     """Asks for gradients in words that are not in its code."""
 
@@ -168,6 +181,7 @@ def test_gradients_of_some_parameters_in_some_steps(
         (Retained, "more than one backward pass through it", "left"),
         (Penalized, "is differentiated twice", "left"),
         (LazyPenalty, "is differentiated twice", "net"),
+        (HelpedPenalty, "is differentiated twice", "net"),
     ],
 )
 def test_code_that_may_go_through_a_graph_twice_shows_where_first(

@@ -201,7 +201,9 @@ def test_a_step_is_captured_under_its_own_precision(
     original = ModuleGraphs._capture
 
     def noted(self: Any, kind: Any, *args: Any) -> Any:
-        captured_under.append((kind.flags.kernels.products, torch.get_float32_matmul_precision()))
+        captured_under.append(
+            (kind.flags.kernels.precision_of_float32_products, torch.get_float32_matmul_precision())
+        )
         return original(self, kind, *args)
 
     monkeypatch.setattr(ModuleGraphs, "_capture", noted)
@@ -434,7 +436,7 @@ def test_a_kernel_that_the_step_asks_for(backend: str, tmp_path: Path, scope: st
     if scope == "modules":
         assert captured.statistics.modules == ["second"]
         (said,) = captured.statistics.fallbacks
-        assert "`first` stays eager" in said
+        assert "`first` is not graphed: it is made under switches" in said
         assert "kernels of attention" in said
 
 

@@ -15,6 +15,7 @@ from tests.training.rank_differences import (
     dying,
     failing,
     failing_when_verified,
+    out_of_memory,
     parting,
     require_together,
     stopped,
@@ -66,6 +67,16 @@ def test_an_exception_in_a_verification_ends_all(tmp_path: Path) -> None:
 def test_no_rank_goes_on_where_others_wait_for_it(tmp_path: Path) -> None:
     for (said,) in run_on_ranks(parting, tmp_path):
         assert "observed: rank 1: CUDA out of memory" in said
+
+
+def test_a_step_without_memory_ends_all_and_says_why(tmp_path: Path) -> None:
+    """No rank may repeat a step amid whose collectives the others are."""
+    with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*Tried to allocate 2 GiB"):
+        run_on_ranks(out_of_memory, "emulated", tmp_path, seconds=60)
+    first, second = ((tmp_path / f"said by {rank}").read_text() for rank in (0, 1))
+    assert not first
+    assert second.count("repeated without graphs where there is one rank") == 1
+    assert "Tried to allocate 2 GiB" in second
 
 
 def test_a_killed_rank_ends_all(tmp_path: Path) -> None:

@@ -185,12 +185,51 @@ class Weighted(Storing):
         self.steps += 1
         return self.loss(batch) * (1 + 1 / self.steps)
 
+    def look(self) -> Any:
+        return self.steps
+
 
 class Branching(Weighted):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
         loss = self.loss(batch)
         return loss * 2 if self.steps == 9 else loss
+
+
+class Annealed(Weighted):
+    """What autoencoders do, with numbers that follow from one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.beta = 0, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.before = self.steps
+        self.steps += 1
+        self.beta = min(1.0, self.steps / 10)
+        self.log("steps", self.steps)
+        self.log("beta", self.beta)
+        return self.loss(batch) * self.beta
+
+    def look(self) -> Any:
+        return self.before, self.steps, self.beta
+
+
+@pytest.mark.parametrize("module", [Weighted, Branching, Annealed])
+@pytest.mark.parametrize("verify", ["first", 3])
+def test_numbers_that_steps_count_and_use(
+    backend: str, tmp_path: Path, module: Any, verify: Any
+) -> None:
+    fit = fits_of(backend, tmp_path, module, {"on_failure": "eager", "verify": verify})
+    assert_whole(fit, BATCHES)
+
+
+class Indexing(Weighted):
+    """Takes the bare value of a number that it counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return self.loss(batch) * [1.0, 2.0][self.steps % 2]
 
 
 class Averaged(storing.Outputs):
@@ -223,8 +262,7 @@ class Objects(Storing):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (Weighted, "self.steps"),
-        (Branching, "self.steps"),
+        (Indexing, "(self.steps + 1) % 2 is read at"),
         (Averaged, ""),
         (Bounded, ""),
         (Objects, "self.found"),

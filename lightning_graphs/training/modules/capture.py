@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -11,7 +12,7 @@ from typing import TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.gradients import GradientBuffers, LentGradients
@@ -26,8 +27,7 @@ from lightning_graphs.core.torch_private import (
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.memory import NoRoomError, code_captured
 from lightning_graphs.training.modules.entry import original_call
-from lightning_graphs.training.modules.observation import Direction, Observation
-from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
+from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.python_state import Attributes
@@ -195,17 +195,13 @@ class _Capture:
     def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
         """Copy no argument that a graph of the same pool has already: as its output, or its own."""
         found: dict[int, tuple[Tensor, Source]] = {}
-        for leaf, makers in self._call.sources.items():
-            for call, output in makers:
-                capture = self._beside(call, earlier)
-                if capture is not None:
-                    outputs = capture.passes.outputs
-                    found[leaf] = outputs.tensors[output], outputs.lend(output)
-        for leaf, calls in self._call.shared.items():
-            others = ((self._beside(call, earlier), index) for call, index in calls)
-            first = next(((other, index) for other, index in others if other is not None), None)
-            if first is not None:
-                found[leaf] = first[0].passes.share(first[1])
+        for leaf, sources in self._call.sources.items():
+            for seen in sources:
+                capture = self._beside(seen.call, earlier)
+                if capture is None or (leaf in found and not seen.returned):
+                    continue
+                passes, index = capture.passes, seen.index
+                found[leaf] = passes.lend(index) if seen.returned else passes.share(index)
         if found:
             self.passes.read_in_place(found)
 
@@ -215,7 +211,7 @@ class _Capture:
         given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
             for leaf, makers in other._call.sources.items():
-                mine = [output for call, output in makers if call is self._call]
+                mine = [made.index for made in makers if made.returned and made.call is self._call]
                 lent = other.passes.lent_gradient(leaf) if other.pool is self.pool else None
                 for output in mine:
                     given.setdefault(output, []).append(lent if len(mine) == 1 else None)
@@ -272,3 +268,57 @@ class _Capture:
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:
         return self._baked.left_alone(run, self._call.module, self._attributes)
+
+
+class ObservedState:
+    """The state of a module in which an observed call found it.
+
+    Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
+    """
+
+    def __init__(self, call: ObservedCall, device_type: str) -> None:
+        self._device_type = device_type
+        self._autocast = call.autocast
+        self._grad_enabled = call.grad_enabled
+        self._dtype = call.kernels.default_dtype
+        self._modules = list(call.module.modules())
+        self._training = call.training
+        self._parameters = list(call.module.parameters())
+        self._required = [p not in call.frozen for p in self._parameters]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the module be in that state while the body runs."""
+        flags = [m.training for m in self._modules]
+        required = [p.requires_grad for p in self._parameters]
+        _set_flags(self._modules, self._training)
+        _set_requires_grad(self._parameters, self._required)
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        try:
+            with (
+                torch.set_grad_enabled(self._grad_enabled),
+                torch.autocast(
+                    self._device_type,
+                    dtype=self._autocast,
+                    enabled=self._autocast is not None,
+                    cache_enabled=False,
+                ),
+            ):
+                yield
+        finally:
+            torch.set_default_dtype(dtype)
+            _set_flags(self._modules, flags)
+            _set_requires_grad(self._parameters, required)
+
+
+def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags, strict=True):
+        if module.training is not flag:  # setting an attribute of a module takes long
+            module.training = flag
+
+
+def _set_requires_grad(parameters: Sequence[nn.Parameter], required: Sequence[bool]) -> None:
+    for parameter, require in zip(parameters, required, strict=True):
+        if parameter.requires_grad is not require:
+            parameter.requires_grad_(require)

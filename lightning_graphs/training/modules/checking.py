@@ -19,7 +19,8 @@ from lightning_graphs.training.agreement import Agreement, BothWays
 from lightning_graphs.training.differences import Result, Tolerance
 from lightning_graphs.training.held_values import Generators
 from lightning_graphs.training.memory import is_out_of_memory
-from lightning_graphs.training.modules.observed_call import ObservedCall, ObservedState
+from lightning_graphs.training.modules.capture import ObservedState
+from lightning_graphs.training.modules.observation import ObservedCall
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.state import Kept

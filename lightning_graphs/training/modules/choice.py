@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.torch_private import is_compiled, is_compiled_in_place, module_hooks
-from lightning_graphs.training.modules.observation import Observation
-from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.modules.selection import excluded, is_inside, select
 from lightning_graphs.training.modules.sites import StepKind
 from lightning_graphs.training.options import Options
@@ -28,7 +27,6 @@ class Choice:
 
     def __init__(self, root: nn.Module, options: Options) -> None:
         self._root = root
-        self._by_name = bool(options.modules)
         self._refused: set[nn.Module] = set()
         self._shown: dict[Hashable, str] = {}
         self._named: Mapping[str, nn.Module] = {}
@@ -86,40 +84,29 @@ class Choice:
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first, those without autograd among them."""
-        if not self._by_name:
-            found: list[ObservedCall] = []
-            alone: list[ObservedCall] = []
-            for call in observation.calls:
-                if has_own_dropout(call.module):  # all the same where its siblings are graphed
-                    note(_left_out(call.name, _obstacle(call.module, observation)))
-                if call.shaped_by and not any(c.shaped_by for c in self._inside(call, observation)):
-                    note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
-                if call.parent is None:
-                    inside = self._largest([call], observation)
-                    found += inside
-                    if not inside and call.module not in self._refused:
-                        alone.append(call)
-            graphed = {call.module for call in found}
-            for call in alone:
-                if call.module in graphed:
-                    note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
-                else:
-                    note(_left_out(call.name, self._obstacle(call, observation)))
-            return found
         called = {call.module for call in observation.calls}
         for name, module in self._named.items():
             if module not in called:
                 note(_left_out(name, _not_called(name, module)))
-        chosen = []
+        found: list[ObservedCall] = []
+        alone: list[ObservedCall] = []
         for call in observation.calls:
-            obstacle = _obstacle(call.module, observation)
-            if obstacle is not None:
-                note(_left_out(call.name, obstacle))
-            elif (reason := self._reason(call)) is not None:
-                note(f"a call of `{call.name}` stays eager: it {reason}")
-            elif call.module not in self._refused:
-                chosen.append(call)
-        return chosen
+            if has_own_dropout(call.module):  # all the same where its siblings are graphed
+                note(_left_out(call.name, _obstacle(call.module, observation)))
+            if call.shaped_by and not any(c.shaped_by for c in self._inside(call, observation)):
+                note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
+            if call.parent is None:
+                inside = self._largest([call], observation)
+                found += inside
+                if not inside and call.module not in self._refused:
+                    alone.append(call)
+        graphed = {call.module for call in found}
+        for call in alone:
+            if call.module in graphed:
+                note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
+            else:
+                note(_left_out(call.name, self._obstacle(call, observation)))
+        return found
 
     def without(
         self, refused: ObservedCall, calls: Sequence[ObservedCall], observation: Observation
@@ -127,8 +114,6 @@ class Choice:
         """The calls to try next, after one of them was refused; that module stays eager."""
         self._refused.add(refused.module)
         left = [call for call in calls if call.module is not refused.module]
-        if self._by_name:
-            return left
         inside = [i for c in calls if c not in left for i in self._inside(c, observation)]
         chosen = {*left, *self._largest(inside, observation)}
         return [call for call in observation.calls if call in chosen]

@@ -23,7 +23,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.entry import Entry
-from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.observation import ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"

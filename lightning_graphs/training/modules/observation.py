@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.recorder import OperatorMode
-from lightning_graphs.core.signature import KernelChoice
+from lightning_graphs.core.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.torch_private import (
     current_autograd_node,
     in_transform,
@@ -29,10 +29,112 @@ from lightning_graphs.core.torch_private import (
     will_execute,
 )
 from lightning_graphs.core.tree import leaves_of, substitute
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.modules.entry import Entry
-from lightning_graphs.training.modules.observed_call import ObservedCall
 
 Direction = Literal["forward", "backward"]
+
+
+@dataclass(eq=False, slots=True)
+class ObservedCall:
+    """One call of a module in the observed step."""
+
+    name: str  # qualified name of the module
+    module: nn.Module
+    args: tuple[Any, ...]  # its positional arguments, detached from the autograd graph
+    kwargs: Mapping[str, Any]  # its keyword arguments, likewise
+    autocast: torch.dtype | None  # data type of autocast; None while it was off
+    kernels: KernelChoice  # what operators chose their kernels by
+    grad_enabled: bool  # whether autograd was recording
+    frozen: frozenset[nn.Parameter]  # the module's parameters that required no gradient
+    training: tuple[bool, ...]  # the train/eval flag of each of its submodules
+    parent: ObservedCall | None  # the call of another observed module that made this one
+    requires_grad: bool = False  # whether an output requires grad
+    # The call was made by a backward pass, as activation checkpointing does.
+    recomputed: bool = False
+    backwards: int = 0  # how often a backward pass went through its outputs
+    twice_differentiable: bool = False  # a backward pass was run with ``create_graph=True``
+    partial: bool = False  # a backward pass left the module's parameters out
+    # For each argument, by its index among the tensors of the arguments, earlier calls that have
+    # returned it; or, where there are none and it has no gradient, those that were given it, too.
+    sources: dict[int, list[Seen]] = field(default_factory=dict)
+    ordinal: int = 0  # which call of the module in the step it is, counted from 0
+    # No backward pass went through it in its step, and the outputs' autograd graph was kept: one
+    # may come later.
+    outlives: bool = False
+    # It was made inside of ``torch.func`` or forward-mode autograd; nothing else is known of it.
+    transformed: bool = False
+    # Which of the switches that choose kernels the step has set otherwise for it.
+    switched: Sequence[str] = ()
+    hands_on: bool = False  # it returns nothing with a gradient but what it was given
+    # Memory that an output shares with another one or with an argument was written after the call,
+    # before the next step began.
+    rewritten: bool = False
+    # In which strides the gradients of its outputs came, by the index of each.
+    gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    draws: bool = False  # it has drawn random numbers on a GPU
+    shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
+    # Such an operator ran before it in the step: its arguments may have any shape in the next one.
+    follows_values: bool = False
+
+    @classmethod
+    def now(
+        cls,
+        name: str,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        device_type: str,
+        parent: ObservedCall | None = None,
+    ) -> ObservedCall:
+        """A call that is made now, with autocast of this type of device."""
+        autocast = torch.is_autocast_enabled(device_type)
+        return cls(
+            name,
+            module,
+            args,
+            kwargs,
+            torch.get_autocast_dtype(device_type) if autocast else None,
+            KernelChoice.now(),
+            torch.is_grad_enabled(),
+            frozenset(p for p in module.parameters() if not p.requires_grad),
+            tuple(m.training for m in module.modules()),
+            parent,
+            recomputed=current_autograd_node() is not None,
+        )
+
+    def key(self) -> Hashable:
+        """What tells this call from another one of its module."""
+        # The switches of torch count where the call noted them; those of now are the same for all.
+        modes = Modes.current("cpu")
+        try:
+            signature: Hashable = Signature.of(self.args, self.kwargs, modes=modes)[0]
+        except CaptureError:
+            signature = None
+        return self.name, signature, self.autocast, self.grad_enabled, self.frozen, self.training
+
+    def obstacle(self) -> str | None:
+        """Why this call cannot be a graph, in words that follow its name; None if it can."""
+        # What its code does is not looked at.
+        if self.transformed:
+            return "is made inside of a transform (torch.func, forward-mode autograd)"
+        if self.switched:
+            names = ", ".join(self.switched)
+            return f"is made under switches of torch that the step has set just for it: {names}"
+        if self.twice_differentiable:
+            return "is differentiated twice (create_graph=True)"
+        if self.backwards > 1:
+            return "has more than one backward pass through it (retain_graph=True)"
+        if self.outlives:
+            return "has an output whose autograd graph is kept for a later step"
+        if self.hands_on:
+            return "returns nothing but what it was given, which is no work for a graph"
+        if self.rewritten:
+            return (
+                "returns a tensor in the memory of another output or of an argument, and the step "
+                "writes there; what a graph returns has memory of its own"
+            )
+        return None
 
 
 @dataclass(slots=True)
@@ -47,7 +149,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class Seen:
     """A tensor that an observed call was given or has returned.
 
     It is kept alive, so that its address stays its own.
@@ -57,6 +159,7 @@ class _Seen:
     index: int  # its place among the tensors that the call was given or returned
     tensor: Tensor  # the tensor, detached
     version: int  # how often its memory had been written then
+    returned: bool  # and not given
 
     def is_(self, argument: Tensor) -> bool:
         """Whether an argument is this tensor, unchanged."""
@@ -136,9 +239,8 @@ class StepObserver:
         looks_at_shapes: bool = False,
     ) -> None:
         self.observation = Observation()
-        self._made: dict[int, list[_Seen]] = {}
-        self._shared: list[_Seen] = []
-        self._given: dict[int, list[_Seen]] = {}
+        self._seen: dict[int, list[Seen]] = {}
+        self._shared: list[Seen] = []
         self._device_type = device_type
         self._kernels = KernelChoice.now()
         self._is_stepping = is_stepping
@@ -196,7 +298,9 @@ class StepObserver:
         call.follows_values = bool(self.observation.shaped_by)
         call.transformed = transformed
         # Precision plugins set the default dtype for the step's own code alone.
-        call.switched = self._kernels._replace(dtype=call.kernels.dtype).changes(call.kernels)
+        call.switched = self._kernels._replace(default_dtype=call.kernels.default_dtype).changes(
+            call.kernels
+        )
         self._times[module] += 1
         self._find_sources(call)
         self._places[call] = random_place(self._device_type)
@@ -205,23 +309,20 @@ class StepObserver:
         self.observation.calls.append(call)
 
     def _find_sources(self, call: ObservedCall) -> None:
-        """Note which arguments are what an observed call has returned, unchanged since."""
+        """Note which arguments other calls have returned or were given, unchanged since."""
         arguments = _tensors_in((call.args, call.kwargs))
         if not all(map(_has_address, arguments)):
             return  # such a call is no graph
-        for i, first in enumerate(alias_groups(arguments)):
-            found = [m for m in self._made.get(arguments[i].data_ptr(), ()) if m.is_(arguments[i])]
-            if found and first == i:
-                call.sources[i] = [(made.call, made.index) for made in found]
-            elif first == i and not (arguments[i].requires_grad or arguments[i].is_inference()):
-                self._find_shared(call, i, arguments[i])
-
-    def _find_shared(self, call: ObservedCall, index: int, argument: Tensor) -> None:
-        """Note which calls were given an argument before, unchanged since."""
-        known = self._given.setdefault(argument.data_ptr(), [])
-        if found := [(seen.call, seen.index) for seen in known if seen.is_(argument)]:
-            call.shared[index] = found
-        known.append(_Seen(call, index, argument, version_of(argument)))
+        for i in set(alias_groups(arguments)):
+            argument = arguments[i]
+            known = self._seen.setdefault(argument.data_ptr(), [])
+            found = [seen for seen in known if seen.is_(argument)]
+            returned = [seen for seen in found if seen.returned]
+            if returned:
+                call.sources[i] = returned
+            elif not (argument.requires_grad or argument.is_inference()):
+                call.sources[i] = found
+                known.append(Seen(call, i, argument, version_of(argument), returned=False))
 
     def _counts(self) -> bool:
         if is_current_stream_capturing():  # a call without autograd
@@ -257,8 +358,8 @@ class StepObserver:
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
-            made = _Seen(call, i, tensor.detach(), version_of(tensor))
-            self._made.setdefault(tensor.data_ptr(), []).append(made)
+            made = Seen(call, i, tensor.detach(), version_of(tensor), returned=True)
+            self._seen.setdefault(tensor.data_ptr(), []).append(made)
             if self._is_shared(call, tensor, tensors):
                 self._shared.append(made)
 
@@ -313,7 +414,7 @@ class StepObserver:
             call.outlives |= call.backwards == 0 and token() is not None
         for made in self._shared:
             made.call.rewritten |= version_of(made.tensor) != made.version
-        for held in (self._graphs, self._shared, self._open, self._made, self._given):
+        for held in (self._graphs, self._shared, self._open, self._seen):
             held.clear()
 
     def discard(self) -> None:

@@ -37,8 +37,7 @@ from lightning_graphs.training.held_values import Generators, LooseTensors
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.logs import refuse_log
-from lightning_graphs.training.modules.observation import Observation
-from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import CodeOfModules, OwnCode
 from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes

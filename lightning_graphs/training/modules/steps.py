@@ -25,8 +25,12 @@ from lightning_graphs.training.modules.capture import Means, capture_calls, patt
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
-from lightning_graphs.training.modules.observation import Observation, StepObserver, WatchedForward
-from lightning_graphs.training.modules.observed_call import ObservedCall
+from lightning_graphs.training.modules.observation import (
+    Observation,
+    ObservedCall,
+    StepObserver,
+    WatchedForward,
+)
 from lightning_graphs.training.modules.sites import (
     Baked,
     CallRefused,
