@@ -33,6 +33,7 @@ SUBMODULES = {  # graphs for each call, in steps that call a network several tim
     "GAN whose generator rests": "the module optimizes manually",
     "WGAN with gradient penalty": "the module optimizes manually",
     "actor and critic": "the module optimizes manually",
+    "cutmix": "on which the way of the step depends",  # places with 25 values
     "LBFGS": "LBFGS calls the training step several times",
     "loss weighted by path": 'batch["path"][0] is read at ',
 }
