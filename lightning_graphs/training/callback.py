@@ -263,14 +263,9 @@ class GraphCapture(Callback):
         is_cuda = trainer.strategy.root_device.type == "cuda"
         if is_cuda and not moves_batches_itself(trainer, module):
             _install(self._fit, BatchTransfer(trainer))
-        doctor = Doctor(
-            trainer,
-            module,
-            calls_of(trainer.strategy),
-            self.options,
-            reason=_reason_to_stay_out(trainer, self.options),
-            no_whole_step=why_no_whole_step(trainer, module),
-        )
+        calls, reason = calls_of(trainer.strategy), _reason_to_stay_out(trainer, self.options)
+        no_whole_step = why_no_whole_step(trainer, module)
+        doctor = Doctor(trainer, module, calls, self.options, reason, no_whole_step)
         self._fit.callback(doctor.finish)
         self.diagnosis = doctor.diagnosis
 

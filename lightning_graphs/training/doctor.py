@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
+from lightning_graphs.core.host_recording import FROM_PYTHON
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -45,13 +45,15 @@ from lightning_graphs.training.diagnosis import (
     Diagnosis,
     Effect,
 )
+from lightning_graphs.training.draws import SETTERS, draws_exchanged
+from lightning_graphs.training.followed import calls_followed
 from lightning_graphs.training.frozen import (
     COUNTER,
     OLD_GRADIENTS,
     counters_watched,
     old_gradients_watched,
 )
-from lightning_graphs.training.held_values import Generators
+from lightning_graphs.training.held_values import Generators, PythonGenerator
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.live_numbers import is_followed
@@ -77,7 +79,6 @@ from lightning_graphs.training.watched import (
     Observer,
     WatchedNumbers,
     changes,
-    draws_watched,
     watched_in,
 )
 
@@ -123,15 +124,15 @@ class Doctor:
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index or 0])
         self._sites = sites = CallSiteFinder(Doctor._run.__code__)
-        self._observer = Observer(
-            self._note, self._look, generators, sites=sites, rehearsal=self._rehearsal
-        )
+        self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
         self._step = definition_of(module.training_step)
         # What Python's arithmetic makes of a number is no obstacle in a whole step.
         followed = self._used if self._only_submodules else lambda _: None
         self._counters = WatchedNumbers(followed, self._used)
+        self._drew = functools.partial(self._used, obstacle=DRAWN)
+        self._draws = WatchedNumbers(followed, self._drew)
         self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
@@ -150,8 +151,7 @@ class Doctor:
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
-            change = textwrap.shorten(change, 400, placeholder=" ...")  # a long list may be read
-            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change)
+            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change[:400])
         if self._trainer.is_global_zero:
             print(self.diagnosis)
 
@@ -230,7 +230,8 @@ class Doctor:
             stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
-            stack.enter_context(draws_watched(self._drew))
+            stack.enter_context(draws_exchanged(self._drawing))
+            stack.enter_context(calls_followed())
             stack.enter_context(self._observing())
             yield
 
@@ -248,8 +249,7 @@ class Doctor:
 
     @property
     def _effect(self) -> Effect:
-        between = self._only_submodules and not self._is_inside
-        return _BETWEEN if between else "eager step"
+        return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
 
     def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -279,8 +279,9 @@ class Doctor:
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
         numbers = list(watched_in((args, kwargs)))
-        if numbers and not self._only_submodules and is_followed(function, args, kwargs):
-            return [number.plain for number in numbers]
+        ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
+        if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
+            return [number.value for number in numbers]
         for number in numbers:
             number.escapes()
         if self._only_submodules and not self._is_inside:
@@ -290,7 +291,8 @@ class Doctor:
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        return self._counters.is_live(number) or any(number is group["lr"] for group in groups)
+        followed = self._counters.is_live(number) or self._draws.is_live(number)
+        return followed or any(number is group["lr"] for group in groups)
 
     def _used(
         self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
@@ -303,9 +305,25 @@ class Doctor:
         if self._module.automatic_optimization or self._is_inside:
             self._used(name, obstacle=OLD_GRADIENTS)
 
-    def _drew(self, name: str) -> None:
-        self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
-        self._used(name, obstacle=DRAWN)
+    def _drawing(
+        self, name: str, function: Callable[..., Any], generator: PythonGenerator
+    ) -> Callable[..., Any]:
+        """What stands for a function that draws: a captured step follows what it gives."""
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if self._active and not self._observer.silent and not name.endswith(SETTERS):
+                self._drawn.add(generator.name)
+                if self._has_host_half and value is not None:
+                    many = type(value) in (list, tuple)
+                    return type(value)(map(number, value)) if many else number(value)
+                self._drew(name)
+            return value
+
+        def number(value: Any) -> Any:  # the bare value of an integer may be one of a few
+            return self._draws.number(name, value, lasts=not isinstance(value, float))
+
+        return draw
 
     # ------------------------------------------------------------------ judging
 
@@ -406,7 +424,8 @@ class Doctor:
         """Python that only shows in its effect: other numbers than in a step of the same shapes."""
         if len(self._signatures) < self.diagnosis.steps:
             return
-        signature = replace(self._signatures[-1], extra=tuple(self._observer.told))
+        told = self._observer.told if self._has_host_half else ()
+        signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
         for change in changes(self._earlier.get(signature, calls), calls):

@@ -95,7 +95,7 @@ def effects_watched(
 
     with contextlib.ExitStack() as stack:
         for owner, name, what in list(_present()):
-            stack.enter_context(call_watched(owner, name, what, used))
+            stack.enter_context(_call_watched(owner, name, what, used))
         stack.enter_context(_loggers_watched(trainer, used))
         yield
 
@@ -114,12 +114,11 @@ def _attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name, None)
 
 
-_Used = Callable[[str, FrameType | None], object]
+_Used = Callable[[str, FrameType | None], None]
 
 
 @contextlib.contextmanager
-def call_watched(owner: Any, name: str, what: str, used: _Used) -> Iterator[None]:
-    """Tell of calls of a function, with the frame of who calls it."""
+def _call_watched(owner: Any, name: str, what: str, used: _Used) -> Iterator[None]:
     original = getattr(owner, name)
 
     @functools.wraps(original)

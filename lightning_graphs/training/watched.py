@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,9 +28,8 @@ from lightning_graphs.core.obstacles import (
 from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder, tensors_in
 from lightning_graphs.core.torch_private import current_autograd_node
 from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.training.followed import Followed
 from lightning_graphs.training.live_numbers import ARITHMETIC, COMPARISONS, LASTING
-from lightning_graphs.training.logged_floats import LoggedFloats
-from lightning_graphs.training.side_effects import call_watched
 
 _NUMBERS = (bool, int, float)
 
@@ -90,7 +88,6 @@ class Observer(Recorder):
         note: Callable[[str, Obstacle, CallSite], None],
         look: Callable[[Any, Any, Any], Iterable[float]],
         generators: Sequence[torch.Generator],
-        *,
         sites: CallSiteFinder,
         rehearsal: bool,
     ) -> None:
@@ -109,8 +106,7 @@ class Observer(Recorder):
 
     def begin(self, on_host: Iterable[Tensor]) -> None:
         """Begin another step; the host has these tensors, too, and what follows from them."""
-        self.calls = []
-        self.told = []
+        self.calls, self.told = [], []
         self._anew.clear()
         self._on_host = {self.know(tensor).id for tensor in on_host}
 
@@ -219,8 +215,7 @@ Note = Callable[[str], object]
 _ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
 _ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
 _COMPARISONS = [*COMPARISONS.values(), "bool"]
-_ESCAPES = ["hash", "int", "str", "repr", "format", "divmod", "rdivmod"]
-_STATE_OF_A_GENERATOR = ("getstate", "setstate", "seed", "get_state", "set_state")
+_ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
 
 
 class WatchedNumbers:
@@ -234,15 +229,18 @@ class WatchedNumbers:
     def __init__(self, used: Note, escaped: Note) -> None:
         self.used = used
         self.escaped = escaped
-        self._logged = LoggedFloats()
+        self._made: list[float] = []
 
-    def number(self, name: str, value: Any) -> Any:
+    def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
         """Stand for a number; other values stay what they are."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.number):
+            value = value.item()
         kind = _KINDS.get(type(value))
         if kind is None:
             return value
         number = kind(value)
-        number.numbers, number.name = self, name
+        number.numbers, number.name, number.lasts = self, name, lasts
         return number
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
@@ -250,23 +248,20 @@ class WatchedNumbers:
         value = read()
         if type(value) is bool:
             self.used(name)
-        return self.number(name, value)
+        return self.number(name, value, lasts=name == LASTING)
 
-    def bare(self, number: Any, value: float) -> float:
-        """A plain float for code that asks for one."""
-        made = self._logged.made(number.name, value, lambda: value, sys._getframe(2))
-        if made is None:
-            number.escapes()
-            return value
+    def bare(self, number: Any) -> float:
+        """A plain float, an object of its own that is known again."""
         self.used(number.name)
-        return made
+        self._made.append(float(repr(float(number.value))))
+        return self._made[-1]
 
     def is_live(self, value: Any) -> bool:
-        """Whether it is a number that a captured step would log anew."""
-        return isinstance(value, Watched) or self._logged.logged(value) is not None
+        """Whether it is a number that a captured step would follow."""
+        return isinstance(value, Watched) or any(value is made for made in self._made)
 
 
-class Watched:
+class Watched(Followed):
     """A number that it stands for, in all respects; says so when Python does something with it.
 
     C code reads it unseen: of torch's functions the observer sees the arguments, and of
@@ -275,21 +270,29 @@ class Watched:
 
     numbers: WatchedNumbers
     name: str
+    lasts: bool
 
     @property
-    def plain(self) -> Any:
+    def value(self) -> Any:
         """The number itself."""
         return (int if isinstance(self, int) else float).__pos__(self)  # type: ignore[arg-type]
 
     def escapes(self) -> None:
         """Tell that the bare value is taken."""
-        (self.numbers.used if self.name == LASTING else self.numbers.escaped)(self.name)
+        (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        self.numbers.used(self.name)
+        found = function(*(a.value if isinstance(a, Watched) else a for a in args))
+        lasts = all(a.lasts for a in args if isinstance(a, Watched))
+        return self.numbers.number(self.name, found, lasts=lasts)
 
     def __float__(self) -> float:
-        return self.numbers.bare(self, float(self.plain))
+        return self.numbers.bare(self)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
-        return type(self.plain), (self.plain,)
+        return type(self.value), (self.value,)
 
 
 _KINDS: dict[type, Any] = {
@@ -299,16 +302,13 @@ _KINDS: dict[type, Any] = {
 
 def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Callable[..., Any]:
     def operation(self: Any, *args: Any) -> Any:
+        if follows:
+            return self.applied(plain, (self, *args))
         if escapes:
             self.escapes()
         else:
             self.numbers.used(self.name)
-        found = plain(self, *args)
-        if not follows or type(found) not in _KINDS:
-            return found
-        names = [arg.name for arg in (self, *args) if isinstance(arg, Watched)]
-        moving = (name for name in names if name != LASTING)
-        return self.numbers.number(next(moving, self.name), found)
+        return plain(self, *args)
 
     return operation
 
@@ -325,19 +325,3 @@ def watched_in(value: Any) -> Iterator[Watched]:
     for leaf in leaves_of(value):
         parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
         yield from (part for part in parts if isinstance(part, Watched))
-
-
-@contextlib.contextmanager
-def draws_watched(note: Note) -> Iterator[None]:
-    """Tell when a function of ``random`` or ``numpy.random`` draws from the shared generator."""
-    present = (sys.modules.get(name) for name in ("random", "numpy.random"))
-    with contextlib.ExitStack() as stack:
-        for module in filter(None, present):
-            kinds = (random.Random, getattr(module, "RandomState", random.Random))
-            for name, function in list(vars(module).items()):
-                shared = isinstance(getattr(function, "__self__", None), kinds)
-                if shared and name not in _STATE_OF_A_GENERATOR:
-                    path = f"{module.__name__}.{name}"
-                    drawn = call_watched(module, name, path, lambda path, _: note(path))
-                    stack.enter_context(drawn)
-        yield

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,9 +121,22 @@ def _changed(module: Any, batch: Any) -> Tensor:
     return labels.max()
 
 
+class Mixed(Net):
+    """Numbers that Python and NumPy draw, and those of the trainer, in arithmetic and branches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = np.random.beta(0.4, 0.4)
+        scale = torch.tensor(1 + np.sqrt(random.random()), device=self.device)
+        ramp = 0.5 * (1 + math.cos(math.pi * (self.global_step / 100)))
+        self.log("share", float(share))
+        x = share * batch["x"] + (1 - share) * batch["x"].flip(0)
+        loss = self.loss({**batch, "x": x}) * scale.float() * ramp
+        return loss * 2 if random.random() < 0.25 else loss
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
-    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped])
+    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
     ) -> None:
@@ -157,6 +173,10 @@ class TestAgreement:
         assert row.effect == "eager step"
         number = line(Reading.training_step, "read")
         assert f"test_doctor_agrees.py:{number} in training_step" in row.observed
+        capture = {"scope": "modules"}
+        between = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        assert rows(between, "changing-shape") == []
+        assert [row.effect for row in rows(between, "host-read")] == ["stays eager between them"]
 
     @pytest.mark.parametrize("read", [_activations, _weights, _rounded, _changed])
     def test_what_only_the_device_has_is_one(
