@@ -97,6 +97,7 @@ class Observer(Recorder):
         self._look = look
         self._sites = sites
         self._rehearsal = rehearsal
+        self._on_gpu = any(generator.device.type != "cpu" for generator in generators)
         self.silent = False  # whether nothing is noted at the moment
         self.answered = False  # whether the host has what is asked for by what is noted
         self.told: list[str] = []  # what Python was told by it in this step
@@ -146,7 +147,7 @@ class Observer(Recorder):
                 result = func(*args, **kwargs)
             return self._tell(result, answered)
         result = REHEARSED.get(func, func)(*args, **kwargs)
-        if self._rehearsal and name in FACTORIES and kwargs.get("device") in (None, "cpu"):
+        if not self._on_gpu and name in FACTORIES and kwargs.get("device") in (None, "cpu"):
             self._on_host.add(self.know(result).id)
         return result
 
@@ -154,14 +155,14 @@ class Observer(Recorder):
         """Remember what Python is told, if the host has it."""
         self.answered = False
         if answered and not self.silent:
-            shapes = [tuple(tensor.shape) for tensor in tensors_in(result)]
-            self.told.append(f"{self._sites.here().describe()} gave {shapes or result!r}")
+            what = [tuple(tensor.shape) for tensor in tensors_in(result)] or result
+            self.told.append(f"{self._sites.here().describe()} gave {what!r}")
         return result
 
     def _host_has(self, tensors: Iterable[Tensor]) -> bool:
-        own = "" if self._rehearsal else "cpu"
         return all(
-            t.layout is torch.strided and (t.device.type == own or self.know(t).id in self._on_host)
+            t.layout is torch.strided
+            and ((self._on_gpu and not t.is_cuda) or self.know(t).id in self._on_host)
             for t in tensors
         )
 
@@ -185,8 +186,8 @@ class Observer(Recorder):
         given = call.inputs if name_of(call.func) not in OF_SHAPES else []
         follows = is_exact(call.func, outputs, SMALL) and self._host_has(given)
         follows = follows and all(self.know(tensor).born for tensor in call.written)
-        for known in [self.know(tensor, born=True).id for tensor in (*outputs, *call.written)]:
-            (self._on_host.add if follows else self._on_host.discard)(known)
+        change = self._on_host.update if follows else self._on_host.difference_update
+        change(self.know(tensor, born=True).id for tensor in (*outputs, *call.written))
         return result
 
     def _is_known(self, call: OperatorCall) -> bool:

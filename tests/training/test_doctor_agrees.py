@@ -178,15 +178,17 @@ class TestAgreement:
         assert rows(between, "changing-shape") == []
         assert [row.effect for row in rows(between, "host-read")] == ["stays eager between them"]
 
+    @pytest.mark.parametrize("capture", [{}, {"backend": "auto"}], ids=["own", "auto"])
     @pytest.mark.parametrize("read", [_activations, _weights, _rounded, _changed])
     def test_what_only_the_device_has_is_one(
-        self, backend: str, tmp_path: Path, read: Callable[..., Tensor]
+        self, backend: str, tmp_path: Path, read: Callable[..., Tensor], capture: dict[str, Any]
     ) -> None:
         class Reading(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.loss(batch)
                 return loss * (1.0 if read(self, batch).item() > -1e9 else 2.0)  # read
 
-        found = rows(examined(backend, tmp_path, module=Reading, validation=0), "host-read")
+        fit = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        found = rows(fit, "host-read")
         number = line(Reading.training_step, "read")
         assert [(row.line, row.effect) for row in found] == [(number, "eager step")]
