@@ -91,7 +91,7 @@ class HookOnNode(Net):
 
 
 class MainGradients(Net):
-    """Hooks on those nodes that add gradients up elsewhere, where Megatron-LM and apex want them."""
+    """Hooks on those nodes that add gradients up elsewhere, as those of Megatron-LM do."""
 
     def __init__(self) -> None:
         super().__init__()
