@@ -24,6 +24,8 @@ WHOLE = [
     "several tasks with learned weights",
     "siamese network",
     "LoRA by hand",
+    "mixup",  # draws of NumPy
+    "translation with teacher forcing",  # a branch on a draw of Python
     "speech recognition (CTC)",
 ]
 SUBMODULES = {  # graphs for each call, in steps that call a network several times
@@ -31,6 +33,7 @@ SUBMODULES = {  # graphs for each call, in steps that call a network several tim
     "GAN whose generator rests": "the module optimizes manually",
     "WGAN with gradient penalty": "the module optimizes manually",
     "actor and critic": "the module optimizes manually",
+    "cutmix": "on which the way of the step depends",  # places with 25 values
     "LBFGS": "LBFGS calls the training step several times",
     "loss weighted by path": 'batch["path"][0] is read at ',
 }

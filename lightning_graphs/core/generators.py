@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,29 @@ from torch._ops import OpOverload
 
 from lightning_graphs.core.obstacles import SET_GENERATOR
 from lightning_graphs.errors import CaptureError
+
+
+class HostGenerator(Protocol):
+    """A generator of random numbers on the host: torch's, Python's or NumPy's."""
+
+    def get_state(self) -> Any:
+        """Where it is."""
+
+    def set_state(self, state: Any, /) -> Any:
+        """Put it where it was."""
+
+
+def comparable(state: Any) -> Any:
+    """A generator's state as something that one ``==`` compares, arrays and tensors as bytes."""
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    if hasattr(state, "tobytes"):
+        return state.tobytes()
+    if isinstance(state, dict):
+        return {key: comparable(value) for key, value in state.items()}
+    if isinstance(state, tuple) and not isinstance(state[0], int):  # else hundreds of numbers
+        return tuple(map(comparable, state))
+    return state
 
 
 class GeneratorWatch:

@@ -1,11 +1,12 @@
 """The host half of captured code: what it computes on the CPU, done again by every replay.
 
 A graph holds what the device does. Code that is captured may also compute on the host: numbers and
-tables that it makes there and copies to the device, draws of torch's CPU generator, branches on
-them, and on values of its inputs. While it is captured these operators are recorded. What follows
-from constants alone is computed once and stays on the device. The rest runs before each replay, in
-its order: tensors that go to the device are copied into the graph's inputs, and what Python reads
-is compared with what it was: where it is something else, the code would have gone another way.
+tables that it makes there and copies to the device, draws of torch's CPU generator, of Python's and
+of NumPy's, branches on them, and on values of its inputs. While it is captured these operators are
+recorded. What follows from constants alone is computed once and stays on the device. The rest runs
+before each replay, in its order: tensors that go to the device are copied into the graph's inputs,
+and what Python reads is compared with what it was: where it is something else, the code would have
+gone another way.
 
 What the host reads of the device is computed on the host, too, where that is exact (integers,
 booleans, comparisons, selections) and follows from inputs of which the host has a copy.
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_graphs.core.generators import HostGenerator
 from lightning_graphs.core.recorder import tensors_in
 
 aten = torch.ops.aten
@@ -72,8 +74,19 @@ class Operation:
     args: tuple[Any, ...]  # its arguments, registers in place of tensors that are computed anew
     kwargs: dict[str, Any]  # likewise
     results: list[int]  # the registers of the tensors that it returns
-    draws: torch.Generator | None = None
+    draws: HostGenerator | None = None
     read: Any = None  # what it told Python, for an operator that returns no tensor
+
+
+class Draw:
+    """Operation: a call of a function that draws from Python's or NumPy's generator."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.value: Any = None  # what it has drawn last
+
+    def __call__(self) -> None:
+        self.value = self._call()
 
 
 class HostHalf:
@@ -91,13 +104,13 @@ class HostHalf:
         self._inputs = inputs
         self._held = held
         self._calls = [_prepared(operation, values) for operation in operations]
-        self._generators = list({o.draws: None for o in operations if o.draws is not None})
-        self._begun: dict[torch.Generator, Tensor] = {}
+        self.generators = list({o.draws: None for o in operations if o.draws is not None})
+        self._begun: dict[HostGenerator, Any] = {}
 
     @property
     def read(self) -> tuple[Any, ...]:
         """What Python was told of values that every replay computes anew."""
-        return tuple(o.read for o in self._operations if o.func in READS)
+        return tuple(o.read for o in self._operations if not o.results)
 
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
@@ -115,14 +128,14 @@ class HostHalf:
                 if given[i] is None:
                     return False
                 values[register] = given[i]
-        self._begun = {generator: generator.get_state() for generator in self._generators}
+        self._begun = {generator: generator.get_state() for generator in self.generators}
         for operation, args, places in self._calls:
             for place, register in places:
                 args[place] = values[register]
             result = operation.func(*args, **operation.kwargs)
             if not operation.results:
                 if not _same(result, operation.read):
-                    self.rewind()
+                    self.restore()
                     return False
             elif type(result) is Tensor:
                 values[operation.results[0]] = result
@@ -131,7 +144,7 @@ class HostHalf:
                     values[register] = tensor
         return True
 
-    def rewind(self) -> None:
+    def restore(self) -> None:
         """Put the generators back to where they were before the last :meth:`run`."""
         for generator, state in self._begun.items():
             generator.set_state(state)

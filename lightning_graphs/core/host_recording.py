@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.host_half import (
     OF_SHAPES,
     READS,
@@ -32,7 +33,9 @@ aten = torch.ops.aten
 
 _ALIGNMENT = 256  # bytes, as the allocator has it
 _TRANSFERS = (aten._to_copy.default, aten.copy_.default)
-_FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+"""Functions that make a tensor of Python's numbers."""
+
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 _FACTORIES = frozenset(
@@ -83,8 +86,10 @@ class HostRecording(OperatorMode):
         self._read_in_place: list[Tensor] = []
         self._makes_on_host = False
         self._device_draws = False
+        self.tape = self._tape = HostTape()
+        # Gives what reads the present value of data with live numbers in it; None of other data
+        self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
         self.in_backward = False  # whether the backward pass copies from the host, too
-        self._tape = HostTape()
         self._copies = copies
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
@@ -100,7 +105,8 @@ class HostRecording(OperatorMode):
             full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
             full.needed = self._needed
             raise full
-        if self._emulated and self._device_draws and any(o.draws for o in tape.operations):
+        draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
+        if self._emulated and self._device_draws and draws:
             raise CaptureError(
                 "One generator serves host and device on a CPU.",
                 "the captured code draws in both halves",
@@ -116,8 +122,8 @@ class HostRecording(OperatorMode):
         held = (self._arena, *self._read_in_place)
         half = HostHalf(tape.operations, tape.values, tape.inputs, held)
         goes_the_same_way = half.run(lambda: self._copies)
-        drawn = all(torch.equal(g.get_state(), state) for g, state in tape.states.items())
-        half.rewind()
+        drawn = all(comparable(g.get_state()) == comparable(s) for g, s in tape.states.items())
+        half.restore()
         if not (goes_the_same_way and drawn):
             raise CaptureError(RULE, "it draws or branches out of sight", REMEDY)
         return half if tape.operations or self._needed or self._read_in_place else None
@@ -139,7 +145,7 @@ class HostRecording(OperatorMode):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(args[0], {**kwargs, "device": None})
-            return self._tape.run(call)
+            return self._of_a_known_shape(call.func, self._tape.run(call))
         if any(map(self._is_host, call.written)):
             return call.run()  # a host read: refused as ever
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
@@ -240,9 +246,15 @@ class HostRecording(OperatorMode):
         found = self._tape.run(self._in_shadow(call))
         if not shapes:
             return found
-        for tensor in tensors_in(found):
-            self._tape.compare(shape, tensor)
+        found = self._of_a_known_shape(func, found)
         return mapped(found, lambda tensor: self._copied(tensor, {}))
+
+    def _of_a_known_shape(self, func: OpOverload, result: Any) -> Any:
+        """Let replays compare the shapes of a result, where these follow from values."""
+        if func._schema.name in _SHAPES:
+            for tensor in tensors_in(result):
+                self._tape.compare(shape, tensor)
+        return result
 
     # ------------------------------------------------------------------ to the device
 
@@ -312,15 +324,18 @@ class HostRecording(OperatorMode):
             return None
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
-        if name in _FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
+        if name in FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
             self._tape.refuse(f"{name} of a tensor that changes from step to step")
-        if name in _FROM_PYTHON and not isinstance(data, Tensor):
+        if name in FROM_PYTHON and not isinstance(data, Tensor):
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
             return func(*args, **kwargs)
         if name in ("to", "cuda") and self._is_host(args[0]) and _names_device(args, kwargs):
-            dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-            return self._copied(args[0], {"dtype": dtype})
+            given = [
+                a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype | Tensor)
+            ]
+            dtypes = [a if isinstance(a, torch.dtype) else a.dtype for a in given]
+            return self._copied(args[0], {"dtype": dtypes[0] if dtypes else None})
         if name in (*_FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
             self._makes_on_host = True
             try:
@@ -353,6 +368,10 @@ class HostRecording(OperatorMode):
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             given = {"device": tensor.device}
             return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
+        if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
+            read = self.reader_of(index)
+            if read is not None and hasattr(read(), "__len__"):  # an array
+                index = self._from_python(torch.as_tensor, "as_tensor", (index,), {})
         if not (isinstance(index, Tensor) and index.dim()):
             return index
         shadow = self._shadow(index)
@@ -397,9 +416,7 @@ class HostRecording(OperatorMode):
         if name == "new_tensor":
             host["dtype"] = kwargs.get("dtype") or args[0].dtype
         grad = bool(host.pop("requires_grad", False))
-        with out_of_sight():
-            value: Tensor = func(*args, **host)
-        self._tape.constant(value)
+        value = self._tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])
         # On a CPU, what names the device by an object means that of the module.
         on_host = device is None or torch.device(device).type == "cpu"
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))

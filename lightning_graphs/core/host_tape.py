@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.host_half import READS, Operation, Register, copy_in
+from lightning_graphs.core.generators import HostGenerator
+from lightning_graphs.core.host_half import READS, Draw, Operation, Register, copy_in, shape
 from lightning_graphs.core.recorder import OperatorCall, tensors_in
 from lightning_graphs.core.torch_private import generator_identity, out_of_sight, storage_uses
 from lightning_graphs.errors import CaptureError
@@ -23,6 +26,7 @@ aten = torch.ops.aten
 
 RULE = "A replay does again what its code computes on the host, as far as torch shows it."
 REMEDY = "compute it on the device, or hand it in with the batch"
+_FURTHER_DRAWS = 64
 
 
 @dataclass(slots=True)
@@ -38,7 +42,7 @@ class HostTape:
     """Runs operators on the host while code is captured, and keeps those that replays repeat.
 
     Operators on constants are not kept. Generators are left where the capture found them; draws
-    begin where they were when the tape was made.
+    begin where they were then.
 
     Attributes:
         operations: Those that are kept.
@@ -50,8 +54,9 @@ class HostTape:
         self.operations: list[Operation] = []
         self.values: list[Any] = []
         self.inputs: list[tuple[int, int]] = []
-        self.states = {torch.default_generator: torch.get_rng_state()}
+        self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
         self._known: dict[int, _Known] = {}
+        self._draws: list[tuple[HostGenerator, Draw]] = []
         self._sites = CallSiteFinder()
 
     def knows(self, tensor: Tensor) -> bool:
@@ -90,6 +95,61 @@ class HostTape:
         if register is not None:
             self.operations.append(Operation(func, (register,), {}, [], read=func(tensor)))
 
+    def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
+        """Draw from a generator of Python or NumPy, and let replays draw."""
+        draw = Draw(call)
+        with self._continued(generator):
+            draw()
+        self.operations.append(Operation(draw, (), {}, [], generator))
+        self._draws.append((generator, draw))
+        return draw
+
+    def told(self, read: Callable[[], Any]) -> float:
+        """Let replays compare what Python is told of draws; how many ways that may go."""
+        self.operations.append(Operation(read, (), {}, [], read=read()))
+        return self._spread(read)
+
+    def _spread(self, read: Callable[[], Any]) -> float:
+        """The inverse of the share that the most frequent value has in so many further draws."""
+        values = [draw.value for _, draw in self._draws]
+        found: Counter[Any] = Counter()
+        with contextlib.ExitStack() as stack:
+            for generator in {generator: None for generator, _ in self._draws}:
+                stack.callback(generator.set_state, generator.get_state())
+            for _ in range(_FURTHER_DRAWS):
+                for _, draw in self._draws:
+                    draw()
+                found[read()] += 1
+        for (_, draw), value in zip(self._draws, values, strict=True):
+            draw.value = value
+        return _FURTHER_DRAWS / max(found.values())
+
+    def made_by(
+        self,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reads: Sequence[Callable[[], Any] | None],
+    ) -> Tensor:
+        """A tensor that a function makes of arguments, some of which replays read anew."""
+
+        def make(**kwargs: Any) -> Tensor:
+            pairs = zip(args, reads, strict=True)
+            return function(*(arg if read is None else read() for arg, read in pairs), **kwargs)
+
+        with out_of_sight():
+            value = make(**kwargs)
+        if not any(reads):
+            self.constant(value)
+            return value
+        # That of Python's numbers is not always the same.
+        again = partial(make, **{**kwargs, "dtype": value.dtype})
+        register = self._new_register(value)
+        self._known[id(value)] = _Known(value, register, born=True)
+        self.operations.append(Operation(again, (), {}, [register.index]))
+        self.compare(shape, value)
+        return value
+
     def run(self, call: OperatorCall) -> Any:
         """Run an operator whose tensors are all of the host, and keep it where they change."""
         func = call.func
@@ -99,8 +159,8 @@ class HostTape:
         for tensor in call.written:
             self._before_write(func, tensor, changes)
         recorded = call.mapped(self._reference)
-        with out_of_sight():
-            result = self._drawing(generator, call)
+        with out_of_sight(), self._continued(generator):
+            result = call.run()
         outputs = list(tensors_in(result))
         if not changes:
             for tensor in outputs:
@@ -164,25 +224,28 @@ class HostTape:
         register = self._known[id(tensor)].register
         return tensor if register is None else register
 
-    def _generator(self, call: OperatorCall) -> torch.Generator | None:
+    def _generator(self, call: OperatorCall) -> HostGenerator | None:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:
             return None
         given = call.kwargs.get("generator")
         if given is None:
             return torch.default_generator
-        same = (g for g in self.states if generator_identity(g) == generator_identity(given))
+        known = (g for g in self.states if isinstance(g, torch.Generator))
+        same = (g for g in known if generator_identity(g) == generator_identity(given))
         return next(same, given)
 
-    def _drawing(self, generator: torch.Generator | None, call: OperatorCall) -> Any:
-        """Run an operator; the generator that it draws from is left where a capture found it."""
+    @contextlib.contextmanager
+    def _continued(self, generator: HostGenerator | None) -> Iterator[None]:
+        """Go on with a generator in the body; it is left where a capture found it."""
         if generator is None:
-            return call.run()
+            yield
+            return
         found = generator.get_state()
         if generator not in self.states:
             self.states[generator] = found
         generator.set_state(self.states[generator])
         try:
-            return call.run()
+            yield
         finally:
             self.states[generator] = generator.get_state()
             generator.set_state(found)
@@ -193,7 +256,7 @@ class HostTape:
         needed: set[int] = set()
         kept = []
         for operation in reversed(self.operations):
-            told = operation.func in READS or operation.func is copy_in
+            told = not operation.results or operation.func is copy_in
             if told or operation.draws or any(storages[r] in needed for r in operation.results):
                 given = (*operation.args, *operation.kwargs.values())
                 needed.update(storages[r.index] for value in given for r in registers_in(value))
@@ -211,8 +274,8 @@ class HostTape:
         self._known.clear()
         if _kept_of(born):
             gc.collect()  # frames of the code that was captured; it takes 0.3 s
-        for shape in _kept_of(born):
-            self.refuse(f"a tensor of the host, {shape}, is kept or returned")
+        for size in _kept_of(born):
+            self.refuse(f"a tensor of the host, {size}, is kept or returned")
 
     def refuse(self, what: str) -> None:
         """Raise for something that cannot be repeated, naming the user's line."""

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
+from lightning_graphs.core.host_recording import FROM_PYTHON
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -44,13 +45,15 @@ from lightning_graphs.training.diagnosis import (
     Diagnosis,
     Effect,
 )
+from lightning_graphs.training.draws import SETTERS, draws_exchanged
+from lightning_graphs.training.followed import calls_followed
 from lightning_graphs.training.frozen import (
     COUNTER,
     OLD_GRADIENTS,
     counters_watched,
     old_gradients_watched,
 )
-from lightning_graphs.training.held_values import Generators
+from lightning_graphs.training.held_values import Generators, PythonGenerator
 from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.live_numbers import is_followed
@@ -79,7 +82,6 @@ from lightning_graphs.training.watched import (
     Observer,
     WatchedNumbers,
     changes,
-    draws_watched,
     watched_in,
 )
 
@@ -134,6 +136,7 @@ class Doctor:
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
         self._counters = WatchedNumbers(self._followed, self._used)
+        self._draws = WatchedNumbers(self._followed, self._drew)
         self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
@@ -232,7 +235,8 @@ class Doctor:
             stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
-            stack.enter_context(draws_watched(self._drew))
+            stack.enter_context(draws_exchanged(self._drawing))
+            stack.enter_context(calls_followed())
             stack.enter_context(self._observing())
             yield
 
@@ -280,8 +284,9 @@ class Doctor:
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
         numbers = list(watched_in((args, kwargs)))
-        if numbers and not self._only_submodules and is_followed(function, args, kwargs):
-            return [number.plain for number in numbers]
+        ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
+        if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
+            return [number.value for number in numbers]
         for number in numbers:
             number.escapes()
         if self._only_submodules and not self._is_inside:
@@ -296,7 +301,8 @@ class Doctor:
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        return self._counters.is_live(number) or any(number is group["lr"] for group in groups)
+        followed = self._counters.is_live(number) or self._draws.is_live(number)
+        return followed or any(number is group["lr"] for group in groups)
 
     def _used(
         self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
@@ -309,10 +315,28 @@ class Doctor:
         if self._module.automatic_optimization or self._is_inside:
             self._used(name, obstacle=OLD_GRADIENTS)
 
+    def _drawing(
+        self, name: str, function: Callable[..., Any], generator: PythonGenerator
+    ) -> Callable[..., Any]:
+        """What stands for a function that draws: a captured step follows what it gives."""
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if self._active and not self._observer.silent and not name.endswith(SETTERS):
+                self._drawn.add(generator.name)
+                if self._has_host_half and value is not None:
+                    many = type(value) in (list, tuple)
+                    return type(value)(map(number, value)) if many else number(value)
+                self._drew(name)
+            return value
+
+        def number(value: Any) -> Any:  # the bare value of an integer may be one of a few
+            return self._draws.number(name, value, lasts=not isinstance(value, float))
+
+        return draw
+
     def _drew(self, name: str) -> None:
-        if self._active and not self._observer.silent:
-            self._drawn.add("Python's random" if name.startswith("random.") else "numpy.random")
-            self.diagnosis.add(DRAWN, name, self._observer.here(), effect=self._effect)
+        self._used(name, obstacle=DRAWN)
 
     # ------------------------------------------------------------------ judging
 

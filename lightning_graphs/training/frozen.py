@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
@@ -138,6 +139,11 @@ def refuse_stand_ins(value: Any) -> None:
     for leaf in leaves_of(value):
         if isinstance(leaf, StandIn):
             leaf.refuse()
+
+
+def present(value: Any) -> Any:
+    """A value with the present values of what stands for numbers in it."""
+    return tree_map_only(StandIn, lambda stand_in: stand_in.now(), value)
 
 
 Places = Sequence[tuple[dict[str, Any], str, Any]]

@@ -6,14 +6,18 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.core.buffers import StateSnapshot
+from lightning_graphs.core.generators import comparable
+from lightning_graphs.core.host_half import HostHalf
 from lightning_graphs.core.torch_private import tables_of, version_of
 from lightning_graphs.core.values import DEPTH, entries, is_plain, walk
 
@@ -139,10 +143,28 @@ def _counts_writes(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_inference() or tensor.is_nested)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class PythonGenerator:
+    """A generator of Python or NumPy, with the interface of torch's."""
+
+    name: str  # what messages call it
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+
+
+def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
+    """Modules whose functions draw from one generator, with that."""
+    yield random, PythonGenerator("Python's random", random.getstate, random.setstate)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        shared = numpy.random
+        yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
+
+
 class Generators:
     """The states of the random generators that Python code on the host draws from.
 
-    Those of Python, numpy and torch, those that the module holds, and those that are added.
+    Those of Python, numpy and torch, those that the module holds, and those that are added; but for
+    those that a host half draws from.
     """
 
     def __init__(
@@ -150,73 +172,46 @@ class Generators:
         module: LightningModule,
         held: Iterable[tuple[str, Any]] | None = None,
         *,
-        torch_too: bool = True,
+        host: HostHalf | None = None,
     ) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
-        self._with_torch = torch_too and module.device.type != "cpu"
-        found: list[tuple[str, _Get, _Set]] = [
-            ("Python's random", random.getstate, random.setstate)
-        ]
-        if self._numpy is not None:
-            numpy = self._numpy.random
-            found.append(("numpy.random", numpy.get_state, numpy.set_state))
+        self._with_torch = host is None and module.device.type != "cpu"
+        others = {getattr(g, "name", "") for g in (() if host is None else host.generators)}
+        found = [generator for _, generator in shared_generators() if generator.name not in others]
         if self._with_torch:
             name = "torch's generator of the CPU"
-            found.append((name, torch.get_rng_state, torch.set_rng_state))
-        self._states = [_State(name, get, put, get()) for name, get, put in found]
+            found.append(PythonGenerator(name, torch.get_rng_state, torch.set_rng_state))
+        self._states = [(generator, generator.get_state()) for generator in found]
         for name, value in held_in(module) if held is None else held:
             self.add(name, value)
 
     def add(self, name: str, held: Any) -> None:
         """Look at a value, if it is a generator, as it is now."""
-        self._states += [_State(name, get, put, get()) for get, put in self._access(held)]
+        if (access := self._access(held)) is not None:
+            generator = PythonGenerator(name, *access)
+            self._states.append((generator, generator.get_state()))
 
-    def _access(self, held: Any) -> list[tuple[_Get, _Set]]:
-        """How to read and write the state of a generator; nothing of other objects."""
+    def _access(self, held: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+        """How to read and write the state of a generator; None of other objects."""
         if isinstance(held, random.Random):
-            return [(held.getstate, held.setstate)]
+            return held.getstate, held.setstate
         if self._with_torch and isinstance(held, torch.Generator) and held.device.type == "cpu":
-            return [(held.get_state, held.set_state)]
+            return held.get_state, held.set_state
         if self._numpy is not None:
             if isinstance(held, self._numpy.random.RandomState):
-                return [(held.get_state, held.set_state)]
+                return held.get_state, held.set_state
             if isinstance(held, self._numpy.random.Generator):
                 bits = held.bit_generator
-                return [(partial(getattr, bits, "state"), partial(setattr, bits, "state"))]
-        return []
+                return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        return None
 
     def drawn(self) -> list[str]:
         """The names of the generators that were drawn from."""
-        return [s.name for s in self._states if _comparable(s.get()) != _comparable(s.value)]
+        states = ((g.name, comparable(g.get_state()), comparable(s)) for g, s in self._states)
+        return [name for name, now, then in states if now != then]
 
     def restore(self) -> None:
         """Put the states back."""
-        for state in self._states:
-            state.put(state.value)
-
-
-_Get = Callable[[], Any]
-_Set = Callable[[Any], object]
-
-
-class _State(NamedTuple):
-    """A generator's name, how its state is read and written, and what it was."""
-
-    name: str
-    get: _Get
-    put: _Set
-    value: Any
-
-
-def _comparable(state: Any) -> Any:
-    """A generator's state as something that one ``==`` compares, arrays and tensors as bytes."""
-    if isinstance(state, torch.Tensor):
-        state = state.numpy()
-    if hasattr(state, "tobytes"):
-        return state.tobytes()
-    if isinstance(state, dict):
-        return {key: _comparable(value) for key, value in state.items()}
-    if isinstance(state, tuple) and not isinstance(state[0], int):  # else hundreds of numbers
-        return tuple(map(_comparable, state))
-    return state
+        for generator, state in self._states:
+            generator.set_state(state)

@@ -15,8 +15,9 @@ import functools
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
@@ -24,22 +25,24 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.host_tape import HostTape
 from lightning_graphs.core.torch_private import out_of_sight
 from lightning_graphs.core.values import Absence
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.followed import Conversion, Followed, constants_around
 from lightning_graphs.training.frozen import (
-    COUNTER,
     FrozenNumber,
     Places,
     group_places,
     rate_places,
     refuse_stand_ins,
 )
-from lightning_graphs.training.logged_floats import LoggedFloats, constants_around
-from lightning_graphs.training.python_state import AttributeReads
+from lightning_graphs.training.python_state import DRAWN, AttributeReads
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones
+_WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch
 _PLAIN = (int, float, bool)
 LASTING = "trainer.current_epoch"
 """It is the same for many steps: code that needs its bare value may have it, as a guard."""
@@ -64,15 +67,24 @@ class NumberOnDevice:
 class StepNumbers:
     """The numbers of the trainer in the capture of one step."""
 
-    def __init__(self, trainer: Trainer, reads: AttributeReads, device: torch.device) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        reads: AttributeReads,
+        device: torch.device,
+        tape: HostTape | None = None,  # has what the step draws
+    ) -> None:
         self.has_guards = False  # the step has gone a way that these numbers decide
+        self._tape = tape
+        self._ways = 1.0
+        self._names: Counter[str] = Counter()
         self._trainer = trainer
         self._reads = reads
         # What a graph allocates itself is written by what ran before, in every replay.
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
         self._bounds: list[float] = []
-        self._floats = LoggedFloats()
+        self.asked: set[Conversion] = set()  # where code asks for bare numbers
 
     @property
     def on_device(self) -> list[NumberOnDevice]:
@@ -120,38 +132,39 @@ class StepNumbers:
 
     # ------------------------------------------------------------------ what becomes of it
 
-    def guarded(self, name: str, read: Callable[[], Any], value: Any) -> Any:
+    def unique(self, name: str) -> str:
+        """A name that nothing else has in this step."""
+        self._names[name] += 1
+        return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
+
+    def guarded(
+        self, name: str, read: Callable[[], Any], value: Any, *, drawn: bool = False
+    ) -> Any:
         """A value that the captured code sees: it is for steps that would see the same."""
         self.has_guards = True
-        self._reads.add(name, functools.partial(_present, read), name, self._reads)
+        if not drawn:
+            self._reads.add(name, functools.partial(_present, read), name, self._reads)
+            return value
+        assert self._tape is not None
+        self._ways *= self._tape.told(functools.partial(_present, read, None))
+        if self._ways > _WAYS:
+            refuse_drawn(f"{name}, on which the way of the step depends,")
         return value
 
     def bounded(self, bound: float) -> None:
         """Note what a number is compared with: ``min`` and ``max`` may return this very object."""
         self._bounds.append(bound)
 
-    def bare(self, number: LiveNumber) -> float:
-        """A plain float for code that asks for one, as ``self.log("step", float(step))`` does."""
-        made = self._floats.made(number.name, number.value, number.now, sys._getframe(2))
-        return float(number.seen(number.value)) if made is None else made
-
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """What gives the present value of a plain number that is logged; None if it is not ours.
 
         To be called by what stands for ``LightningModule.log``.
         """
-        if type(value) is not float:
-            return None
         # What the code has in its text is what it is by the outcome of a guard.
-        if self.has_guards and any(b is value for b in (*self._bounds, *constants_around())):
+        is_ours = type(value) is float and self.has_guards
+        if is_ours and any(b is value for b in (*self._bounds, *constants_around())):
             return lambda: value
-        return self._floats.logged(value)
-
-    def finish(self) -> None:
-        """To be called at the end of the step's code."""
-        for name, site in self._floats.elsewhere():
-            observed = f"{name} is read at {site.describe()}"
-            raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+        return None
 
     def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
         """An operator of a tensor and a number, as the eager one rounds it."""
@@ -180,7 +193,7 @@ class StepNumbers:
         return memory
 
 
-class LiveNumber(FrozenNumber):
+class LiveNumber(Followed, FrozenNumber):
     """Stands for a number of the trainer while a whole step is captured, or for what follows."""
 
     def __init__(
@@ -190,42 +203,66 @@ class LiveNumber(FrozenNumber):
         read: Callable[[], Any],  # gives the present value
         value: Any,  # what it is in the step that is captured
         lasts: bool,  # it is the same for many steps: code that needs the bare value may have it
+        drawn: bool = False,  # from a generator of the host: it is known ahead of each replay
     ) -> None:
         super().__init__(name, read)
+        self.drawn = drawn
         self.numbers = numbers
         self.value = value
         self.lasts = lasts
         self.now = read  # type: ignore[method-assign]
 
-    def seen(self, value: Any) -> Any:
-        """The bare value, for code that cannot be followed."""
+    def refuse(self) -> NoReturn:
+        if self.drawn:
+            refuse_drawn(self.name)
+        super().refuse()
+
+    def seen(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes of the bare value, for code that cannot be followed."""
         if not self.lasts:
             self.refuse()
+        value = function(self.value, *args)
+        if self.drawn:
+            name, (read, _) = f"{function.__name__}({self.name})", self.follow(function, *args)
+            return self.numbers.guarded(name, read, value, drawn=True)
         self.numbers.guarded(self.name, self.now, self.value)
         return value
+
+    def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
+        """What gives a function of it and of other values, and what that is in this step."""
+        value = function(*(n.value if isinstance(n, LiveNumber) else n for n in (self, *others)))
+        # Guards outlive the capture, and hold nothing of it.
+        reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in (self, *others)]
+        return functools.partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
         """What a function of Python makes of it and of other numbers."""
         if len(name) > _LONGEST:
             self.refuse()
-        operands = [n if isinstance(n, LiveNumber) else _Constant(n) for n in (self, *others)]
-        lasts = all(operand.lasts for operand in operands)
-        value = function(*(operand.value for operand in operands))
-        # Guards outlive the capture, and hold nothing of it.
-        read = functools.partial(_computed, function, [operand.now for operand in operands])
-        return LiveNumber(self.numbers, name, read, value, lasts)
+        numbers = [n for n in (self, *others) if isinstance(n, LiveNumber)]
+        lasts, drawn = all(n.lasts for n in numbers), any(n.drawn for n in numbers)
+        return LiveNumber(self.numbers, name, *self.follow(function, *others), lasts, drawn)
 
     def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
         """The outcome of a comparison, which is a guard."""
         if type(other) is float:
             self.numbers.bounded(other)
         found = self.computed(_infix(self, symbol, other), function, other)
-        return self.numbers.guarded(found.name, found.now, found.value)
+        return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
 
     def is_true(self) -> Any:
         """Whether it is, which is a guard."""
         found = self.computed(f"bool({self.name})", bool)
-        return self.numbers.guarded(found.name, found.now, found.value)
+        return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        if function in _PLAIN and type(self.value) is function:
+            return self
+        place = next(i for i, argument in enumerate(args) if argument is self)
+        given = ", ".join(map(_operand, args))
+        others = [*args[:place], *args[place + 1 :]]
+        return self.computed(f"{function.__name__}({given})", _first(function, place), *others)
 
     @classmethod
     def __torch_function__(
@@ -234,7 +271,7 @@ class LiveNumber(FrozenNumber):
         """Operators of torch with one number in them."""
         if is_followed(function, args, kwargs) and not torch.compiler.is_compiling():
             tensor, number = args
-            if isinstance(number, LiveNumber):
+            if type(number) is LiveNumber:
                 return number.numbers.with_tensor(function.__name__, tensor, number)
         refuse_stand_ins((args, kwargs))
         return NotImplemented
@@ -269,14 +306,19 @@ def _infix(left: Any, symbol: str, right: Any) -> str:
     return f"{_operand(left)} {symbol} {_operand(right)}"
 
 
-class _Constant:
-    """An operand that is the same in every step."""
+def refuse_drawn(name: str) -> NoReturn:
+    """Raise for something that is drawn on the host, and used as no replay can follow."""
+    observed = f"{name} is used at {CallSiteFinder().here().describe()}"
+    raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
 
-    lasts = True
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.now = lambda: value
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _first(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A function that is given one of its arguments first."""
+    return lambda first, *others: function(*others[:place], first, *others[place:])
 
 
 def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) -> Any:
@@ -328,12 +370,16 @@ def _alone(function: Callable[..., Any]) -> Any:
     return method
 
 
-def _as_float(number: LiveNumber) -> float:
-    return number.numbers.bare(number)
+def _converted(kind: type) -> Any:
+    def convert(number: LiveNumber) -> Any:
+        number.numbers.asked.add((sys._getframe(1).f_globals.get("__name__", ""), kind))
+        return number.seen(kind)
+
+    return convert
 
 
 def _seen(function: Callable[..., Any]) -> Any:
-    return lambda self, *args: self.seen(function(self.value, *args))
+    return lambda self, *args: self.seen(function, *args)
 
 
 _ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
@@ -349,9 +395,10 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
-for _name, _method in {"bool": LiveNumber.is_true, "float": _as_float}.items():
-    setattr(LiveNumber, f"__{_name}__", _method)
-_BARE: dict[str, Callable[..., Any]] = {"int": int, "index": operator.index, "hash": hash}
+LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment]
+_BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
+for _kind in (float, int):
+    setattr(LiveNumber, f"__{_kind.__name__}__", _converted(_kind))
 for _name, _plain in _BARE.items():
     setattr(LiveNumber, f"__{_name}__", _seen(_plain))

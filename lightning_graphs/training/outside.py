@@ -21,6 +21,7 @@ from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.contents import Contents, bound
 from lightning_graphs.core.torch_private import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.core.values import Absence, in_slot, is_object, value_of_class
+from lightning_graphs.training.followed import is_conversion
 from lightning_graphs.training.held_values import held_in, held_in_value
 from lightning_graphs.training.own_code import OwnCode, codes_in, function_of, inside_of_compiled
 from lightning_graphs.training.python_state import AttributeReads
@@ -169,6 +170,8 @@ class OutsideValues:
         self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
     ) -> None:
         place = _Place(name, owner, key, bound(owner, key))
+        if is_conversion(place.before):  # it is taken away again
+            return
         if isinstance(place.before, ModuleType):
             if self._own.has_module(place.before.__name__):
                 for inner in set(names) & vars(place.before).keys():

@@ -87,7 +87,7 @@ class StepPlan:
     def rewind_host(self) -> None:
         """Let the generators of the host be where they were before: there is no replay."""
         if self.host is not None:
-            self.host.rewind()
+            self.host.restore()
 
     def store(self, graph: str) -> None:
         """Set the attributes that the code in one of its graphs sets."""

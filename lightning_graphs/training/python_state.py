@@ -44,7 +44,9 @@ STORED = Obstacle(
 )
 DRAWN = Obstacle(
     "A captured step runs no Python code: a number that it draws would stand still.",
-    "draw on the device (torch.rand(..., device=...)), or in the data loader",
+    "add, multiply, compare or log what is drawn, or make a tensor of it, in training_step alone, "
+    "which a replay follows; else draw on the device (torch.rand(..., device=...)), or in the data "
+    "loader",
     kind="python-state",
     code="share = torch.rand((), device=self.device)  # in place of random.random()",
 )

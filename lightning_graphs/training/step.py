@@ -32,7 +32,9 @@ from lightning_graphs.training.body import (
 )
 from lightning_graphs.training.conditions import Phase
 from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.draws import draws_recorded
 from lightning_graphs.training.fit import Fit, Learned
+from lightning_graphs.training.followed import Conversion, calls_followed
 from lightning_graphs.training.frozen import (
     Places,
     counters_watched,
@@ -95,6 +97,7 @@ class StepCapture:
         self._recording: HostRecording | None = None
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
+        self._conversions: frozenset[Conversion] = frozenset()
         self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
@@ -136,6 +139,8 @@ class StepCapture:
                     raise
                 if self._learned.places.learn(self._learned.places.found):
                     continue
+                if self._learn_conversions():
+                    continue
                 if isinstance(error, LeftBehindError):
                     raise
                 if not (self._learned.has_host_half or has_compiled_anything()):
@@ -146,6 +151,12 @@ class StepCapture:
                     self._learned.is_unseen = self._learned.has_host_half = False
                 else:
                     raise
+
+    def _learn_conversions(self) -> bool:
+        """Follow numbers where the author's code has asked for bare ones; whether that is new."""
+        asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
+        known, self._conversions = self._conversions, self._conversions | asked
+        return self._conversions != known
 
     def _refuse_looks_at_shards(self) -> None:
         if self._units is not None and self._observers.before_backward:
@@ -187,11 +198,13 @@ class StepCapture:
             inputs = StaticInputs(tensors)
             if self._learned.has_host_half:
                 copies = copies_on_host(self._trainer, tensors)
-                device, room = self._module.device, self._room_on_device
-                recording = HostRecording(device, inputs.tensors, copies, room)
+                room = self._room_on_device
+                recording = HostRecording(self._module.device, inputs.tensors, copies, room)
+            tape = None if recording is None else recording.tape
+            reads, device = self._learned.reads, self._module.device
+            self._numbers = StepNumbers(self._trainer, reads, device, tape)
             self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
-            self._numbers = StepNumbers(self._trainer, self._learned.reads, self._module.device)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self._observers.own_zero_grad
             use = GradientUse(
@@ -216,7 +229,6 @@ class StepCapture:
                     output = self._body.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     if places is not None:
                         places.look()
-                self._numbers.finish()
                 gradients, others = targets.attached()
             unread.refuse_read()
             host = None if recording is None else recording.finish()
@@ -296,8 +308,9 @@ class StepCapture:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
-        host = self._recording or nullcontext()
-        with old_gradients_watched(self._trainer), numbers, self._unseen(), host:
+        recording, followed = self._recording, calls_followed(self._conversions)
+        host = nullcontext() if recording is None else draws_recorded(self._numbers, recording)
+        with old_gradients_watched(self._trainer), numbers, self._unseen(), followed, host:
             result = StepBody.forward(self._body, arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.core.buffers import StaticInputs
 from lightning_graphs.core.call_plan import CallPlan
@@ -24,7 +23,7 @@ from lightning_graphs.core.tree import flatten, leaves_of, substitute
 from lightning_graphs.core.values import Absence, attributes_of, is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.differences import Result
-from lightning_graphs.training.frozen import StandIn
+from lightning_graphs.training.frozen import StandIn, present
 from lightning_graphs.training.python_state import STORED
 
 FILLED = Obstacle(
@@ -381,7 +380,7 @@ class CapturedStores:
         sources = {"given": self._raw, "copy": copies, "itself": self._sources}
         supply = iter([sources[kind][index] for kind, index in self._slots])
         for place, value in self._outgoing:
-            yield place, _with_numbers(substitute(value, supply))
+            yield place, present(substitute(value, supply))
 
     def results(self) -> list[Result]:
         """After a replay: what would be stored."""
@@ -400,11 +399,6 @@ class CapturedStores:
         """What :meth:`results_of` has to know of the places before a step."""
         places = [place for place, _ in self._outgoing]
         return [len(p.now()) if isinstance(p, Growing) else None for p in places]
-
-
-def _with_numbers(value: Any) -> Any:
-    """A tree with the present values of what stands for numbers."""
-    return tree_map_only(StandIn, lambda stand_in: stand_in.now(), value)
 
 
 def _detached_tree(value: Any) -> Any:

@@ -67,7 +67,8 @@ class Verification:
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        state = self._state(plan.loose)
+        others = () if plan.host is None else (plan.host,)
+        state = self._state(plan.loose, *others)
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state), exchanges=True),
             partial(together, partial(self._replayed, plan, args, state), exchanges=True),
@@ -123,7 +124,7 @@ class Verification:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         assert self._places is not None, "whole steps have places"
         with contextlib.ExitStack() as stack:
-            generators = Generators(self._module, torch_too=plan.host is None)
+            generators = Generators(self._module, host=plan.host)
             stack.enter_context(self._places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import functools
 import math
-import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +25,8 @@ from lightning_graphs.core.obstacles import (
 )
 from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
 from lightning_graphs.core.tree import leaves_of
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.followed import Followed
 from lightning_graphs.training.live_numbers import LASTING
-from lightning_graphs.training.logged_floats import LoggedFloats
 
 _NUMBERS = (bool, int, float)
 
@@ -181,8 +177,7 @@ _ARITHMETIC += ["and", "or", "xor", "lshift", "rshift"]
 _ARITHMETIC += [f"r{name}" for name in _ARITHMETIC]
 _ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
 _COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "bool"]
-_ESCAPES = ["hash", "int", "str", "repr", "format", "divmod", "rdivmod"]
-_STATE_OF_A_GENERATOR = ("getstate", "setstate", "seed", "get_state", "set_state")
+_ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
 
 
 class WatchedNumbers:
@@ -196,10 +191,13 @@ class WatchedNumbers:
     def __init__(self, used: Note, escaped: Note) -> None:
         self.used = used
         self.escaped = escaped
-        self._logged = LoggedFloats()
+        self._made: list[float] = []
 
     def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
         """Stand for a number; other values stay what they are."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.number):
+            value = value.item()
         kind = _KINDS.get(type(value))
         if kind is None:
             return value
@@ -214,21 +212,18 @@ class WatchedNumbers:
             self.used(name)
         return self.number(name, value, lasts=name == LASTING)
 
-    def bare(self, number: Any, value: float) -> float:
-        """A plain float for code that asks for one."""
-        made = self._logged.made(number.name, value, lambda: value, sys._getframe(2))
-        if made is None:
-            number.escapes()
-            return value
+    def bare(self, number: Any) -> float:
+        """A plain float, an object of its own that is known again."""
         self.used(number.name)
-        return made
+        self._made.append(float(repr(float(number.value))))
+        return self._made[-1]
 
     def is_live(self, value: Any) -> bool:
-        """Whether it is a number that a captured step would log anew."""
-        return isinstance(value, Watched) or self._logged.logged(value) is not None
+        """Whether it is a number that a captured step would follow."""
+        return isinstance(value, Watched) or any(value is made for made in self._made)
 
 
-class Watched:
+class Watched(Followed):
     """A number that it stands for, in all respects; says so when Python does something with it.
 
     C code reads it unseen: of torch's functions the observer sees the arguments, and of
@@ -240,7 +235,7 @@ class Watched:
     lasts: bool
 
     @property
-    def plain(self) -> Any:
+    def value(self) -> Any:
         """The number itself."""
         return (int if isinstance(self, int) else float).__pos__(self)  # type: ignore[arg-type]
 
@@ -248,11 +243,18 @@ class Watched:
         """Tell that the bare value is taken."""
         (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
 
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        self.numbers.used(self.name)
+        found = function(*(a.value if isinstance(a, Watched) else a for a in args))
+        lasts = all(a.lasts for a in args if isinstance(a, Watched))
+        return self.numbers.number(self.name, found, lasts=lasts)
+
     def __float__(self) -> float:
-        return self.numbers.bare(self, float(self.plain))
+        return self.numbers.bare(self)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
-        return type(self.plain), (self.plain,)
+        return type(self.value), (self.value,)
 
 
 class WatchedInt(Watched, int):
@@ -299,33 +301,3 @@ def watched_in(value: Any) -> Iterator[Watched]:
         yield from watched_in(list(value.values()))
     elif isinstance(value, slice):
         yield from watched_in([value.start, value.stop, value.step])
-
-
-@contextlib.contextmanager
-def draws_watched(note: Note) -> Iterator[None]:
-    """Tell when a function of ``random`` or ``numpy.random`` draws from the shared generator."""
-    numpy: Any = sys.modules.get("numpy")
-    with contextlib.ExitStack() as stack:
-        _watch_draws(stack, random, random.Random, note)
-        if numpy is not None:
-            _watch_draws(stack, numpy.random, numpy.random.RandomState, note)
-        yield
-
-
-def _watch_draws(
-    stack: contextlib.ExitStack, module: ModuleType, generator: type, note: Note
-) -> None:
-    for name, function in list(vars(module).items()):
-        shared = isinstance(getattr(function, "__self__", None), generator)
-        if shared and name not in _STATE_OF_A_GENERATOR:
-            watched = _told(function, f"{module.__name__}.{name}", note)
-            stack.enter_context(replaced(module, name, watched))
-
-
-def _told(function: Callable[..., Any], name: str, note: Note) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        note(name)
-        return function(*args, **kwargs)
-
-    return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,12 @@ class Many(Net):
         kinds = torch.unique(batch["y"]).sum()  # unique
         loss = loss + 1e-3 * (chosen + places + selected + kinds) + len(first)
         loss = loss + 1e-3 * (logits * weights * table * ramp).sum()
-        loss = loss * math.exp(batch_idx)  # batch_idx
-        loss = loss / math.exp(self.global_step)  # global_step
+        loss = loss * len(str(batch_idx))  # batch_idx
+        loss = loss / len(str(self.global_step))  # global_step
         loss = loss * (1 + batch_idx) + min(1.0, self.global_step / 7)
         self.calls += 1  # counter
-        loss = loss * random.random()  # random
-        share = float(numpy.random.rand())  # numpy.random
+        loss = loss * random.random() ** len(str(random.random()))  # random
+        share = float(str(numpy.random.rand()))  # numpy.random
         loss = loss * share  # consequence
         loss = loss * self.schedule[batch_idx]  # list index
         own = torch.Generator(self.device).manual_seed(1)

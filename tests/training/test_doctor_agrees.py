@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,9 +100,22 @@ class Bootstrapped(Net):
         return loss
 
 
+class Mixed(Net):
+    """Numbers that Python and NumPy draw, and those of the trainer, in arithmetic and branches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = np.random.beta(0.4, 0.4)
+        scale = torch.tensor(1 + np.sqrt(random.random()), device=self.device)
+        ramp = 0.5 * (1 + math.cos(math.pi * (self.global_step / 100)))
+        self.log("share", float(share))
+        x = share * batch["x"] + (1 - share) * batch["x"].flip(0)
+        loss = self.loss({**batch, "x": x}) * scale.float() * ramp
+        return loss * 2 if random.random() < 0.25 else loss
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
-    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped])
+    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
     ) -> None:

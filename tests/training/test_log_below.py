@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -288,11 +287,11 @@ def test_a_rate_beside_its_scheduler(backend: str, tmp_path: Path) -> None:
 
 def reads_decay(self: Any, batch: Any, batch_idx: int) -> Any:
     decay = self.trainer.optimizers[0].param_groups[0]["weight_decay"]
-    return self.loss(batch) + math.exp(decay) * self.net[0].weight.square().sum()
+    return self.loss(batch) + len(str(decay)) * self.net[0].weight.square().sum()
 
 
 def adds_to_index(self: Any, batch: Any, batch_idx: int) -> Any:
-    self.log("index", math.sqrt(batch_idx))
+    self.log("index", len(str(batch_idx)))
     return self.loss(batch)
 
 

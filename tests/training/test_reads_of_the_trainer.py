@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,7 +65,7 @@ class ByScheduler(Weighted):
 
 class BySchedulersCount(ByScheduler):
     def weight(self) -> Any:
-        return math.exp(self.lr_schedulers().last_epoch / 64)  # type: ignore[union-attr]
+        return len(str(self.lr_schedulers().last_epoch / 64))  # type: ignore[union-attr]
 
 
 class ByLoop(Weighted):

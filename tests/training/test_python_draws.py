@@ -1,0 +1,247 @@
+"""Draws of ``random`` and ``numpy.random`` in a step: replays make them again, as an eager step."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_graphs.core.generators import comparable
+from tests.training.fits import Net, compare, prepare
+
+pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
+
+Batch = dict[str, Tensor]
+
+
+def net(step: Any) -> type[Net]:
+    """A module with this ``training_step``."""
+
+    class Stepping(Net):
+        training_step = step
+
+    return Stepping
+
+
+def states() -> tuple[Any, ...]:
+    """Where the generators of the host are."""
+    return random.getstate(), comparable(np.random.get_state()), torch.get_rng_state().tolist()
+
+
+def both(backend: str, root: Path, step: Any, **options: Any) -> Any:
+    """The same fit without and with the callback; they leave generators in the same place."""
+    fits, left = [], []
+    for captured in (False, True):
+        random.seed(7)
+        fits.append(prepare(backend, root, captured, module=net(step), **options).run())
+        left.append(states())
+    compare(fits[0], fits[1], replayed=options.get("capture") is None)
+    assert left[0] == left[1]
+    return fits[1]
+
+
+# ------------------------------------------------------------------ numbers
+
+
+def mixup(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    x, y = batch["x"], batch["y"]
+    share = np.random.beta(0.4, 0.4)
+    order = torch.randperm(x.size(0), device=x.device)
+    logits = self.net(share * x + (1 - share) * x[order])
+    loss = torch.nn.functional.cross_entropy
+    self.log("share", share)
+    return share * loss(logits, y) + (1 - share) * loss(logits, y[order])
+
+
+def several(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    a, b = random.random(), random.uniform(0.5, 2.0)
+    c = np.random.rand()
+    self.share = np.sqrt(1.0 - c) + a
+    self.log_dict({"b": b, "root": self.share, "gauss": random.gauss(0, 1)})
+    return self.loss(batch) * a + b * self.loss(batch) - np.random.normal() / 2
+
+
+def in_place(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    share = np.random.beta(0.2, 0.2)
+    x = batch["x"].clone()
+    flipped = x.flip(0).mul_(1.0 - share)
+    return self.loss({**batch, "x": x.mul_(share).add_(flipped)})
+
+
+def of_the_trainer(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * random.uniform(0.5, 1 + self.global_step)
+
+
+def as_tensors(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    x = batch["x"]
+    share = torch.tensor(np.random.beta(0.4, 0.4), device=x.device)
+    places = torch.tensor([random.randint(0, 7) for _ in range(4)], device=x.device)
+    weights = torch.from_numpy(np.random.rand(8)).to(x)
+    noise = torch.as_tensor(np.random.normal(size=(8, 1)) * 0.5 + 1, device=x.device)
+    kept = torch.tensor(np.random.rand(8) < 0.5, device=x.device)
+    x = x * weights * noise.float() * share.to(x.dtype) * kept
+    return self.loss({**batch, "x": torch.cat([x, x[places]])[: len(batch["y"])]})
+
+
+def permuted(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    order = np.random.permutation(8)
+    return self.loss({"x": batch["x"][order], "y": batch["y"][order]})
+
+
+def seeds(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    random.seed(3)
+    return self.loss(batch) * random.random()  # the same one in every step
+
+
+def some(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    kept = np.random.rand(8) < 0.9
+    other = torch.from_numpy(np.random.rand(8) < 0.9)
+    x = torch.cat([batch["x"][kept], batch["x"][other]])
+    return self.net(x).square().mean()
+
+
+NUMBERS = [seeds, mixup, several, in_place, of_the_trainer, as_tensors, permuted]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("step", NUMBERS)
+def test_numbers_are_drawn_anew(backend: str, tmp_path: Path, step: Any, window: int) -> None:
+    fit = both(backend, tmp_path, step, max_epochs=3, accumulate_grad_batches=window)
+    assert fit.statistics.replayed > 8
+
+
+def test_verifications_do_not_draw(backend: str, tmp_path: Path) -> None:
+    fit = both(backend, tmp_path, mixup, capture={"verify": 2, "on_failure": "raise"})
+    assert fit.statistics.replayed > 8
+
+
+class Saved(Callback):
+    """A checkpoint amid a fit, with the generators, as one keeps them for a resumed fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.states = path, ()
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if not self.states:
+            self.states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("step", [mixup, several])
+def test_a_resumed_fit_draws_on(backend: str, tmp_path: Path, step: Any) -> None:
+    path = tmp_path / "saved.ckpt"
+    options: dict[str, Any] = {"module": net(step), "max_epochs": 3}
+    saved, ends = Saved(path), []
+    prepare(backend, tmp_path, True, callbacks=lambda: [saved], **options).run()
+    for captured in (False, True):
+        fit = prepare(backend, tmp_path, captured, **options)
+        restored = Restored(saved.states)
+        fit.trainer.callbacks.insert(0, restored)
+        ends.append((fit.run(ckpt_path=path), states()))
+    compare(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+class Restored(Callback):
+    """Puts the generators to where they were."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def on_train_start(self, *_: Any) -> None:
+        for put, state in zip(
+            (random.setstate, np.random.set_state, torch.set_rng_state), self.found, strict=True
+        ):
+            put(state)
+
+
+# ------------------------------------------------------------------ branches
+
+
+def teacher_forcing(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * (2.0 if random.random() < 0.5 else 1.0)
+
+
+def scheduled_sampling(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    forced = random.random() < 1 - self.global_step / 16
+    self.log("forced", float(forced))
+    return self.loss(batch) * (2.0 if forced else 1.0)
+
+
+def sometimes(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    if np.random.rand() > 0.4:
+        return self.loss(batch)
+    share = np.random.beta(1.0, 1.0)
+    return self.loss({**batch, "x": batch["x"] * max(share, 1 - share)})
+
+
+def one_of_several(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    kind = random.choice(["twice", "once"])
+    size = random.choice([4, 8])
+    loss = self.loss({"x": batch["x"][:size], "y": batch["y"][:size]})
+    return loss * 2 if kind == "twice" else loss
+
+
+def unpacked(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    top, left = np.random.randint(0, 2, 2)
+    return self.loss(batch) * [1.0, 2.0][top] * (1 + left)
+
+
+BRANCHES = [teacher_forcing, scheduled_sampling, sometimes, one_of_several, unpacked]
+
+
+@pytest.mark.parametrize("step", BRANCHES)
+def test_a_branch_on_a_draw(backend: str, tmp_path: Path, step: Any) -> None:
+    fit = both(backend, tmp_path, step, max_epochs=4)
+    assert fit.statistics.replayed > 8
+
+
+# ------------------------------------------------------------------ refused
+
+
+def another_index_each_time(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * list(range(100))[random.randint(0, 99)]
+
+
+def coins(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    heads = sum(1.0 for _ in range(8) if random.random() < 0.5)
+    return self.loss(batch) * heads
+
+
+def shuffles(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    factors = [1.0, 2.0, 3.0]
+    random.shuffle(factors)
+    return self.loss(batch) * factors[0]
+
+
+def chooses_a_module(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return random.choice([self.net, self.net])(batch["x"]).square().mean()
+
+
+def adds_in_place(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    noise = kept = np.random.rand(8, 1)
+    noise += 1.0
+    return self.loss({**batch, "x": batch["x"] * torch.tensor(kept).to(batch["x"])})
+
+
+REFUSED = {
+    another_index_each_time: r"index\(random.randint\), on which the way of the step depends, is",
+    coins: "random.random#4 < 0.5, on which the way of the step depends, is used at",
+    shuffles: "random.shuffle is used at",
+    chooses_a_module: "random.choice is used at",
+    adds_in_place: "numpy.random.rand is used at",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED)
+def test_what_replays_cannot_follow(backend: str, tmp_path: Path, step: Any) -> None:
+    fit = both(backend, tmp_path, step, capture={"on_failure": "eager"})
+    (said,) = set(fit.statistics.fallbacks)
+    assert re.search(REFUSED[step], said), said
