@@ -205,7 +205,7 @@ def fit(
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
-            enable_progress_bar=rank == 0,
+            enable_progress_bar=rank == 0 or ranks == 1,
             callbacks=[
                 probe,
                 alike,

@@ -74,7 +74,9 @@ class CudaBackend(Backend):
             # as anything of it is left: a tensor that somebody keeps, or the pinned memory of a
             # kernel's arguments, such as those that gather and reduce for FSDP2.
             del self._graphs_of[pool]
-            pool = self._replacements[pool] = torch.cuda.graph_pool_handle()
+            another = torch.cuda.graph_pool_handle()
+            self._replacements[pool] = another
+            return another
         return pool
 
     def taken(self, pool: PoolHandle, graph: CudaGraph) -> None:

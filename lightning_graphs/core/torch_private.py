@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
@@ -32,7 +32,26 @@ accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_gr
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
-    return bool(gradient_hooks(leaf) or accumulation_hooks(leaf))
+    """Whether code looks at the gradient of a leaf as it comes: by hooks of the leaf, or its node.
+
+    Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
+    Nobody tells of these but the handle of one more: where that says nothing, there are some.
+    """
+    if gradient_hooks(leaf) or accumulation_hooks(leaf):
+        return True
+    if not leaf.requires_grad:
+        return False
+    with torch.inference_mode(False):
+        node = get_gradient_edge(leaf).node
+    handles = node.register_hook(_nothing), node.register_prehook(_nothing)
+    tables = [getattr(handle, "hooks_dict_ref", lambda: None)() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(table is None or len(table) > 0 for table in tables)
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")

@@ -126,7 +126,7 @@ class EagerRetry:
         self.own = own  # the strategy's own methods
         self._statistics = statistics
         self.budget = budget  # what memory may be taken
-        self._raises = raises
+        self._retries = is_alone and not raises
         self._is_alone = is_alone
         self._manual = not module.automatic_optimization
         # The same methods, for steps that are not captured
@@ -150,7 +150,7 @@ class EagerRetry:
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
-        if not self.budget.is_roomy:
+        if self._retries and not self.budget.is_roomy:
             self._keep(args)
 
     def forget_gradients(self, plan: StepPlan) -> None:
@@ -221,7 +221,7 @@ class EagerRetry:
                 "allow fewer graphs (max_graphs), or make the batch smaller",
             )
             warnings.warn(f"GraphCapture: {why.brief}", stacklevel=stacklevel_of_user())
-        return self._is_alone and not self._raises
+        return self._retries
 
     def _give_up(self, reason: str) -> None:
         self._reason, self._begin = "", None
@@ -236,7 +236,7 @@ class EagerRetry:
 
     def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         held = self._runner.held
-        if self._begin is None and held:
+        if self._retries and self._begin is None and held:
             self._size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
             self._beside = held, self._statistics.captures
             largest, times = self._fits.get(self._beside, _NONE_YET)

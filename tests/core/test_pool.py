@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_graphs.core import graph_pool_handle, is_current_stream_capturing
 from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.cuda import CudaBackend
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
 
@@ -108,3 +111,30 @@ def test_a_pool_that_is_dropped_takes_its_graphs_along(
     del pool, captured
     gc.collect()
     assert reference() is None
+
+
+def test_on_cuda_a_pool_without_graphs_is_another_one_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = zip(itertools.repeat(0), itertools.count(1))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+
+    class Graph:
+        """In the place of one that needs a GPU."""
+
+    backend = CudaBackend()
+    pool = backend.new_pool()
+    used = []
+    for _ in range(4):
+        now = backend.usable_pool(pool)
+        reset: Any = Graph()
+        dropped: Any = Graph()
+        for one in (reset, dropped):
+            backend.taken(now, one)
+            assert backend.usable_pool(pool) == now
+        backend.left(now, reset)
+        assert backend.usable_pool(pool) == now
+        used.append(now)
+        del one, dropped
+    assert len(set(used)) == 4
+    assert backend.usable_pool(used[-1]) == backend.usable_pool(pool) not in used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_graphs.core.emulated import EmulatedGraph
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.training import runner, timing
+from lightning_graphs.training import retry, runner, timing
 from lightning_graphs.training.interception import NAMES
 from lightning_graphs.training.memory import MemoryBudget
 from tests.failures.support import forwards_are_their_own
@@ -353,6 +354,27 @@ def test_copies_on_the_host_restore_as_those_on_the_device(
         prepare(backend, tmp_path, False, module=module).run(),
         prepare(backend, tmp_path, True, module=module, capture=capture).run(),
     )
+
+
+@pytest.mark.parametrize(("on_failure", "copies"), [("eager", True), ("raise", False)])
+def test_only_steps_that_may_be_repeated_are_copied(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_failure: str, copies: bool
+) -> None:
+    made: list[str] = []
+
+    class Counted(retry.StepBegin):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append("step")
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(retry, "StepBegin", Counted)
+    options: dict[str, Any] = {"capture": {"on_failure": on_failure}}
+    options["data"] = partial(batches, 6, last=5)  # eager steps beside graphs
+    compare(
+        prepare(backend, tmp_path, False, **options).run(),
+        prepare(backend, tmp_path, True, **options).run(),
+    )
+    assert bool(made) is copies
 
 
 def test_the_end_of_timing_brings_no_graphs_back(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,32 @@ class HookOnNode(Net):
         del self.node
 
 
+class MainGradients(Net):
+    """Hooks on those nodes that add gradients up elsewhere, as those of Megatron-LM do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = {name: torch.zeros_like(p) for name, p in self.named_parameters()}
+
+    def on_fit_start(self) -> None:
+        self.main = {name: value.to(self.device) for name, value in self.main.items()}
+        self.nodes = []
+        for name, parameter in self.named_parameters():
+            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            node.register_hook(partial(self._add, name, parameter))
+            self.nodes.append(node)
+
+    def _add(self, name: str, parameter: Tensor, *_: Any) -> None:
+        if parameter.grad is not None:
+            self.main[name].add_(parameter.grad)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("main", sum(value.sum() for value in self.main.values()))
+
+    def on_train_end(self) -> None:
+        del self.nodes
+
+
 class FrozenInBackward(Net):
     """A parameter gets no gradient, though the forward pass has prepared one."""
 
@@ -134,7 +161,10 @@ class NotFused(NotDense):
 
 @pytest.mark.parametrize(
     "module",
-    [HookOnOne, HookThatWrites, HookOnNode, HookInBackward, FrozenInBackward, NotDense],
+    [
+        *(HookOnOne, HookThatWrites, HookOnNode, MainGradients, HookInBackward),
+        *(FrozenInBackward, NotDense),
+    ],
 )
 @pytest.mark.parametrize("verify", ["first", "off"])
 def test_nobody_notices_that_gradients_are_cast_together(
@@ -142,6 +172,15 @@ def test_nobody_notices_that_gradients_are_cast_together(
 ) -> None:
     capture = {"verify": verify}
     compare(*fit_twice(backend, tmp_path, precision="bf16-mixed", module=module, capture=capture))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("module", [HookOnNode, MainGradients])
+def test_hooks_on_nodes_see_the_gradients_of_graphed_submodules(
+    backend: str, tmp_path: Path, module: type[Net], precision: Any
+) -> None:
+    capture = {"scope": "modules"}
+    compare(*fit_twice(backend, tmp_path, module=module, precision=precision, capture=capture))
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")

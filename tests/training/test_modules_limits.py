@@ -11,6 +11,10 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_graphs.core.cuda import CudaBackend
+from lightning_graphs.core.emulated import EmulatedBackend
+from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.recorder import Recorder
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.test_modules import Block, Blocks, named
@@ -441,11 +445,19 @@ class MixtureOfExperts(Net):
         return super().training_step({**batch, "x": x}, batch_idx)
 
 
+def _refuse_as_cuda_does(self: Recorder, operator: str, obstacle: Obstacle) -> None:
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture")
 @pytest.mark.parametrize("scope", ["modules", "auto"])
+@pytest.mark.parametrize("words", ["of the backend", "of CUDA"])
 def test_calls_whose_shapes_follow_from_values_are_left_out(
-    backend: str, tmp_path: Path, scope: str
+    backend: str, tmp_path: Path, scope: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if words == "of CUDA":  # which names no obstacle
+        monkeypatch.setattr(Recorder, "refuse", _refuse_as_cuda_does)
+        monkeypatch.setattr(EmulatedBackend, "refusal", CudaBackend.refusal)
     eager, captured = fit_twice(
         backend,
         tmp_path,

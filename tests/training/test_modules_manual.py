@@ -76,6 +76,23 @@ class Untoggled(Gan):
         self.take(judging, loss)
 
 
+class ToggledLate(Gan):
+    """The critic judges before it is frozen; gradients come to it no more by the backward pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        fake = self.generator(torch.randn(len(real), 4, device=real.device))
+        judgement = judged(self.critic(fake), 1.0)
+        self.toggle_optimizer(generating)
+        self.take(generating, judgement)
+        self.untoggle_optimizer(generating)
+        self.toggle_optimizer(judging)
+        loss = judged(self.critic(real), 1.0) + judged(self.critic(fake.detach()), 0.0)
+        self.take(judging, loss)
+        self.untoggle_optimizer(judging)
+
+
 class Accumulating(Gan):
     """Optimizers step every other batch; gradients are clipped, rates scheduled by hand."""
 
@@ -183,7 +200,7 @@ def test_modules_that_are_named_are_taken_in_the_default_scope(
     assert fit.statistics.modules == ["generator", "critic"]
 
 
-@pytest.mark.parametrize("module", [Gan, Untoggled, Accumulating])
+@pytest.mark.parametrize("module", [Gan, Untoggled, ToggledLate, Accumulating])
 def test_each_call_has_graphs_by_default(backend: str, tmp_path: Path, module: Any) -> None:
     fit = trained(backend, tmp_path, module, capture={"scope": "modules"})
     assert fit.statistics.modules == ["generator", "critic"]

@@ -367,7 +367,7 @@ class StepObserver:
         """Note when a backward pass goes through these outputs, and what it brings."""
         for output in outputs.values():
             self._follow(call, output)
-        trainable = next((p for p in call.module.parameters() if p.requires_grad), None)
+        trainable = [p for p in call.module.parameters() if p.requires_grad]
 
         def backward(gradients: Sequence[Tensor | None]) -> None:
             call.backwards += 1
@@ -375,8 +375,10 @@ class StepObserver:
                 if gradient is not None and _has_address(gradient):
                     call.gradient_strides[i] = gradient.stride()
             call.twice_differentiable |= torch.is_grad_enabled()
-            if trainable is not None:
-                node = torch.autograd.graph.get_gradient_edge(trainable).node
+            if not all(p.requires_grad for p in trainable):  # frozen since, as a discriminator is
+                call.partial = True
+            elif trainable:
+                node = torch.autograd.graph.get_gradient_edge(trainable[0]).node
                 call.partial |= not _accumulates(node)
             if call.backwards == 1:
                 self.observation.passes.append((call, "backward"))

@@ -359,7 +359,7 @@ class ModuleGraphs:
                 is_named = bool(self._options.modules) or isinstance(error, CallDiffers)
                 if self._options.on_failure == "raise" and is_named:
                     raise
-                follows = isinstance(error, CallRefused) and error.rule == DYNAMIC_SHAPE.rule
+                follows = isinstance(error, CallRefused) and _may_follow_values(error)
                 if follows and not (self._looks_at_shapes or has_compiled_anything()):
                     self._looks_at_shapes = True  # another step shows all that it is about
                     self._observe(kind)
@@ -431,3 +431,10 @@ class ModuleGraphs:
         self._search = None
         for forward in self._forwards.values():
             forward.forget()
+
+
+def _may_follow_values(refused: CallRefused) -> bool:
+    """Whether a refusal may be about a shape that follows from values; CUDA does not say."""
+    error = refused.__cause__
+    is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
+    return is_of_cuda or refused.rule == DYNAMIC_SHAPE.rule
