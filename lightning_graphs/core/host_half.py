@@ -172,6 +172,12 @@ READS = frozenset(
 )
 """Operations that tell Python something."""
 
+SHAPES = (
+    *("aten::nonzero", "aten::masked_select"),
+    *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
+)
+"""Operators that tell it the shape of their result."""
+
 
 def _prepared(
     operation: Operation, values: Sequence[Any]

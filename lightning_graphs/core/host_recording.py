@@ -17,6 +17,7 @@ from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.host_half import (
     OF_SHAPES,
     READS,
+    SHAPES,
     SMALL,
     HostHalf,
     is_exact,
@@ -38,16 +39,12 @@ FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
-_FACTORIES = frozenset(
+FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
     | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
 )
 """Functions that make a tensor on the host where they are told no device."""
 _UNKNOWN = object()
-_SHAPES = (
-    *("aten::nonzero", "aten::masked_select"),
-    *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
-)
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
 
@@ -238,7 +235,7 @@ class HostRecording(OperatorMode):
         """The result of an operator by which the host learns a value of the device."""
         func, target = call.func, call.kwargs.get("device")
         to_host = func is aten._to_copy.default and target is not None and target.type == "cpu"
-        shapes = func._schema.name in _SHAPES
+        shapes = func._schema.name in SHAPES
         if not (func in READS or shapes or (to_host and not self._emulated)):
             return _UNKNOWN
         if any(self._shadow(t) is None for t in call.inputs):
@@ -251,7 +248,7 @@ class HostRecording(OperatorMode):
 
     def _of_a_known_shape(self, func: OpOverload, result: Any) -> Any:
         """Let replays compare the shapes of a result, where these follow from values."""
-        if func._schema.name in _SHAPES:
+        if func._schema.name in SHAPES:
             for tensor in tensors_in(result):
                 self._tape.compare(shape, tensor)
         return result
@@ -336,7 +333,7 @@ class HostRecording(OperatorMode):
             ]
             dtypes = [a if isinstance(a, torch.dtype) else a.dtype for a in given]
             return self._copied(args[0], {"dtype": dtypes[0] if dtypes else None})
-        if name in (*_FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
+        if name in (*FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
             self._makes_on_host = True
             try:
                 return func(*args, **kwargs)

@@ -141,7 +141,7 @@ _LOOKED_AT = frozenset(
 )
 """See ``_linalg_check_errors`` and ``mexp`` in aten/src/ATen/native."""
 
-_INDEXING: dict[OpOverload, int] = {
+INDEXING: dict[OpOverload, int] = {
     aten.index.Tensor: 1,
     aten.index_put.default: 1,
     aten.index_put_.default: 1,
@@ -248,7 +248,7 @@ def _copy_obstacle(
 def _boolean_index(
     func: OpOverload, args: Sequence[object], is_constant: Callable[[Tensor], bool]
 ) -> bool:
-    indices = args[_INDEXING[func]]
+    indices = args[INDEXING[func]]
     assert isinstance(indices, Sequence)
     boolean = [i for i in indices if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
     if not boolean:
@@ -276,7 +276,7 @@ def operator_obstacle(
         return None if func is aten._ctc_loss.default else CTC_LOSS
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
         return HOST_READ
-    if func in _INDEXING:
+    if func in INDEXING:
         return DYNAMIC_SHAPE if _boolean_index(func, args, is_constant) else None
     if func is aten.repeat_interleave.Tensor:
         return None if kwargs.get("output_size") is not None else DYNAMIC_SHAPE

@@ -260,14 +260,11 @@ class GraphCapture(Callback):
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
-        doctor = Doctor(
-            trainer,
-            module,
-            calls_of(trainer.strategy),
-            self.options,
-            reason=_reason_to_stay_out(trainer, self.options),
-            no_whole_step=why_no_whole_step(trainer, module),
-        )
+        strategy, reason = trainer.strategy, _reason_to_stay_out(trainer, self.options)
+        if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
+            _install(self._fit, BatchTransfer(trainer))
+        why = why_no_whole_step(trainer, module)
+        doctor = Doctor(trainer, module, calls_of(strategy), self.options, reason, why)
         self._fit.callback(doctor.finish)
         self.diagnosis = doctor.diagnosis
 

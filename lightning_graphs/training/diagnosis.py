@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.obstacles import Obstacle
@@ -58,21 +58,15 @@ CHANGING_NUMBER = Obstacle(
     "self.scale.fill_(number)  # in on_train_batch_start",
 )
 
-Effect = Literal[
-    "eager step",
-    "eager optimizer step",
+_Remark = Literal[
     "further graph",
     "runs ahead of the graph",
     "submodules become graphs",
     "stays eager between them",
 ]
-_REMARKS = (
-    "further graph",
-    "runs ahead of the graph",
-    "submodules become graphs",
-    "stays eager between them",
-)
 """Effects of what need not be mended."""
+
+Effect = Literal["eager step", "eager optimizer step"] | _Remark
 
 
 @dataclass(slots=True)
@@ -90,8 +84,8 @@ class Finding:
         last_step: The last observed step that met it; 0 for what shows before any step.
         effect: ``"eager step"``: the step is not captured; ``"eager optimizer step"``: the rest of
             it is; ``"further graph"``: the step is captured in more than one part, which costs a
-            launch and nothing else; ``"runs ahead of the graph"``: the host makes it, and a replay
-            copies what changes;
+            launch and nothing else; ``"runs ahead of the graph"``: the host makes it or knows it
+            before, and a replay copies what changes;
             ``"submodules become graphs"``: they do in place of the whole step; ``"stays eager
             between them"``: it stands outside of every submodule, where it is in nobody's way.
         rule: What capture demands.
@@ -151,7 +145,7 @@ class Diagnosis:
         The first step fills caches and the like; it is never captured.
         """
         once = 1 if self.steps > 1 else -1
-        blocking = [f for f in self.findings if f.effect not in _REMARKS]
+        blocking = [f for f in self.findings if f.effect not in get_args(_Remark)]
         return [f for f in blocking if f.last_step != once]
 
     def add(
@@ -165,9 +159,8 @@ class Diagnosis:
     ) -> None:
         """Note an obstacle, or count it once more where its line is known already."""
         site = site if site is not None and site.line else CallSite("", 0, "")
-        for known in self.findings:
-            same = (known.kind, known.operator) == (obstacle.kind, operator)
-            if same and (known.file, known.line) == (site.file, site.line):
+        for known in self.at(site):
+            if (known.kind, known.operator) == (obstacle.kind, operator):
                 known.count += 1
                 known.last_step = self.steps
                 return
@@ -194,7 +187,10 @@ class Diagnosis:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        for findings in self._groups():
+        groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
+        for finding in self.findings:
+            groups.setdefault((finding.rule, finding.remedy), []).append(finding)
+        for findings in groups.values():
             first = findings[0]
             lines += ["", f"{first.kind}: {first.rule}"]
             for finding in findings:
@@ -203,13 +199,6 @@ class Diagnosis:
             lines.append(f"  remedy: {first.remedy}")
             lines += [f"    {line}" for line in first.code.splitlines()]
         return "\n".join(lines)
-
-    def _groups(self) -> list[list[Finding]]:
-        """The findings that one remedy mends, together."""
-        groups: dict[tuple[str, str], list[Finding]] = {}
-        for finding in self.findings:
-            groups.setdefault((finding.rule, finding.remedy), []).append(finding)
-        return list(groups.values())
 
     def _headline(self) -> str:
         found = len(self.obstacles)

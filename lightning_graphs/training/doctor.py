@@ -70,13 +70,10 @@ from lightning_graphs.training.options import Options
 from lightning_graphs.training.outside import OutsideValues
 from lightning_graphs.training.own_code import OwnCode
 from lightning_graphs.training.places import place_of, trained_parameters
-from lightning_graphs.training.python_state import (
-    DRAWN,
-    STORED,
-    Attributes,
-)
+from lightning_graphs.training.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.side_effects import SIDE_EFFECT, STORED_OUTSIDE, effects_watched
 from lightning_graphs.training.step import refuse_iterator
+from lightning_graphs.training.transfer import copies_on_host
 from lightning_graphs.training.watched import (
     Call,
     Observer,
@@ -126,17 +123,16 @@ class Doctor:
         generators = [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index or 0])
-        self._observer = Observer(
-            self._note,
-            self._look,
-            generators,
-            until=Doctor._run.__code__,
-            rehearsal=self._rehearsal,
-        )
+        self._sites = sites = CallSiteFinder(Doctor._run.__code__)
+        self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
-        self._counters = WatchedNumbers(self._followed, self._used)
-        self._draws = WatchedNumbers(self._followed, self._drew)
+        self._step = definition_of(module.training_step)
+        # What Python's arithmetic makes of a number is no obstacle in a whole step.
+        followed = self._used if self._only_submodules else lambda _: None
+        self._counters = WatchedNumbers(followed, self._used)
+        self._drew = functools.partial(self._used, obstacle=DRAWN)
+        self._draws = WatchedNumbers(followed, self._drew)
         self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
@@ -155,7 +151,7 @@ class Doctor:
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
-            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change)
+            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change[:400])
         if self._trainer.is_global_zero:
             print(self.diagnosis)
 
@@ -169,11 +165,10 @@ class Doctor:
         self._left -= 1
         self.diagnosis.steps += 1
         batch, *rest = args
-        self._judge_batch(batch)
         watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
         attributes, generators = Attributes(self._module), Generators(self._module)
         outside = OutsideValues(self._module, self._own)
-        self._observer.begin()
+        self._observer.begin(self._judge_batch(batch))
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
@@ -254,14 +249,13 @@ class Doctor:
 
     @property
     def _effect(self) -> Effect:
-        between = self._only_submodules and not self._is_inside
-        return _BETWEEN if between else "eager step"
+        return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
 
     def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._logged += [(t, version_of(t), self._observer.here()) for t in given]
+            self._logged += [(t, version_of(t), self._sites.here()) for t in given]
             with self._observer.looking_away():
                 result = function(*args, **kwargs)
                 self._observer.forbid(result, METRIC_VALUE)
@@ -274,7 +268,8 @@ class Doctor:
             return  # one remedy mends both
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
-        if obstacle in (HOST_COPY, HOST_DATA) and self._has_host_half:
+        ahead = self._observer.answered or obstacle in (HOST_COPY, HOST_DATA)
+        if ahead and self._has_host_half:
             self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")
         elif not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
@@ -290,13 +285,8 @@ class Doctor:
         for number in numbers:
             number.escapes()
         if self._only_submodules and not self._is_inside:
-            self._between.add(self._observer.here())
+            self._between.add(self._sites.here())
         return []
-
-    def _followed(self, name: str) -> None:
-        """Note what Python makes of a number: in a whole step it is no obstacle."""
-        if self._only_submodules:
-            self._used(name)
 
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
@@ -308,7 +298,7 @@ class Doctor:
         self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
     ) -> None:
         if self._active and not self._observer.silent:
-            self.diagnosis.add(obstacle, name, site or self._observer.here(), effect=self._effect)
+            self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
     def _gradient_used(self, name: str) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
@@ -335,9 +325,6 @@ class Doctor:
 
         return draw
 
-    def _drew(self, name: str) -> None:
-        self._used(name, obstacle=DRAWN)
-
     # ------------------------------------------------------------------ judging
 
     def _judge_fit(self, reason: str, no_whole_step: str) -> None:
@@ -360,13 +347,12 @@ class Doctor:
             if why := capture_obstacle(module, optimizer, target, scaled=scaled):
                 name = type(optimizer).__name__
                 add(OPTIMIZER, name, configured, observed=why, effect="eager optimizer step")
-        finder = CallSiteFinder()
         for path, child in module.named_modules():
             if self._rehearsal and is_compiled(child):
                 add(COMPILED, path or "self")
             for hook in module_hooks(child) if self._only_submodules else ():
                 site = definition_of(hook)
-                if not finder.is_library(site.file):
+                if not self._sites.is_library(site.file):
                     add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
         self._judge_observers()
 
@@ -379,22 +365,23 @@ class Doctor:
             site = definition_of(getattr(owner, hook))
             self.diagnosis.add(OBSERVER, name, site, effect="further graph")
 
-    def _judge_batch(self, batch: Any) -> None:
+    def _judge_batch(self, batch: Any) -> list[Tensor]:
+        """Look at a batch; the tensors in it of which the host has a copy."""
         try:
             refuse_iterator(batch)
             modes = Modes.current(self._trainer.strategy.root_device.type)
-            signature, _ = Signature.of((batch,), {}, names=("batch",), modes=modes)
+            signature, tensors = Signature.of((batch,), {}, names=("batch",), modes=modes)
         except CaptureError as error:
             self._refused("batch", error)
-        else:
-            self._signatures.append(signature)
+            return []
+        self._signatures.append(signature)
+        copies = copies_on_host(self._trainer, tensors)
+        return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
 
     def _judge_returned(self, returned: Any) -> None:
-        step = definition_of(self._module.training_step)
+        add, effect = self.diagnosis.add, self._effect
         for number in watched_in(returned):
-            self.diagnosis.add(
-                COUNTER, number.name, step, observed="it is returned", effect=self._effect
-            )
+            add(COUNTER, number.name, self._step, observed="it is returned", effect=effect)
         if self._module.automatic_optimization:
             try:
                 loss_of(returned)
@@ -403,15 +390,12 @@ class Doctor:
 
     def _refused(self, what: str, error: CaptureError) -> None:
         obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
-        self.diagnosis.add(
-            obstacle, what, definition_of(self._module.training_step), observed=error.observed
-        )
+        self.diagnosis.add(obstacle, what, self._step, observed=error.observed)
 
     def _judge_state(
         self, attributes: Attributes, generators: Generators, outside: OutsideValues
     ) -> None:
         """What the step has left behind in Python."""
-        step = definition_of(self._module.training_step)
         ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
         own = [
@@ -424,12 +408,12 @@ class Doctor:
         found = [(STORED, name, outside.site_of(name)) for name in own]
         found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
         for obstacle, name, site in found:
-            site = site if site.line else step
+            site = site if site.line else self._step
             in_step = self._only_submodules and site.function == "training_step"
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
         for name in generators.drawn():
             if name not in self._drawn:
-                self.diagnosis.add(DRAWN, name, step)  # by whom is not known
+                self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
             if id(tensor) not in state and version_of(tensor) != version:
@@ -440,7 +424,9 @@ class Doctor:
         """Python that only shows in its effect: other numbers than in a step of the same shapes."""
         if len(self._signatures) < self.diagnosis.steps:
             return
-        add, signature, calls = self.diagnosis.add, self._signatures[-1], [*self._observer.calls]
+        told = self._observer.told if self._has_host_half else ()
+        signature = replace(self._signatures[-1], extra=tuple(told))
+        self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
         for change in changes(self._earlier.get(signature, calls), calls):
             site, what = change.site, change.what

@@ -382,14 +382,14 @@ def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
 
-_ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
-_ARITHMETIC |= {"**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
-_COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
-for _symbol, _name in _ARITHMETIC.items():
+ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
+ARITHMETIC |= {"**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
+COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+for _symbol, _name in ARITHMETIC.items():
     _forth, _back = _both_ways(_symbol, getattr(operator, f"__{_name}__"))
     setattr(LiveNumber, f"__{_name}__", _forth)
     setattr(LiveNumber, f"__r{_name}__", _back)
-for _symbol, _name in _COMPARISONS.items():
+for _symbol, _name in COMPARISONS.items():
     setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))

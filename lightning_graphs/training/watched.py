@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import math
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,18 +14,22 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
+from lightning_graphs.core.host_half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
+from lightning_graphs.core.host_recording import FACTORIES
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
+    INDEXING,
     REHEARSED,
     Obstacle,
     with_known_remedy,
 )
-from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder
+from lightning_graphs.core.recorder import Operation, OperatorCall, Recorder, tensors_in
+from lightning_graphs.core.torch_private import current_autograd_node
 from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.training.followed import Followed
-from lightning_graphs.training.live_numbers import LASTING
+from lightning_graphs.training.live_numbers import ARITHMETIC, COMPARISONS, LASTING
 
 _NUMBERS = (bool, int, float)
 
@@ -85,42 +88,37 @@ class Observer(Recorder):
         note: Callable[[str, Obstacle, CallSite], None],
         look: Callable[[Any, Any, Any], Iterable[float]],
         generators: Sequence[torch.Generator],
-        *,
-        until: types.CodeType,
+        sites: CallSiteFinder,
         rehearsal: bool,
     ) -> None:
         super().__init__(generators)
         self.calls: list[Call] = []
         self._note = note
         self._look = look
-        self._sites = CallSiteFinder(until)
+        self._sites = sites
         self._rehearsal = rehearsal
-        self._silent = False
+        self._on_gpu = any(generator.device.type != "cpu" for generator in generators)
+        self.silent = False  # whether nothing is noted at the moment
+        self.answered = False  # whether the host has what is asked for by what is noted
+        self.told: list[str] = []  # what Python was told by it in this step
+        self._on_host: set[int] = set()
         self._forbidden: dict[int, Obstacle] = {}
         self._anew: set[float] = set()
 
-    def begin(self) -> None:
-        """Begin another step."""
-        self.calls = []
+    def begin(self, on_host: Iterable[Tensor]) -> None:
+        """Begin another step; the host has these tensors, too, and what follows from them."""
+        self.calls, self.told = [], []
         self._anew.clear()
-
-    def here(self) -> CallSite:
-        """The user's line that is being executed."""
-        return self._sites.here()
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing is noted at the moment."""
-        return self._silent
+        self._on_host = {self.know(tensor).id for tensor in on_host}
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
         """Note nothing that the body does."""
-        before, self._silent = self._silent, True
+        before, self.silent = self.silent, True
         try:
             yield
         finally:
-            self._silent = before
+            self.silent = before
 
     def forbid(self, value: Any, obstacle: Obstacle) -> None:
         """Note ``obstacle`` wherever a tensor in ``value`` is used."""
@@ -131,23 +129,45 @@ class Observer(Recorder):
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
         hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
-        if not self._silent and not hidden:
+        if not self.silent and not hidden:
             self._note(operator, with_known_remedy(obstacle), self._sites.here())
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if not self._silent:
+        if not self.silent:
             self._anew.update(self._look(func, args, kwargs))
         rule = FUNCTION_RULES.get(name)
         obstacle = rule(args, kwargs) if rule is not None else None
         if obstacle is not None:
+            lengths = name == "ctc_loss" and len(args) > 3 and args[1].dtype is torch.int64
+            asked = args[2:4] if lengths else args[:1]
+            self.answered = answered = self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             with self.looking_away():  # the operators inside of it are the same obstacle
-                return func(*args, **kwargs)
-        return REHEARSED.get(func, func)(*args, **kwargs)
+                result = func(*args, **kwargs)
+            return self._tell(result, answered)
+        result = REHEARSED.get(func, func)(*args, **kwargs)
+        if not self._on_gpu and name in FACTORIES and kwargs.get("device") in (None, "cpu"):
+            self._on_host.add(self.know(result).id)
+        return result
+
+    def _tell(self, result: Any, answered: bool) -> Any:
+        """Remember what Python is told, if the host has it."""
+        self.answered = False
+        if answered and not self.silent:
+            what = [tuple(tensor.shape) for tensor in tensors_in(result)] or result
+            self.told.append(f"{self._sites.here().describe()} gave {what!r}")
+        return result
+
+    def _host_has(self, tensors: Iterable[Tensor]) -> bool:
+        return all(
+            t.layout is torch.strided
+            and ((self._on_gpu and not t.is_cuda) or self.know(t).id in self._on_host)
+            for t in tensors
+        )
 
     def keep(self, operation: Operation) -> None:
-        if not self._silent:
+        if not self.silent:
             values = (*operation.args, *operation.kwargs.values())
             found = [v for v in values if type(v) in _NUMBERS]
             numbers = tuple(math.nan if v in self._anew else v for v in found)
@@ -155,12 +175,31 @@ class Observer(Recorder):
 
     def _meet_constant(self, tensor: Tensor) -> None:
         super()._meet_constant(tensor)
-        if not self._silent and tensor.dim() == 0 and tensor.device.type == "cpu":
+        self._on_host.add(self.know(tensor).id)
+        if not self.silent and tensor.dim() == 0 and tensor.device.type == "cpu":
             number: float = tensor.item()
             self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
 
+    def _run(self, call: OperatorCall) -> Any:
+        result = self._tell(super()._run(call), self.answered)
+        outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
+        given = call.inputs if name_of(call.func) not in OF_SHAPES else []
+        follows = is_exact(call.func, outputs, SMALL) and self._host_has(given)
+        follows = follows and all(self.know(tensor).born for tensor in call.written)
+        change = self._on_host.update if follows else self._on_host.difference_update
+        change(self.know(tensor, born=True).id for tensor in (*outputs, *call.written))
+        return result
+
+    def _is_known(self, call: OperatorCall) -> bool:
+        """Whether the host has what it would be told by an operator."""
+        if call.func in INDEXING:
+            masks = [t for t in tensors_in(call.args[1]) if t.dtype is torch.bool]
+            return bool(masks) and self._host_has(masks)
+        tells = call.func in READS or call.func._schema.name in SHAPES
+        tells = tells or call.func is torch.ops.aten._to_copy.default
+        return tells and current_autograd_node() is None and self._host_has(call.inputs)
+
     def _check(self, call: OperatorCall) -> None:
-        super()._check(call)
         if is_collective(call.func):
             self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
@@ -168,15 +207,15 @@ class Observer(Recorder):
                 strided = tensor.layout is torch.strided
                 if strided and (found := self._forbidden.get(self.know(tensor).id)):
                     self.refuse(str(call.func), found)
+        self.answered = self._is_known(call)
+        super()._check(call)
 
 
 Note = Callable[[str], object]
 
-_ARITHMETIC = ["add", "sub", "mul", "mod", "floordiv", "truediv", "pow"]
-_ARITHMETIC += ["and", "or", "xor", "lshift", "rshift"]
-_ARITHMETIC += [f"r{name}" for name in _ARITHMETIC]
+_ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
 _ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
-_COMPARISONS = ["eq", "ne", "lt", "le", "gt", "ge", "bool"]
+_COMPARISONS = [*COMPARISONS.values(), "bool"]
 _ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
 
 
@@ -257,28 +296,20 @@ class Watched(Followed):
         return type(self.value), (self.value,)
 
 
-class WatchedInt(Watched, int):
-    """A whole number."""
-
-
-class WatchedFloat(Watched, float):
-    """Another number."""
-
-
-_KINDS: dict[type, Any] = {int: WatchedInt, float: WatchedFloat}
+_KINDS: dict[type, Any] = {
+    kind: type(f"Watched{kind.__name__}", (Watched, kind), {}) for kind in (int, float)
+}
 
 
 def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Callable[..., Any]:
     def operation(self: Any, *args: Any) -> Any:
+        if follows:
+            return self.applied(plain, (self, *args))
         if escapes:
             self.escapes()
         else:
             self.numbers.used(self.name)
-        found = plain(self, *args)
-        if not follows or type(found) not in _KINDS:
-            return found
-        lasts = all(arg.lasts for arg in (self, *args) if isinstance(arg, Watched))
-        return self.numbers.number(self.name, found, lasts=lasts)
+        return plain(self, *args)
 
     return operation
 
@@ -292,12 +323,6 @@ for _kind, _watched in _KINDS.items():
 
 def watched_in(value: Any) -> Iterator[Watched]:
     """The watched numbers in the arguments of a call, also in slices."""
-    if isinstance(value, Watched):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from watched_in(item)
-    elif isinstance(value, dict):
-        yield from watched_in(list(value.values()))
-    elif isinstance(value, slice):
-        yield from watched_in([value.start, value.stop, value.step])
+    for leaf in leaves_of(value):
+        parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        yield from (part for part in parts if isinstance(part, Watched))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import HOST_READ
 from lightning_graphs.training.watched import Call, Observer, changes
 
@@ -33,7 +34,7 @@ class Notes:
             lambda operator, obstacle, site: self.rows.append((operator, obstacle.kind, site.line)),
             self._look,
             generators,
-            until=_outside.__code__,
+            sites=CallSiteFinder(_outside.__code__),
             rehearsal=rehearsal,
         )
 

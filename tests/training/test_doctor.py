@@ -111,7 +111,8 @@ class TestManyObstacles:
             assert row.function == "training_step"
             assert row.source.endswith(f"# {text}")
             assert remedy in row.remedy + row.code, (text, row.remedy, row.code)
-            ahead = kind in ("host-data", "host-copy")
+            # Distinct labels follow from the batch.
+            ahead = kind in ("host-data", "host-copy") or text == "unique"
             assert row.effect == ("runs ahead of the graph" if ahead else "eager step")
             assert row.rule
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.examined import examined
+from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
+from tests.training.test_host_half import BRANCHING, SERVED
 
 WEIGHTS = [1.0, 2.0, 3.0]
 
@@ -100,6 +102,25 @@ class Bootstrapped(Net):
         return loss
 
 
+def _activations(module: Any, batch: Any) -> Tensor:
+    return module.net(batch["x"]).argmax()
+
+
+def _weights(module: Any, batch: Any) -> Tensor:
+    return (module.net[0].weight > 0).sum()
+
+
+def _rounded(module: Any, batch: Any) -> Tensor:
+    """The device may round a sum in another way."""
+    return batch["x"].sum() > 0
+
+
+def _changed(module: Any, batch: Any) -> Tensor:
+    labels = batch["y"].clone()
+    labels[:1] = module.net(batch["x"])[:1, 0].long()
+    return labels.max()
+
+
 class Mixed(Net):
     """Numbers that Python and NumPy draw, and those of the trainer, in arithmetic and branches."""
 
@@ -129,3 +150,45 @@ class TestAgreement:
         compare(eager, watched, replayed=False)
         assert watched.capture.diagnosis is not None
         assert watched.capture.diagnosis.obstacles == []
+
+    @pytest.mark.parametrize("module", [*SERVED, *BRANCHING], ids=lambda kind: kind.__name__)
+    def test_what_a_replay_asks_the_host_is_no_obstacle(
+        self, backend: str, tmp_path: Path, module: Any
+    ) -> None:
+        """Runs capture these modules, see the tests of the host half."""
+        options: dict[str, Any] = {"module": module, "data": lambda: batches(6), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis is not None
+        assert watched.capture.diagnosis.obstacles == []
+
+    def test_a_value_that_never_comes_back(self, backend: str, tmp_path: Path) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.loss(batch) * batch["x"].max().item()  # read
+
+        fit = examined(backend, tmp_path, module=Reading, validation=0)
+        (row,) = rows(fit, "changing-shape")
+        assert row.effect == "eager step"
+        number = line(Reading.training_step, "read")
+        assert f"test_doctor_agrees.py:{number} in training_step" in row.observed
+        capture = {"scope": "modules"}
+        between = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        assert rows(between, "changing-shape") == []
+        assert [row.effect for row in rows(between, "host-read")] == ["stays eager between them"]
+
+    @pytest.mark.parametrize("capture", [{}, {"backend": "auto"}], ids=["own", "auto"])
+    @pytest.mark.parametrize("read", [_activations, _weights, _rounded, _changed])
+    def test_what_only_the_device_has_is_one(
+        self, backend: str, tmp_path: Path, read: Callable[..., Tensor], capture: dict[str, Any]
+    ) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                return loss * (1.0 if read(self, batch).item() > -1e9 else 2.0)  # read
+
+        fit = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        found = rows(fit, "host-read")
+        number = line(Reading.training_step, "read")
+        assert [(row.line, row.effect) for row in found] == [(number, "eager step")]

@@ -100,7 +100,7 @@ REFUSED = [
     (IndexedByRange, "batch_idx"),
     (IndexedInAHelper, "batch_idx"),
     (IndexReturned, "batch_idx"),
-    (IndexLogged, "index"),
+    (IndexLogged, "batch_idx"),
     (Stepped, "trainer.global_step"),
     (ByProgress, "trainer.fit_loop"),
     (Mixup, "numpy"),
