@@ -38,8 +38,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.training.modules.selection import select
 
 BLOCKS = {

@@ -64,8 +64,8 @@ def _version_of(package: str) -> str:
 def _abilities() -> list[Ability]:
     import torch
 
-    from lightning_graphs.core import driver
-    from lightning_graphs.core.backend import get_backend
+    from lightning_graphs.core.backends import driver
+    from lightning_graphs.core.backends.backend import get_backend
     from lightning_graphs.errors import GraphError
 
     def gpu() -> str:

@@ -14,7 +14,7 @@ import torch
 
 import lightning_graphs
 from lightning_graphs import cli
-from lightning_graphs.core import driver
+from lightning_graphs.core.backends import driver
 from lightning_graphs.errors import UnsupportedError
 from tests.processes import ROOT, environment
 

@@ -315,7 +315,9 @@ def test_a_constant_is_that_of_its_own_file(messages: ModuleType, tmp_path: Path
 
 def test_a_rule_of_several_files_is_listed_with_its_own_observation(found: Any) -> None:
     same = [m for m in found.errors if m.rule.startswith("A replay computes ")]
-    assert {m.site.partition(":")[0] for m in same} == {"lightning_graphs/training/agreement.py"}
+    assert {m.site.partition(":")[0] for m in same} == {
+        "lightning_graphs/training/verify/agreement.py"
+    }
     assert all(m.observed for m in same)
 
 

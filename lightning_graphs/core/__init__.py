@@ -1,6 +1,6 @@
 """torch's API for CUDA graphs over two backends, with checks; it does not import Lightning."""
 
-from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.backends.backend import BackendName
 from lightning_graphs.core.callables import make_graphed_callables
 from lightning_graphs.core.graph import (
     CUDAGraph,

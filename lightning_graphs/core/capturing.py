@@ -12,33 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from lightning_graphs.core.autograd_graph import (
-    ahead_of_casts,
-    gradients_behind,
-    has_python_nodes,
-    leaves_behind,
-)
-from lightning_graphs.core.buffers import StateSnapshot, StaticInputs
-from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.contents import contents_left, contents_of
-from lightning_graphs.core.fingerprints import Fingerprinter
-from lightning_graphs.core.generators import (
-    random_place,
-    rewinding_refused,
-    same_random_numbers,
-)
-from lightning_graphs.core.gradients import (
-    DirectGradients,
-    GradientBuffers,
-    LentGradients,
-    OutputGradients,
-    new_buffers,
-    refuse_parameter_hooks,
-    zero_gradient,
-)
-from lightning_graphs.core.graph import GraphPool
-from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
-from lightning_graphs.core.held import (
+from lightning_graphs.core.arguments.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.contents import contents_left, contents_of
+from lightning_graphs.core.arguments.fingerprints import Fingerprinter
+from lightning_graphs.core.arguments.held import (
     Bindings,
     Held,
     original_of,
@@ -49,15 +27,37 @@ from lightning_graphs.core.held import (
     refuse_written_arguments,
     with_leaves_behind,
 )
-from lightning_graphs.core.lending import ReplayOrder, SharedArgument, Source
-from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.core.torch_private import (
+from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.arguments.tree import substitute
+from lightning_graphs.core.autograd.gradients import (
+    DirectGradients,
+    GradientBuffers,
+    LentGradients,
+    OutputGradients,
+    new_buffers,
+    refuse_parameter_hooks,
+    zero_gradient,
+)
+from lightning_graphs.core.autograd.lending import ReplayOrder, SharedArgument, Source
+from lightning_graphs.core.autograd.nodes import (
+    ahead_of_casts,
+    gradients_behind,
+    has_python_nodes,
+    leaves_behind,
+)
+from lightning_graphs.core.generators import (
+    random_place,
+    rewinding_refused,
+    same_random_numbers,
+)
+from lightning_graphs.core.graph import GraphPool
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.private.torch import (
     hooks_registered,
     nodes_recorded,
     version_of,
 )
-from lightning_graphs.core.tree import substitute
 from lightning_graphs.errors import CaptureError
 
 

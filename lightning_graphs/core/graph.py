@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from lightning_graphs.core.backend import (
+from lightning_graphs.core.backends.backend import (
     CAPTURE_ERROR_MODES,
     Backend,
     BackendName,

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.buffers import AddressGuard, StaticInputs
-from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.gradients import DirectGradients, LentGradients, OutputGradients
+from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.arguments.signature import Modes
+from lightning_graphs.core.autograd.gradients import DirectGradients, LentGradients, OutputGradients
+from lightning_graphs.core.autograd.lending import (
+    PendingBackward,
+    ReplayOrder,
+    SharedArgument,
+    Source,
+)
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
-from lightning_graphs.core.lending import PendingBackward, ReplayOrder, SharedArgument, Source
-from lightning_graphs.core.outputs import OutputPlan
-from lightning_graphs.core.signature import Modes
-from lightning_graphs.core.torch_private import in_transform, version_of, will_execute
+from lightning_graphs.core.private.torch import in_transform, version_of, will_execute
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     ReplayError,

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_graphs.core import driver
-from lightning_graphs.core.torch_private import demangle
+from lightning_graphs.core.backends import driver
+from lightning_graphs.core.private.torch import demangle
 
 if TYPE_CHECKING:
-    from lightning_graphs.core.recorder import Operation
+    from lightning_graphs.core.backends.recorder import Operation
 
 Edge = tuple[int, int]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from lightning_graphs.core.torch_private import generator_identity
+from lightning_graphs.core.private.torch import generator_identity
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_graphs.core.torch_private import current_autograd_node
-from lightning_graphs.core.tree import leaves_of
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.private.torch import current_autograd_node
 
 _LABEL = "lightning_graphs.scope"
 

@@ -16,24 +16,24 @@ from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.reporting import Report
+from lightning_graphs.training.costs.investment import Investment, steps_left
+from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
-from lightning_graphs.training.diagnosis import Diagnosis
-from lightning_graphs.training.doctor import Doctor
+from lightning_graphs.training.diagnose.doctor import Doctor
+from lightning_graphs.training.diagnose.findings import Diagnosis
 from lightning_graphs.training.fit import Fit
+from lightning_graphs.training.guards.observers import moves_batches_itself
+from lightning_graphs.training.guards.uncapturable import flattened_once
+from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import calls_of, intercept, release
-from lightning_graphs.training.investment import Investment, steps_left
 from lightning_graphs.training.lightning_private import cheap_contexts
-from lightning_graphs.training.memory import MemoryBudget
 from lightning_graphs.training.notices import FitReporter
-from lightning_graphs.training.observers import moves_batches_itself
 from lightning_graphs.training.options import OldNames, OptionError, Options, in_present_names
-from lightning_graphs.training.progress import ProgressValues
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import Runner, runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.transfer import BatchTransfer
-from lightning_graphs.training.uncapturable import flattened_once
+from lightning_graphs.training.step.transfer import BatchTransfer
 
 
 class GraphCapture(Callback):

@@ -9,15 +9,15 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.core.ddp_private import (
+from lightning_graphs.core.private.ddp import (
     is_within_backward,
     reducer_is_warm,
     take_no_more_times,
 )
-from lightning_graphs.core.fsdp_private import ShardedUnits
+from lightning_graphs.core.private.fsdp import ShardedUnits
+from lightning_graphs.training.guards.own_code import is_lightnings
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.own_code import is_lightnings
 
 _REFUSED = {
     "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.core.graph import GraphPool
-from lightning_graphs.training.gradients import KeptGradients
-from lightning_graphs.training.investment import Investment
-from lightning_graphs.training.logs import LoggedNumbers
+from lightning_graphs.training.costs.investment import Investment
+from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.training.host.logs import LoggedNumbers
+from lightning_graphs.training.host.places import Places
+from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.places import Places
-from lightning_graphs.training.progress import ProgressValues
-from lightning_graphs.training.python_state import AttributeReads
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.step.gradients import KeptGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_graphs.core.tree import leaves_of
-from lightning_graphs.training.own_code import is_lightnings
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.training.guards.own_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
 

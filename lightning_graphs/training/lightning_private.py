@@ -20,8 +20,8 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_graphs.training.guards.own_code import is_lightnings
 from lightning_graphs.training.interception import replaced, subclassed
-from lightning_graphs.training.own_code import is_lightnings
 
 _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
 

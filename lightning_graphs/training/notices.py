@@ -10,18 +10,18 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_graphs.core.signature import Signature
+from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.reporting import render, summary_line
-from lightning_graphs.training.conditions import Conditions
+from lightning_graphs.training.costs.investment import Waiting
+from lightning_graphs.training.costs.memory import RaisedInCapture
+from lightning_graphs.training.costs.timing import StepTiming, Stopwatch, judge
+from lightning_graphs.training.guards.conditions import Conditions
+from lightning_graphs.training.guards.watch import OF_THE_TRAINER
 from lightning_graphs.training.interception import StepHandler, intercept
-from lightning_graphs.training.investment import Waiting
-from lightning_graphs.training.memory import RaisedInCapture
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics, differences, listed
-from lightning_graphs.training.timing import StepTiming, Stopwatch, judge
-from lightning_graphs.training.watch import OF_THE_TRAINER
 
 
 class Notices:

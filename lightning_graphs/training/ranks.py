@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.ddp_private import forget_backward
+from lightning_graphs.core.private.ddp import forget_backward
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
 from lightning_graphs.training.ddp import (
     is_model_parallel,
     is_warm,
@@ -26,7 +27,6 @@ from lightning_graphs.training.ddp import (
     wrapper_of,
 )
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
-from lightning_graphs.training.memory import is_out_of_memory, no_room
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What a step may be; larger numbers are those of plans, which replay it."""

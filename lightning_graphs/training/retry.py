@@ -13,18 +13,28 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.callsite import stacklevel_of_user
-from lightning_graphs.core.contents import Contents
-from lightning_graphs.core.tree import leaves_of
 from lightning_graphs.errors import GraphError
-from lightning_graphs.training.body import loss_of, scaler_of
-from lightning_graphs.training.held_values import Generators, LooseTensors, held_in, held_in_value
+from lightning_graphs.training.costs.memory import (
+    SETTLED,
+    MemoryBudget,
+    first_line,
+    is_out_of_memory,
+)
+from lightning_graphs.training.guards.held_values import (
+    Generators,
+    LooseTensors,
+    held_in,
+    held_in_value,
+)
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
 from lightning_graphs.training.lightning_private import logs_kept
-from lightning_graphs.training.memory import SETTLED, MemoryBudget, first_line, is_out_of_memory
-from lightning_graphs.training.plan import StepPlan
-from lightning_graphs.training.state import Kept, StepState
 from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.step.body import loss_of, scaler_of
+from lightning_graphs.training.step.plan import StepPlan
+from lightning_graphs.training.verify.state import Kept, StepState
 
 _OURS = frozenset({"forward", "log"})
 """Attributes of modules that stand for methods while graphs or their code run."""

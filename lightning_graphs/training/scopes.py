@@ -10,11 +10,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_graphs.training.fit import Fit
+from lightning_graphs.training.guards.uncapturable import obstacle_in
 from lightning_graphs.training.modules.runner import ModuleRunner
-from lightning_graphs.training.optimizers import CapturableOptimizer
 from lightning_graphs.training.retry import HoldsMemory
-from lightning_graphs.training.runner import StepRunner
-from lightning_graphs.training.uncapturable import obstacle_in
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
+from lightning_graphs.training.step.runner import StepRunner
 
 
 class Runner(HoldsMemory, Protocol):

@@ -13,13 +13,13 @@ from time import perf_counter
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_graphs.core.backend import Backend, PoolHandle
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.backends.backend import Backend, PoolHandle
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.signature import Signature
 from lightning_graphs.errors import GraphError
 from lightning_graphs.reporting import GraphRecord, Report, StepTime
-from lightning_graphs.training.conditions import Conditions
+from lightning_graphs.training.guards.conditions import Conditions
 
 _RECAPTURES_SAID = 8
 _LINES = 3

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_graphs.core.buffers import AddressGuard, StateSnapshot, StaticInputs
-from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.torch_private import clone_all
+from lightning_graphs.core.arguments.buffers import AddressGuard, StateSnapshot, StaticInputs
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.errors import ReplayError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)

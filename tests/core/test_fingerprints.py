@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_graphs.core import fingerprints
-from lightning_graphs.core.fingerprints import Fingerprinter
+from lightning_graphs.core.arguments import fingerprints
+from lightning_graphs.core.arguments.fingerprints import Fingerprinter
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.gradients import (
+from lightning_graphs.core.autograd.gradients import (
     DirectGradients,
     LentGradients,
     new_buffers,
     refuse_parameter_hooks,
 )
-from lightning_graphs.core.torch_private import without_hooks
+from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, ReplayError
 
 

@@ -16,7 +16,7 @@ from lightning_graphs.core.inspect import (
     from_recording,
     inspect,
 )
-from lightning_graphs.core.torch_private import demangle
+from lightning_graphs.core.private.torch import demangle
 
 FILL = (
     "_ZN2at6native29vectorized_elementwise_kernelILi4E"

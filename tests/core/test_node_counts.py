@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_graphs import core
-from lightning_graphs.core import driver
-from lightning_graphs.core.backend import BackendName
+from lightning_graphs.core.backends import driver
+from lightning_graphs.core.backends.backend import BackendName
 from lightning_graphs.core.inspect import inspect
 from lightning_graphs.errors import ReplayError
 from tests.core.test_driver import GRAPH, STREAM, bindings

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import HOST_READ
-from lightning_graphs.training.watched import Call, Observer, changes
+from lightning_graphs.training.diagnose.watched import Call, Observer, changes
 
 
 def _line(function: object, text: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_graphs.core.outputs import OutputPlan
+from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.errors import CaptureError
 
 Point = namedtuple("Point", ["x", "y"])

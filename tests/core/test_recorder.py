@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, callsite, graph
-from lightning_graphs.core.recorder import Operation, Recorder
+from lightning_graphs.core.backends.recorder import Operation, Recorder
 
 
 def _recorded(body: Callable[[], object], *, strict: bool = True) -> list[Operation]:

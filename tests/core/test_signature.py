@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_graphs.core.call_plan import CallPlan
-from lightning_graphs.core.leaves import Constant, TensorSpec
-from lightning_graphs.core.signature import Modes, Signature
-from lightning_graphs.core.tree import substitute
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.leaves import Constant, TensorSpec
+from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.arguments.tree import substitute
 from lightning_graphs.errors import CaptureError, SignatureError
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -17,7 +17,12 @@ from tests.training.fits import compare, prepare
 from tests.training.leftovers import assert_nothing_left
 
 # Where a capture changes what others see: the policies, and who owns graphs.
-_FILES = ("core/graph.py", "core/capturing.py", "core/emulated.py", "core/cuda.py")
+_FILES = (
+    "core/graph.py",
+    "core/capturing.py",
+    "core/backends/emulated.py",
+    "core/backends/cuda.py",
+)
 
 
 class Interruption(Callback):

@@ -1,6 +1,6 @@
 """Files that people and programs hand in: safe loaders only, and errors that say where.
 
-What each option refuses, with key and line: tests/training/test_environment.py.
+What each option refuses, with key and line: tests/training/lifecycle/test_environment.py.
 """
 
 from __future__ import annotations

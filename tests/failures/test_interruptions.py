@@ -117,7 +117,7 @@ HOOKS = [
     "on_before_optimizer_step", "on_train_batch_end", "on_validation_start", "on_train_epoch_end",
     "on_save_checkpoint",
 ]  # fmt: skip
-# Exceptions in hooks of a fit that captures whole steps: tests/training/test_exceptions.py.
+# Exceptions in hooks of whole steps: tests/training/lifecycle/test_exceptions.py.
 HOOKED = [("modules", "exception"), ("modules", "SIGINT"), ("modules", "SIGTERM"),
           ("step", "SIGTERM")]  # fmt: skip
 

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_graphs.core.emulated import EmulatedGraph
+from lightning_graphs.core.backends.emulated import EmulatedGraph
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.training import retry, runner, timing
+from lightning_graphs.training import retry
+from lightning_graphs.training.costs import timing
+from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.interception import NAMES
-from lightning_graphs.training.memory import MemoryBudget
+from lightning_graphs.training.step import runner
 from tests.failures.support import forwards_are_their_own
 from tests.training.fits import Fit, Net, adamw, batches, compare, prepare
 from tests.training.leftovers import assert_nothing_left
@@ -135,7 +137,7 @@ def _replays_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _modes() -> list[Any]:
-    from lightning_graphs.core.torch_private import dispatch_modes
+    from lightning_graphs.core.private.torch import dispatch_modes
 
     return dispatch_modes()
 

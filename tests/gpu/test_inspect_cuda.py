@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_graphs.core import driver
+from lightning_graphs.core.backends import driver
 from lightning_graphs.core.inspect import GraphInfo, diff, from_cuda
 from lightning_graphs.errors import GraphError
 

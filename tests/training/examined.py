@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from lightning_graphs.training.diagnosis import Finding
+from lightning_graphs.training.diagnose.findings import Finding
 from tests.training.fits import Fit, prepare
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.training.memory import MemoryBudget, is_out_of_memory, no_room
+from lightning_graphs.training.costs.memory import MemoryBudget, is_out_of_memory, no_room
 from lightning_graphs.training.ranks import PartedError
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.ddp_fits import DDP, Plain, of_rank

@@ -14,23 +14,23 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_graphs.core.autograd.gradients import GradientBuffers, LentGradients
+from lightning_graphs.core.autograd.lending import ReplayOrder, Source
 from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
-from lightning_graphs.core.gradients import GradientBuffers, LentGradients
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import Stores
-from lightning_graphs.core.lending import ReplayOrder, Source
-from lightning_graphs.core.torch_private import (
+from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,
     has_gradient_hooks,
 )
 from lightning_graphs.errors import GraphError, ReplayError
-from lightning_graphs.training.memory import NoRoomError, code_captured
+from lightning_graphs.training.costs.memory import NoRoomError, code_captured
+from lightning_graphs.training.guards.own_code import OwnCode
+from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall
 from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
-from lightning_graphs.training.own_code import OwnCode
-from lightning_graphs.training.python_state import Attributes
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_graphs.core.autograd_graph import gradients_kept_apart
-from lightning_graphs.core.buffers import StaticInputs
-from lightning_graphs.core.signature import Signature
-from lightning_graphs.core.torch_private import without_hooks
-from lightning_graphs.core.tree import flatten, substitute
+from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.tree import flatten, substitute
+from lightning_graphs.core.autograd.nodes import gradients_kept_apart
+from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
-from lightning_graphs.training.agreement import Agreement, BothWays
-from lightning_graphs.training.differences import Result, Tolerance
-from lightning_graphs.training.held_values import Generators
-from lightning_graphs.training.memory import is_out_of_memory
+from lightning_graphs.training.costs.memory import is_out_of_memory
+from lightning_graphs.training.guards.held_values import Generators
+from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import ObservedState
 from lightning_graphs.training.modules.observation import ObservedCall
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
-from lightning_graphs.training.python_state import Attributes
-from lightning_graphs.training.state import Kept
+from lightning_graphs.training.verify.agreement import Agreement, BothWays
+from lightning_graphs.training.verify.differences import Result, Tolerance
+from lightning_graphs.training.verify.state import Kept
 
 
 class CallDiffers(VerificationError):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_graphs.core.torch_private import is_compiled, is_compiled_in_place, module_hooks
+from lightning_graphs.core.private.torch import is_compiled, is_compiled_in_place, module_hooks
+from lightning_graphs.training.guards.uncapturable import has_own_dropout, obstacle_in
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.modules.selection import excluded, is_inside, select
 from lightning_graphs.training.modules.sites import StepKind
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.uncapturable import has_own_dropout, obstacle_in
 
 _SHAPES = 3
 """Of so many shapes in steps of one kind, the arguments of a call do not come back."""

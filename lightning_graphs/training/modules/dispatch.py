@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.cache import PlanCache
-from lightning_graphs.core.signature import KernelChoice, Modes, Signature
-from lightning_graphs.core.torch_private import in_transform
+from lightning_graphs.core.private.torch import in_transform
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     CaptureError,

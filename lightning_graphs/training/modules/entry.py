@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_graphs.core.torch_private import COMPILED_CALL, is_compiled_in_place
+from lightning_graphs.core.private.torch import COMPILED_CALL, is_compiled_in_place
 
 
 class Entry:

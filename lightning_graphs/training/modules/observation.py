@@ -15,20 +15,20 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from lightning_graphs.core.arguments.leaves import alias_groups
+from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
+from lightning_graphs.core.backends.recorder import OperatorMode
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.core.leaves import alias_groups
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
-from lightning_graphs.core.recorder import OperatorMode
-from lightning_graphs.core.signature import KernelChoice, Modes, Signature
-from lightning_graphs.core.torch_private import (
+from lightning_graphs.core.private.torch import (
     current_autograd_node,
     in_transform,
     version_of,
     will_execute,
 )
-from lightning_graphs.core.tree import leaves_of, substitute
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.modules.entry import Entry
 

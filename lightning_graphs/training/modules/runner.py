@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_graphs.training.agreement import Agreement
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.gradients import PersistentGradients, zeroed_quickly
+from lightning_graphs.training.host.logs import QuickLog
 from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
-from lightning_graphs.training.logs import QuickLog
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
-from lightning_graphs.training.optimizers import CapturableOptimizer
+from lightning_graphs.training.step.gradients import PersistentGradients, zeroed_quickly
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
+from lightning_graphs.training.verify.agreement import Agreement
 
 
 class ModuleRunner:

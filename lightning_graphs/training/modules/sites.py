@@ -12,36 +12,36 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.call_plan import CallPlan
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.signature import EVERYTHING, KernelChoice, Modes, Signature
+from lightning_graphs.core.arguments.values import HeldValues
+from lightning_graphs.core.autograd.lending import ReplayOrder
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import GraphedCallable, Stores
-from lightning_graphs.core.lending import ReplayOrder
-from lightning_graphs.core.signature import EVERYTHING, KernelChoice, Modes, Signature
-from lightning_graphs.core.torch_private import (
+from lightning_graphs.core.private.torch import (
     accumulation_hooks,
     gradient_hooks,
     hook_tables,
     hooks_registered,
     is_compiled_in_place,
 )
-from lightning_graphs.core.values import HeldValues
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
-from lightning_graphs.training.conditions import moved_values
-from lightning_graphs.training.frozen import (
+from lightning_graphs.training.guards.conditions import moved_values
+from lightning_graphs.training.guards.frozen import (
     counters_watched,
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.held_values import Generators, LooseTensors
+from lightning_graphs.training.guards.held_values import Generators, LooseTensors
+from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.own_code import CodeOfModules, OwnCode
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
+from lightning_graphs.training.guards.side_effects import effects_refused
+from lightning_graphs.training.host.logs import refuse_log
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
-from lightning_graphs.training.logs import refuse_log
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
-from lightning_graphs.training.outside import OutsideValues
-from lightning_graphs.training.own_code import CodeOfModules, OwnCode
-from lightning_graphs.training.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.side_effects import effects_refused
 from lightning_graphs.training.statistics import (
     CaptureCost,
     Statistics,

@@ -12,15 +12,14 @@ from torch import nn
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
-from lightning_graphs.core.torch_private import has_compiled_anything
+from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.training.agreement import Agreement
-from lightning_graphs.training.conditions import moved_values
+from lightning_graphs.training.costs.investment import FEW, PATIENCE, Waiting
+from lightning_graphs.training.costs.memory import SETTLED, NoRoomError
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.gradients import PersistentGradients
-from lightning_graphs.training.investment import FEW, PATIENCE, Waiting
-from lightning_graphs.training.memory import SETTLED, NoRoomError
+from lightning_graphs.training.guards.conditions import moved_values
+from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
@@ -41,7 +40,8 @@ from lightning_graphs.training.modules.sites import (
     StepOfModules,
     batch_signature,
 )
-from lightning_graphs.training.own_code import OwnCode
+from lightning_graphs.training.step.gradients import PersistentGradients
+from lightning_graphs.training.verify.agreement import Agreement
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""

@@ -13,27 +13,27 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.torch_private import has_step_hooks, same_pointers
+from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
-from lightning_graphs.training.agreement import Agreement
-from lightning_graphs.training.body import StepBody, scaler_of
+from lightning_graphs.training.costs.investment import Moves
+from lightning_graphs.training.costs.memory import code_captured
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.frozen import rates_exchanged
-from lightning_graphs.training.gradients import (
-    AttachedGradients,
-    PersistentGradients,
-    gradients_set_aside,
-)
-from lightning_graphs.training.investment import Moves
+from lightning_graphs.training.guards.frozen import rates_exchanged
+from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
-from lightning_graphs.training.memory import code_captured
-from lightning_graphs.training.observers import Observers
-from lightning_graphs.training.optimizers import CapturableOptimizer, capture_obstacle
-from lightning_graphs.training.step import state_as_known
-from lightning_graphs.training.verification import Verification
+from lightning_graphs.training.step.body import StepBody, scaler_of
+from lightning_graphs.training.step.capture import state_as_known
+from lightning_graphs.training.step.gradients import (
+    AttachedGradients,
+    PersistentGradients,
+    gradients_set_aside,
+)
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.training.verify.agreement import Agreement
+from lightning_graphs.training.verify.verification import Verification
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""Arguments and outputs: taken apart, compared, copied in and handed out."""

@@ -1,0 +1,379 @@
+"""Memory that graphs are captured over: static inputs, guarded addresses, saved state.
+
+All is prepared at capture; a replay costs one fused copy and one comparison of lists.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
+from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.torch import clone_all, same_pointers, tables_of
+from lightning_graphs.errors import ReplayError
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one device and dtype; a single one at half the price of a foreach call."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+class StaticInputs:
+    """Buffers of our own that stand for the tensor leaves of a call, and the copy into them.
+
+    Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
+    overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
+    share one. Construct it outside of a capture, on the stream that will copy.
+
+    Args:
+        tensors: Tensor leaves of a signature; copied, never kept.
+        given: Buffers that exist already, by the index of their leaf.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        given: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        firsts = alias_groups(tensors)
+        # A buffer made under inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            own = {
+                i: given[i].detach() if i in given else _empty_like(tensors[i])
+                for i in sorted(set(firsts))
+            }
+            spans = {i: _overlap_span(b) for i, b in own.items() if b.numel()}
+            targets = {i: linear(own[i], n) if n else own[i] for i, n in spans.items()}
+        self._every = _CopyPlan(own, targets)
+        missing = {i: buffer for i, buffer in targets.items() if i not in given}
+        self._own = _CopyPlan(own, missing) if given else self._every
+        self._differentiable = any(map(_REQUIRES_GRAD, tensors))
+        # Given buffers hold their values, and autograd may count writes to them.
+        self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
+        for i, buffer in own.items():
+            buffer.requires_grad_(tensors[i].requires_grad)
+        self.tensors = [own[first] for first in firsts]
+
+    def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
+        """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
+
+        The leaves must have the specs and aliases of those at construction: nothing is checked
+        here. A leaf that already is its buffer costs no copy; one that lies in another buffer is
+        read before that buffer is overwritten.
+        """
+        plan = self._every if given else self._own
+        if not plan.targets:
+            return
+        if self._differentiable and torch.is_grad_enabled():
+            with torch.no_grad():
+                plan.copy(tensors)
+        else:
+            plan.copy(tensors)
+
+
+class _CopyPlan:
+    def __init__(self, buffers: Mapping[int, Tensor], memory: Mapping[int, Tensor]) -> None:
+        # A foreach call with one tensor of another kind among them copies all of them one by one.
+        kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for i, target in memory.items():
+            dense = _extent(target) == target.numel()
+            kinds[target.device, target.dtype, dense].append(i)
+        self._leaves: list[int] = []
+        self._groups: list[tuple[slice, list[Tensor]]] = []
+        for group in kinds.values():
+            part = slice(len(self._leaves), len(self._leaves) + len(group))
+            self._groups.append((part, [memory[i] for i in group]))
+            self._leaves += group
+        self.targets = targets = [memory[i] for i in self._leaves]
+        overlapping = (k for k, i in enumerate(self._leaves) if memory[i] is not buffers[i])
+        self._spans = [(k, targets[k].numel()) for k in overlapping]
+        self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        sources = [tensors[i] for i in self._leaves]
+        for k, span in self._spans:
+            sources[k] = linear(sources[k], span)
+        if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
+            # Some lie in our own buffers, at their places or at others.
+            pairs = zip(sources, self.targets, strict=True)
+            pending = [
+                (s.clone() if s.untyped_storage().data_ptr() in self._storages else s, t)
+                for s, t in pairs
+                if s.data_ptr() != t.data_ptr()
+            ]
+            for source, target in pending:
+                target.copy_(source)
+            return
+        for part, targets in self._groups:
+            copy_all(targets, sources[part])
+
+
+class AddressGuard:
+    """Notices that tensors a graph was captured over have moved or changed, but for values."""
+
+    def __init__(
+        self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
+    ) -> None:
+        """Watch every value of every table; messages open with the name of the table."""
+        self._values = [table.values() for _, table in tables if table]  # live views
+        self._empty = [table for _, table in tables if not table]
+        self._known = [(name, table, dict(table)) for name, table in tables]
+        self._objects = list(chain.from_iterable(self._values))
+        names = [_named(name, key) for name, table in tables for key in table]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and id(value) not in unmoved
+        ]
+        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
+        self._local = list(map(local, self._tensors))
+        self._tensor_names = [names[i] for i in watched]
+        self._indices = list(range(len(watched)))
+        self._pointers = list(map(Tensor.data_ptr, self._local))
+        self._trainable = [t for t in self._tensors if t.requires_grad]
+        self._frozen = [t for t in self._tensors if not t.requires_grad]
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        self._geometries = list(map(_geometry, self._tensors))
+
+    @classmethod
+    def of_module(
+        cls, module: nn.Module, prefix: str = "", exempt: Collection[tuple[int, Any]] = ()
+    ) -> AddressGuard:
+        """Watches every parameter, buffer and submodule where the module keeps it.
+
+        So those that are replaced or added are seen, too.
+
+        Args:
+            module: The module; submodules shared between parents are watched in every parent.
+            prefix: Put before every name, such as ``"model."``.
+            exempt: What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a
+                tensor whose memory may be, and ``"data"``.
+        """
+        tables: list[tuple[str, Mapping[str, Any]]] = []
+        for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
+            inside = f"{path}." if path else ""
+            kinds = ("parameter", "buffer", "submodule")
+            pairs = zip(kinds, tables_of(owner), strict=True)
+            tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
+        if exempt:
+            tables = [
+                (name, _Part(table, keys) if keys else table)
+                for name, table in tables
+                for keys in [{key for key in table if (id(table), key) in exempt}]
+            ]
+        return cls(tables, {owner for owner, key in exempt if key == "data"})
+
+    def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
+        """Compares every watched tensor with what it was; the cost grows with their number.
+
+        Without ``geometry`` it costs less than half, and misses only what ``t_()`` does. That what
+        required grad still does is of no interest to those whose autograd node is told so.
+        """
+        found = list(chain.from_iterable(self._values))
+        if (
+            any(self._empty)
+            or len(found) != len(self._objects)
+            or not all(map(is_, found, self._objects))
+            or not same_pointers(self._local, self._pointers, self._indices)
+            or any(map(_REQUIRES_GRAD, self._frozen))
+            or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
+            or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
+        ):
+            self._refuse()
+
+    def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
+        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
+
+        Without a table it is the same tensor. Nothing is told if something else has changed, too.
+        """
+        found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
+        for name, table, known in self._known:
+            for key, was in known.items():
+                now = table.get(key)
+                if isinstance(was, Tensor) and isinstance(now, Tensor) and now is not was:
+                    found.append((_named(name, key), table, key, was))
+        for name, tensor, pointer in zip(
+            self._tensor_names, self._tensors, self._pointers, strict=True
+        ):
+            if tensor.data_ptr() != pointer:
+                found.append((name, None, "data", tensor))
+        if len(found) != len(list(self._differences())):
+            return []
+        return [(name.split("`")[1], table, key, was) for name, table, key, was in found]
+
+    def _refuse(self) -> NoReturn:
+        raise ReplayError(
+            "A graph computes with the tensors it was captured over, at their addresses.",
+            next(self._differences()),
+            "change values in place (`copy_`, `load_state_dict`), or capture again",
+        )
+
+    def _differences(self) -> Iterator[str]:
+        for name, table, known in self._known:
+            for key in {**known, **table}:
+                if key not in table:
+                    yield f"{_named(name, key)} was removed since capture"
+                elif key not in known:
+                    yield f"{_named(name, key)} was added since capture"
+                elif table[key] is not known[key]:
+                    yield f"{_named(name, key)} was replaced since capture"
+            if list(table) != list(known):
+                yield f"{_named(name, next(iter(table), ''))} changed its place since capture"
+        for i, (name, tensor) in enumerate(zip(self._tensor_names, self._tensors, strict=True)):
+            if self._local[i].data_ptr() != self._pointers[i]:
+                yield f"{name} moved since capture"
+            if tensor.requires_grad is not self._requires_grad[i]:
+                yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
+            if (now := _geometry(tensor)) != (was := self._geometries[i]):
+                yield f"{name} changed since capture: {_described(was)} -> {_described(now)}"
+
+
+class _Part(Mapping[str, Any]):
+    """A table without some of its entries."""
+
+    def __init__(self, table: Mapping[str, Any], without: Collection[str]) -> None:
+        self._table = table
+        self._without = without
+
+    def __getitem__(self, key: str) -> Any:
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._table if key not in self._without)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _named(table: str, key: str) -> str:
+    return f"{table}{key}`" if table else key
+
+
+class StateSnapshot:
+    """Values of tensors, saved once for each storage, together with what else lies in it."""
+
+    def __init__(self, tensors: Iterable[Tensor], *, room: int | None = None) -> None:
+        self._tensors = list(tensors)
+        self._memory = [tensor.detach() for tensor in self._tensors]
+        self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
+        views: dict[torch.device, dict[int, Tensor]] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor, address in zip(self._tensors, self._addresses, strict=True):
+                of_device = views.setdefault(tensor.device, {})
+                if address and address not in of_device:
+                    of_device[address] = bytes_of(tensor.untyped_storage())
+            self._saved: list[tuple[list[Tensor], list[Tensor]]] = []
+            for own in views.values():
+                here, there = _split(list(own.values()), room)
+                if here:
+                    self._saved.append((here, clone_all(here)))
+                if there:
+                    self._saved.append((there, [t.to("cpu", copy=True) for t in there]))
+        self._copies = {
+            view.data_ptr(): copy
+            for own, copies in self._saved
+            for view, copy in zip(own, copies, strict=True)
+        }
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
+        address = tensor.untyped_storage().data_ptr()
+        if not address:
+            return torch.empty_like(tensor)
+        storage = self._copies[address].untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def restore(self) -> None:
+        """Writes the saved values back in place; version counters stay as they are.
+
+        A tensor that has been given another storage, which a graph would not reach, gets its former
+        one back, and is refused.
+        """
+        moved = []
+        for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
+            if tensor.untyped_storage().data_ptr() != address:
+                moved.append(i)
+                tensor.data = self._memory[i]
+        with torch.no_grad():
+            for views, values in self._saved:
+                if values[0].device == views[0].device:
+                    torch._foreach_copy_(views, values)
+                else:
+                    for view, value in zip(views, values, strict=True):
+                        view.copy_(value)
+        for i in moved:
+            raise ReplayError(
+                "State is restored at the addresses where it was saved.",
+                f"tensor {i} ({_described(_geometry(self._tensors[i]))}) moved since the snapshot",
+                "change values in place between the snapshot and its restoration",
+            )
+
+
+def _split(views: list[Tensor], room: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have room, and those that have none."""
+    here: list[Tensor] = []
+    there: list[Tensor] = []
+    for view in views:
+        if room is not None and view.nbytes > room:
+            there.append(view)
+            continue
+        here.append(view)
+        room = None if room is None else room - view.nbytes
+    return here, there
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """A buffer with the same strides, overlaps and gaps included, in a storage of its own."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last one in memory, both counted."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes)
+
+
+def _overlap_span(tensor: Tensor) -> int:
+    # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return _extent(tensor)
+            reach += stride * (size - 1)
+    return 0
+
+
+def linear(tensor: Tensor, span: int | None = None) -> Tensor:
+    """The memory of a tensor, so many elements of it, in its order."""
+    return tensor.as_strided((tensor.numel() if span is None else span,), (1,))
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _described(geometry: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> str:
+    shape, stride, dtype = geometry
+    return str(TensorSpec(tuple(shape), stride, dtype, torch.device("cpu"), False))

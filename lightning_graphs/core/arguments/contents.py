@@ -1,0 +1,267 @@
+"""What containers and objects hold, to notice and undo that code changes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_graphs.core.arguments.values import (
+    Absence,
+    ArrayValue,
+    attributes_of,
+    called_with,
+    entries,
+    in_slot,
+    is_object,
+    is_plain,
+    is_small_array,
+    slots_of,
+    walk,
+)
+from lightning_graphs.core.private.torch import tables_of
+from lightning_graphs.errors import CaptureError
+
+_CHANGEABLE = (list, OrderedDict, dict, set, deque)
+
+
+class Change(NamedTuple):
+    """What code has changed."""
+
+    name: str  # what messages call it
+    owner: Any  # a module, an object or a container
+    table: Any  # the container of what is in it; another value where there is no such
+    key: Any  # where in there; None: all of it
+    before: Any
+    now: Any
+
+
+class Contents:
+    """What containers and objects hold.
+
+    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB.
+
+    Args:
+        held: Name and value of each; of modules, the attributes count. Other values are left out.
+    """
+
+    def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
+        self._containers: list[tuple[str, Any, Any, Any]] = []
+        self._slots: list[tuple[str, Any, str, Any]] = []
+        self.classes: dict[type, dict[str, Any]] = {}
+        self._tables: set[int] = set()
+        for name, value in held:
+            self.add(name, value)
+
+    def add(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._tables.update(map(id, tables_of(value)))
+        if isinstance(value, (nn.Module, FunctionType, *_CHANGEABLE)) or is_object(value):
+            table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
+            self._containers.append((name, value, table, _copy(table)))
+            if is_object(value):
+                for key in slots_of(type(value)):
+                    self.add_place(f"{name}.{key}", value, key)
+        elif is_small_array(value):
+            self._containers.append((name, value, value, value.copy()))
+
+    def add_place(self, name: str, owner: Any, key: str) -> None:
+        """Look at what a key is bound to; see :func:`bound`."""
+        self._slots.append((name, owner, key, bound(owner, key)))
+
+    def add_class(self, kind: type) -> None:
+        """Look at everything that a class itself has; known ones stay as they are."""
+        self.classes.setdefault(kind, dict(vars(kind)))
+
+    def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Name, owner, key and value of what is bound outside of containers."""
+        yield from self._slots
+        for kind, before in self.classes.items():
+            for key in {**before, **vars(kind)}:
+                if not key.startswith("__"):
+                    yield f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT)
+
+    def changed(self) -> list[str]:
+        return sorted({change.name for change in self.changes()})
+
+    def changes(self) -> Iterator[Change]:
+        """What is no longer as it was."""
+        for name, owner, table, before in self._containers:
+            if not isinstance(table, dict):
+                if not _same(table, before):
+                    yield Change(name, owner, table, None, before, _copy(table))
+            elif not _holds_the_same(table, before):
+                for key in {**before, **table}:
+                    if _differs(table, before, key):
+                        pair = (held.get(key, Absence.ABSENT) for held in (before, table))
+                        yield Change(f"{name}{self._label(owner, key)}", owner, table, key, *pair)
+        for name, owner, key, before in self._places():
+            if not is_still(now := bound(owner, key), before):
+                yield Change(name, owner, owner, key, before, now)
+
+    def is_table(self, value: Any) -> bool:
+        """Whether this is where a module has its parameters, buffers or submodules."""
+        return id(value) in self._tables
+
+    def _label(self, owner: Any, key: Any) -> str:
+        entry = isinstance(owner, dict) and not self.is_table(owner)
+        return f"[{key!r}]" if entry else f".{key}"
+
+    def holder_of(self, value: Any) -> tuple[Any, Any] | None:
+        """What holds this very value first, and its key in there; None if nothing does."""
+        for _, owner, table, _ in self._containers:
+            if isinstance(table, (dict, list, deque)):
+                pairs = table.items() if isinstance(table, dict) else enumerate(table)
+                for key, held in pairs:
+                    if held is value:
+                        return owner, key
+        return None
+
+    @contextlib.contextmanager
+    def left(self, refuse: Callable[[str], object]) -> Iterator[None]:
+        """Undo what the body changes, and refuse it by its names."""
+        try:
+            yield
+        finally:
+            changed = self.changed()
+            self.restore()
+        if changed:
+            refuse(", ".join(changed[:3]))
+
+    def restore(self) -> None:
+        for _, _, container, before in self._containers:
+            if isinstance(container, dict):
+                if any(_differs(container, before, key) for key in {**before, **container}):
+                    _refill(container, before)
+            elif not _same(container, before):
+                _refill(container, before)
+        for _, owner, key, before in list(self._places()):
+            if not is_still(bound(owner, key), before):
+                _bind(owner, key, before)
+
+
+def _copy(container: Any) -> Any:
+    if isinstance(container, dict):
+        return dict(container)
+    if is_small_array(container):
+        return container.copy()
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _refill(container: Any, before: Any) -> None:
+    # Past methods of its own: some containers forbid their own change.
+    if is_small_array(container):
+        container[...] = before
+        return
+    kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, before)
+
+
+def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    # A quick look at a dict, that may say no of equals.
+    return (
+        len(now) == len(before)
+        and all(map(is_, now.values(), before.values()))
+        and all(map(is_, now, before))
+    )
+
+
+def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
+    if key not in now or key not in before:
+        return True
+    return not is_still(now[key], before[key])
+
+
+def is_still(now: Any, before: Any) -> bool:
+    """Whether a value is the one from before: the very object, or a plain one that equals it."""
+    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
+
+
+def _same(now: Any, before: Any) -> bool:
+    if is_small_array(now):
+        return ArrayValue.of(now) == ArrayValue.of(before)
+    if isinstance(now, set):
+        return bool(now == before)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def bound(owner: Any, key: Any) -> Any:
+    """What is in a dict or a class under a key, or in a slot of an object."""
+    if isinstance(owner, (dict, type)):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
+    return in_slot(owner, key)
+
+
+def _bind(owner: Any, key: Any, value: Any) -> None:
+    """Put it back, past the ``__setattr__`` of a frozen class."""
+    kind: Any = type if isinstance(owner, type) else object
+    if isinstance(owner, dict):
+        owner.pop(key, None)
+        if value is not Absence.ABSENT:
+            owner[key] = value
+    elif value is Absence.ABSENT:
+        kind.__delattr__(owner, key)
+    else:
+        kind.__setattr__(owner, key, value)
+
+
+def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Undo and refuse what the body, the capture of a call, changes in its arguments."""
+    remedy = "return the new value, and let the caller store it"
+    if any(map(_is_of_transformers, [*args, *kwargs.values()])):
+        remedy = "set config.use_cache = False: training needs no cache of keys and values"
+
+    def refuse(names: str) -> None:
+        raise CaptureError(
+            "A graphed callable must not change its arguments: a replay would leave the caller's "
+            "containers and objects as they are.",
+            f"the call changes {names}",
+            remedy,
+        )
+
+    return contents_of(args, kwargs).left(refuse)
+
+
+def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contents:
+    """What the arguments of a call hold now."""
+    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
+    named += [(f'kwargs["{key}"]', value) for key, value in kwargs.items()]
+    return Contents(held_in_all(named))
+
+
+def held_in_all(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Name and value of the containers and objects in some values, levels deep, these first."""
+    seen: dict[int, Any] = {}
+    for name, value in named:
+        yield from walk(name, value, seen, inside=_inside)
+
+
+def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+    """What is in an argument, and in what it hands on for others to call.
+
+    Of objects of transformers, which are no author's own, the tables of attributes: the layers of a
+    model fill those of a cache.
+    """
+    if _is_of_transformers(value):
+        return [("", "", attributes_of(value))]
+    found = list(entries(value) or [])
+    if isinstance(value, (MethodType, BuiltinMethodType, partial)):
+        found += [(label, label, given) for label, given in called_with(value)]
+    elif isinstance(value, FunctionType):
+        names = value.__code__.co_freevars
+        cells = zip(names, value.__closure__ or (), strict=True)
+        found += [(f".{name}", name, in_slot(cell, "cell_contents")) for name, cell in cells]
+    return found
+
+
+def _is_of_transformers(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__.startswith("transformers.") and not issubclass(kind, (dict, nn.Module))

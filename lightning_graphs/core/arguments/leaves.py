@@ -1,0 +1,257 @@
+"""The leaves of a call's arguments: tensors as specs, everything else as constants."""
+
+from __future__ import annotations
+
+import contextlib
+import reprlib
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_graphs.core.arguments.values import (
+    Absence,
+    HeldValues,
+    exact,
+    is_object,
+    is_small_array,
+    values_of_class,
+)
+from lightning_graphs.errors import CaptureError
+
+_SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a captured kernel depends on in a tensor, apart from its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
+        """The spec of a plain strided tensor; others, which errors call ``name``, are refused."""
+        kind = special_kind(tensor)
+        if kind:
+            raise CaptureError(
+                "An input of a captured call must be a plain strided tensor.",
+                f"{name}: {kind}",
+                "pass plain tensors: `.to_dense()`, `.dequantize()`, `.resolve_conj()`, "
+                "`.resolve_neg()`, or the parts of a tensor subclass",
+            )
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
+    def __str__(self) -> str:
+        return self._text(
+            not self.is_contiguous, self.device.type != "cpu", requires_grad=self.requires_grad
+        )
+
+    def against(self, other: TensorSpec) -> str:
+        """The text of this spec in a diff with another."""
+        strided = self.shape == other.shape and self.stride != other.stride
+        return self._text(
+            strided or not self.is_contiguous,
+            self.device != other.device,
+            requires_grad=self.requires_grad and not other.requires_grad,
+        )
+
+    def _text(self, stride: bool, device: bool, *, requires_grad: bool) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        for long, short in _SHORT_DTYPES:
+            if dtype.startswith(long):
+                dtype = short + dtype.removeprefix(long)
+                break
+        text = f"{dtype}[{_commas(self.shape)}]"
+        text += f" stride ({_commas(self.stride)})" if stride else ""
+        text += f" on {self.device}" if device else ""
+        return text + (" requires_grad" if requires_grad else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Same:
+    """Equal only to a holder of the same object, which it keeps alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class SameInside:
+    """Equal to a holder of an equal object, made while that had the same values inside.
+
+    Objects that do not compare themselves are equal to themselves only. Of what it holds nothing is
+    kept alive.
+    """
+
+    __slots__ = ("_values", "inside", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.inside = _inside_of(value).now()
+        self._values: HeldValues | None = None
+
+    def matches(self, value: Any) -> bool:
+        try:
+            if value is not self.value:
+                return type(value) is type(self.value) and SameInside(value) == self
+            if self._values is None:
+                self._values = _inside_of(value)
+            now = self._values.now()
+        except Exception:  # of code of its own
+            return False
+        return now is self.inside or now == self.inside
+
+    def changes(self, other: SameInside) -> list[str]:
+        """What changed inside of the object from this to another, a line each."""
+        old, new = dict(self.inside), dict(other.inside)
+        absent = Absence.ABSENT
+        pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
+        return [f"{key}: {a!r} -> {b!r}" for key, (a, b) in pairs.items() if a != b]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameInside) or other.inside != self.inside:
+            return False
+        mine, theirs = self.value, other.value
+        if mine is theirs:
+            return True
+        # Of an array all that counts is inside, and `==` compares its elements.
+        same = type(mine) is type(theirs)
+        return same and (is_small_array(mine) or bool(mine == theirs))
+
+    def __hash__(self) -> int:
+        # A hash of its own may change with its values.
+        kind: Any = type(self.value)
+        return hash(kind) if kind.__eq__ is not object.__eq__ else id(self.value)
+
+
+def _inside_of(value: Any) -> HeldValues:
+    values = HeldValues()
+    values.add("", lambda _: value, None, value)
+    if is_object(value):
+        values.read(values_of_class(type(value)))
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf that is no tensor: baked into the graph, so it has to stay what it was.
+
+    Equal by type and value, objects as long as what is inside of them is what it was; other things
+    that cannot be hashed are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
+    """
+
+    kind: type
+    key: Hashable
+    text: str = field(compare=False)
+
+    @classmethod
+    def of(cls, value: Any) -> Constant:
+        # While modules are watched, their classes are exchanged.
+        kind = nn.Module if isinstance(value, nn.Module) else type(value)
+        return cls(kind, as_hashable(value), reprlib.repr(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A Python value that the call does not read, whatever it is."""
+
+    kind: type  # its type, which may count; else ``object``
+
+    @property
+    def text(self) -> str:
+        return f"a {self.kind.__name__}"
+
+
+Leaf = TensorSpec | Constant | Unread
+
+
+def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the index of the first one that is the same tensor, its own if none is.
+
+    Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
+    gradients only one object is the same as itself, and an empty tensor is the same as none.
+    """
+    first: dict[Hashable, int] = {}
+    groups = []
+    for index, tensor in enumerate(tensors):
+        key: Hashable = id(tensor)
+        if tensor.numel() == 0:
+            key = (index,)
+        elif not tensor.requires_grad:
+            where = (tensor.data_ptr(), tensor.device)
+            key = (*where, tensor.shape, tensor.stride(), tensor.dtype)
+        groups.append(first.setdefault(key, index))
+    return tuple(groups)
+
+
+def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
+    """What changed from one leaf to another that differs, a line each."""
+    if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
+        return [f"{name}: {before.against(after)} -> {after.against(before)}"]
+    keys = [leaf.key for leaf in (before, after) if isinstance(leaf, Constant)]
+    objects = [key for key in keys if isinstance(key, SameInside)]
+    if len(objects) == 2 and objects[0].value is objects[1].value:
+        changes = [name + line for line in objects[0].changes(objects[1])]
+        if changes:
+            return changes
+    if len(objects) == 2 and all(is_object(key.value) for key in objects):
+        kind = type(objects[1].value).__name__
+        return [f"{name}: another {kind} (a dataclass, dict or tuple would be looked into)"]
+    texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
+    if texts[0] == texts[1]:
+        texts[1] += " (another object)"
+    return [f"{name}: {' -> '.join(texts)}"]
+
+
+_CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
+
+
+def as_hashable(value: Any) -> Hashable:
+    """What stands for a value, and for what is inside of it, in comparisons."""
+    if isinstance(value, nn.Module):
+        return Same(value)
+    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
+        with contextlib.suppress(Exception):  # of code of its own
+            return SameInside(value)
+    try:
+        return exact(value)
+    except Exception:  # it has no hash, or one of its own that fails
+        return Same(value)
+
+
+def special_kind(tensor: Tensor) -> str:
+    """What is not plain about a tensor; empty for a plain strided one."""
+    if type(tensor) not in (Tensor, Parameter):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    kinds = {
+        "a nested tensor": tensor.is_nested,
+        f"a tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
+        "a quantized tensor": tensor.is_quantized,
+        "a meta tensor": tensor.is_meta,
+        "a lazily conjugated view": tensor.is_conj(),
+        "a lazily negated view": tensor.is_neg(),
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "")
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,120 @@
+"""What a graphed callable returns: tensors of the caller's own, as the original returned them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.arguments.tree import flatten, substitute
+from lightning_graphs.core.autograd.lending import LentMemory
+from lightning_graphs.core.private.torch import clone_all
+from lightning_graphs.errors import CaptureError
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type,
+    torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+class OutputPlan:
+    """Rebuilds the return value of a captured call around the tensors of a replay.
+
+    Args:
+        value: What the captured call returned; every replay returns its constants.
+        static: Hand the graph's own output tensors out instead of copies.
+        state: Tensors of the callable's own. An output that lies in the memory of one is handed out
+            itself: whoever writes it means to write there.
+
+    Attributes:
+        requiring_grad: The captured outputs that require grad, with the autograd graph behind them.
+        tensors: The graph's own output tensors, in the order of the leaves.
+    """
+
+    def __init__(self, value: Any, *, static: bool, state: Sequence[Tensor] = ()) -> None:
+        leaves: list[tuple[str, Any]] = []
+        flatten(value, "output", leaves)
+        for name, leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+                raise CaptureError(
+                    "A graphed callable returns containers of tensors, None and constants.",
+                    f"{name} is a {type(leaf).__qualname__}, in which tensors could hide",
+                    "return its tensors, or switch it off (transformers: use_cache=False)",
+                )
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        self.differentiable_indices = [i for i, t in enumerate(tensors) if t.requires_grad]
+        self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
+        self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self._static = static
+        own = set(map(_storage_address, state)) - {0}
+        self._itself = {i for i in self._plain if _storage_address(tensors[i]) in own}
+        self._lent: dict[int, LentMemory] = {}
+        template = substitute(value, self.tensors)
+        self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
+        if isinstance(value, Tensor):
+            self._build = _only
+        elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+            self._build = tuple
+
+    def finish_capture(self) -> None:
+        """Let go of the captured autograd graph."""
+        self.requiring_grad = []
+
+    def lend(self, index: int) -> LentMemory:
+        """Hand out one of :attr:`tensors` itself from now on, not a copy."""
+        if index not in self._lent:
+            self._lent[index] = LentMemory(self.tensors[index])
+            self._itself.add(index)
+        return self._lent[index]
+
+    def settle(self) -> None:
+        """Begin to notice who keeps lent outputs, before the first replay."""
+        for lent in self._lent.values():
+            lent.settle()
+
+    @property
+    def is_kept(self) -> bool:
+        return any(lent.is_kept for lent in self._lent.values())
+
+    def give_away(self) -> Any:
+        """The return value of a call after which there is no replay: without copies."""
+        return self._build([tensor.detach() for tensor in self.tensors])
+
+    def _take(self, indices: Sequence[int]) -> list[Tensor]:
+        if self._static:
+            return [self.tensors[i].detach() for i in indices]
+        itself = self._itself
+        if not itself:
+            return clone_all([self.tensors[i] for i in indices])
+        return [
+            self.tensors[i].detach() if i in itself else self.tensors[i].clone() for i in indices
+        ]
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """The outputs that require grad, for the autograd node to return."""
+        return tuple(self._take(self.differentiable_indices))
+
+    def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:
+        if differentiable is None:
+            return self._build(self._take(range(len(self.tensors))))
+        if not self._plain:
+            return self._build(differentiable)
+        found = self.tensors.copy()
+        plain = self._take(self._plain)
+        for i, tensor in zip(self.differentiable_indices, differentiable, strict=True):
+            found[i] = tensor
+        for i, tensor in zip(self._plain, plain, strict=True):
+            found[i] = tensor
+        return self._build(found)
+
+
+def _storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _only(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0]

@@ -1,0 +1,238 @@
+"""Trees of a call's arguments: containers as hashable nodes, and everything else as leaves.
+
+Containers are those that ``torch.utils._pytree`` knows, registered ones included, and beyond them
+mutable mappings, dataclasses and objects that move themselves to a device (``to``), which nobody
+registered.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import reprlib
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import (
+    Callable,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, is_dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from lightning_graphs.core.arguments.leaves import as_hashable
+from lightning_graphs.core.arguments.values import (
+    attributes_of,
+    in_slot,
+    is_object,
+    is_of_library,
+    slots_of,
+)
+
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container; a child that is None is a leaf."""
+
+    kind: type
+    context: Hashable  # what the kind does not tell: length, keys, names of attributes
+    children: tuple[Node | None, ...]
+    # What follows the container's name to reach each child: `[0]`, `["x"]`, `.x`.
+    labels: tuple[str, ...] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__} of {len(self.labels)} ({', '.join(self.labels)})"
+
+
+class Opened(NamedTuple):
+    """One level of a container; see :class:`Node`."""
+
+    context: Any
+    labels: list[str]
+    values: Sequence[Any]
+
+
+def is_registered(kind: type) -> bool:
+    """Whether only torch's pytree registry knows how to open a container of this kind."""
+    return kind in pytree.SUPPORTED_NODES and kind not in (tuple, list, *_MAPPINGS)
+
+
+def flatten(
+    value: Any, name: str, leaves: list[tuple[str, Any]], closed: Container[str] = ()
+) -> Node | None:
+    """The structure of a value; its leaves are appended with their names, depth first.
+
+    Containers whose name is in ``closed`` are leaves themselves, if there is no tensor in them.
+    """
+    opened = None if isinstance(value, Tensor) else open_container(value)
+    if opened is None:
+        leaves.append((name, value))
+        return None
+    kind, start = type(value), len(leaves)
+    pairs = zip(opened.values, opened.labels, strict=True)
+    inside = () if is_registered(kind) else closed
+    children = tuple(flatten(child, name + label, leaves, inside) for child, label in pairs)
+    if name in closed and not any(isinstance(leaf, Tensor) for _, leaf in leaves[start:]):
+        leaves[start:] = [(name, value)]
+        return None
+    context = _frozen(opened.context) if is_registered(kind) else opened.context
+    return Node(kind, context, children, tuple(opened.labels))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a value, depth first."""
+    found: list[tuple[str, Any]] = []
+    flatten(value, "", found)
+    return [leaf for _, leaf in found]
+
+
+def substitute(
+    value: Any,
+    tensors: Iterable[Tensor],
+    name: str = "",
+    stand_ins: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
+
+    The containers are new ones of the same kinds, so that whoever changes them changes no original.
+    Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
+    """
+    return _Substitution(iter(tensors), stand_ins).of(value, name)
+
+
+class _Substitution:  # no nested function: as a cycle it would keep tensors until the next gc
+    def __init__(self, supply: Iterator[Tensor], stand_ins: Mapping[str, Any]) -> None:
+        self._supply = supply
+        self._stand_ins = stand_ins
+        self._clones: dict[int, Any] = {}
+
+    def of(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return next(self._supply)
+        if isinstance(value, weakref.ref) and (clone := self._clones.get(id(value()))) is not None:
+            return weakref.ref(clone)  # a part of an object that knows the whole
+        if name in self._stand_ins:
+            return self._stand_ins[name]
+        opened = open_container(value)
+        if opened is None:
+            return value
+        kind: Any = type(value)
+        clone = None
+        if not (isinstance(value, (tuple, list)) or is_registered(kind)):
+            clone = self._clones[id(value)] = copy.copy(value)
+            if attributes_of(value) is value:  # a dict whose items are its attributes, too
+                object.__setattr__(clone, "__dict__", clone)
+        pairs = zip(opened.values, opened.labels, strict=True)
+        values = [self.of(child, name + label) for child, label in pairs]
+        if kind is tuple or kind is list:
+            return kind(values)
+        if is_registered(kind):
+            return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
+        if isinstance(value, tuple):
+            return kind(*values)
+        if has_more(kind):
+            attributes_of(clone).update(values.pop())
+        for key, child in zip(opened.context, values, strict=True):
+            if isinstance(clone, MutableMapping):
+                clone[key] = child
+            else:  # a frozen dataclass refuses plain assignment
+                object.__setattr__(clone, key, child)
+        return clone
+
+
+def first_change(path: str, before: Node | None, after: Node | None) -> str:
+    """The first place, depth first, where two trees differ, and what is there in each."""
+    if before is not None and after is not None:
+        # The context of a deque does not tell its length.
+        same = (before.kind, before.context) == (after.kind, after.context)
+        if same and len(before.children) == len(after.children):
+            triples = zip(before.labels, before.children, after.children, strict=True)
+            for label, a, b in triples:
+                if a != b:
+                    return first_change(path + label, a, b)
+        if str(before) == str(after):
+            a_text, b_text = reprlib.repr(before.context), reprlib.repr(after.context)
+            return f"{path}: {before.kind!r} {a_text} -> {after.kind!r} {b_text}"
+    return f"{path or 'args'}: {before or 'a leaf'} -> {after or 'a leaf'}"
+
+
+def open_container(value: Any) -> Opened | None:
+    """One level of a container; None for a leaf."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return Opened(len(value), [f"[{i}]" for i in range(len(value))], value)
+    if is_registered(kind):
+        return _open_registered(value)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return Opened(kind._fields, [f".{name}" for name in kind._fields], value)
+    if isinstance(value, MutableMapping):
+        keys = tuple(value)
+        labels, values = [_item(key) for key in keys], [value[key] for key in keys]
+        if has_more(kind):
+            labels, values = [*labels, ".__dict__"], [*values, attributes_beside(value)]
+        return Opened(keys, labels, values)
+    if is_dataclass(kind) or _moves_itself(value):
+        table = attributes_in(value)
+        return Opened(tuple(table), [f".{key}" for key in table], list(table.values()))
+    return None
+
+
+def _moves_itself(value: Any) -> bool:
+    kind = type(value)
+    return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
+
+
+def attributes_in(value: Any) -> dict[str, Any]:
+    """The attributes of an object that is opened; those of a dataclass may be in slots."""
+    slots = slots_of(type(value)) if is_dataclass(value) else ()
+    return {**attributes_of(value), **{key: in_slot(value, key) for key in slots}}
+
+
+def has_more(kind: type) -> bool:
+    if not issubclass(kind, MutableMapping) or kind in _MAPPINGS or is_registered(kind):
+        return False
+    return bool(kind.__dictoffset__) and not is_of_library(kind)
+
+
+def attributes_beside(value: Any) -> dict[str, Any]:
+    """The attributes of a mapping that are none of its items."""
+    table = attributes_of(value)
+    if table is value:  # a dict whose items are its attributes, too
+        return {}
+    return {key: held for key, held in table.items() if key != "data"}  # that of a UserDict
+
+
+def _open_registered(value: Any) -> Opened:
+    definition = pytree.SUPPORTED_NODES[type(value)]
+    children, context = definition.flatten_fn(value)
+    values = list(children)
+    labels = [f"[{i}]" for i in range(len(values))]
+    with_keys: Callable[[Any], Any] | None = definition.flatten_with_keys_fn
+    if with_keys is not None:
+        entries = [entry for entry, _ in with_keys(value)[0]]
+        labels = [_item(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries]
+    return Opened(context, labels, values)
+
+
+def _item(key: Any) -> str:
+    return f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else reprlib.repr(key)}]"
+
+
+def _frozen(context: Any) -> Hashable:
+    """A context as something hashable: pytree contexts are lists and dicts as often as not."""
+    if isinstance(context, list | tuple):
+        return (type(context), *map(_frozen, context))
+    if isinstance(context, dict):
+        return (type(context), *((_frozen(k), _frozen(v)) for k, v in context.items()))
+    return as_hashable(context)

@@ -1,0 +1,1 @@
+"""Gradients of captured calls: where they live, and who may have them."""

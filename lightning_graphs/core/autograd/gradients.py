@@ -1,0 +1,288 @@
+"""Where the gradients of a graphed backward go: to autograd, or to ``.grad`` without its help."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.core.arguments.buffers import copy_all, linear
+from lightning_graphs.core.autograd.lending import LentMemory
+from lightning_graphs.core.private.torch import (
+    accumulation_hooks,
+    clone_all,
+    gradient_hooks,
+    has_gradient_hooks,
+    hooks_registered,
+)
+from lightning_graphs.errors import CaptureError, ReplayError
+
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+GradientBuffers = Callable[[Sequence[Parameter]], Sequence[Tensor]]
+"""Memory for the gradients of parameters, given before a capture."""
+
+
+def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
+    return list(map(empty_gradient, parameters))
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """Memory for a gradient in the layout that autograd gives it."""
+    # It is that of the parameter where its elements fill their memory, and else row-major.
+    layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
+    return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
+
+
+def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Memory for the gradient of an output, in the strides in which it is known to come."""
+    # Kernels round otherwise over another layout. Where none is known it is that of the output.
+    zeros = torch.zeros_like(output, requires_grad=False)
+    if stride is None or stride == zeros.stride():
+        return zeros
+    known = torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device)
+    return known.zero_() if is_dense(known) else zeros
+
+
+def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
+    rule = (
+        'param_grads="direct" writes parameter gradients inside of the graph: hooks on parameters '
+        "never fire."
+    )
+    remedy = 'use param_grads="autograd"'
+    hooked = next((name for name, p in named if has_gradient_hooks(p)), None)
+    if hooked is not None:
+        raise CaptureError(rule, f"`{hooked}` has a gradient hook", remedy)
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            observed = f"a process group of {ranks} ranks, whose gradient reducer is such a hook"
+            raise CaptureError(rule, observed, remedy)
+
+
+class LentGradients:
+    """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
+
+    Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
+    overwrite it (pytorch#181723). So the graph copies into memory outside of its pool, lent to one
+    backward pass at a time. A replay that finds any of it still held saves it first; from then on
+    gradients are copies.
+    """
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self._memory, self._reserved = _side_by_side(targets)
+        self.buffers: Sequence[Tensor | None] = ()  # the lent memory of each gradient
+        self._lent: list[Tensor] = []
+        self._loans = [LentMemory(memory) for memory in self._memory]
+        self._lends = True
+
+    @property
+    def is_kept(self) -> bool:
+        return any(loan.is_kept for loan in self._loans)
+
+    def capture(self, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients into the buffers, as the last part of a capture."""
+        self.buffers = list(map(_fitted, self._reserved, gradients))
+        self._lent = [buffer for buffer in self.buffers if buffer is not None]
+        for loan in self._loans:
+            loan.settle()
+        write_all(self._lent, [g for g in gradients if g is not None])
+
+    def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
+        """Run the backward graph; the gradients, in the order of their layouts."""
+        if self.is_kept:
+            self._lends = False
+            kept = clone_all(self._memory)
+            backward()
+            gradients = clone_all(self._lent)
+            torch._foreach_copy_(self._memory, kept)
+        else:
+            backward()
+            gradients = list(map(_alias, self._lent)) if self._lends else clone_all(self._lent)
+        if len(gradients) == len(self.buffers):
+            return gradients
+        found = iter(gradients)
+        return [None if buffer is None else next(found) for buffer in self.buffers]
+
+
+class OutputGradients:
+    """The static inputs of a backward graph; what a later graph lends is read in place."""
+
+    def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
+        self.buffers = list(buffers)
+        self._lent = [(i, self.buffers[i], lender) for i, lender in lenders.items()]
+        self._own = [i for i in range(len(self.buffers)) if i not in lenders]
+        self._targets = [self.buffers[i] for i in self._own]
+
+    def completed(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        pairs = zip(gradients, self.buffers, strict=True)
+        return [torch.zeros_like(buffer) if g is None else g for g, buffer in pairs]
+
+    def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Bring the gradients in; buffers and values that are to be put back after the replay."""
+        if self._targets:
+            copy_all(self._targets, [gradients[i] for i in self._own])
+        displaced = []
+        for i, buffer, lender in self._lent:
+            gradient = gradients[i]
+            if gradient.data_ptr() == buffer.data_ptr() and gradient.stride() == buffer.stride():
+                continue
+            if lender.is_kept:
+                displaced.append((buffer, buffer.clone()))
+            buffer.copy_(gradient)
+        return displaced
+
+
+def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Memory for each device and dtype, and in it the elements for each tensor."""
+    # They share a storage so that one number tells whether anybody holds any of them.
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, target in enumerate(targets):
+        kinds[target.device, target.dtype].append(i)
+    memory, parts = [], [*targets]
+    for (device, dtype), indices in kinds.items():
+        step = _ALIGNMENT // dtype.itemsize
+        sizes = [-(-targets[i].numel() // step) * step for i in indices]
+        memory.append(torch.empty(sum(sizes), dtype=dtype, device=device))
+        for i, part in zip(indices, memory[-1].split(sizes), strict=True):
+            parts[i] = part[: targets[i].numel()]
+    return memory, parts
+
+
+_PIECES = 64
+"""How many pairs of tensors one launch of torch's fused copy takes; many tensors take several."""
+
+_GRAIN = 2048
+"""Pieces have a multiple of so many elements: 512 threads copy four at a time if aligned."""
+
+
+def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copy gradients to their buffers, as part of a capture: one launch for each pair of dtypes.
+
+    torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
+    few then take 13 us (H200). So they are cut into pieces, as many as one launch takes, that all
+    multiprocessors share in; and a single one is left to the plain kernel.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if buffer.stride() == gradient.stride() and is_dense(buffer):
+            kind = buffer.device, buffer.dtype, gradient.dtype
+            kinds.setdefault(kind, []).append((linear(buffer), linear(gradient.detach())))
+        else:  # one such pair would have all others copied one by one, too
+            buffer.copy_(gradient)
+    for pairs in kinds.values():
+        if len(pairs) == 1:
+            pairs[0][0].copy_(pairs[0][1])
+            continue
+        total = sum(target.numel() for target, _ in pairs)
+        size = total // max(_PIECES - len(pairs), _PIECES // 4) // _GRAIN * _GRAIN + _GRAIN
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(_pieces(targets, size), _pieces(sources, size))
+
+
+def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    return [piece for tensor in tensors for piece in tensor.split(size)]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without overlaps and gaps."""
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != dense:
+                return False
+            dense *= size
+    return True
+
+
+def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The memory of a buffer in the layout of this gradient, without overlaps and gaps."""
+    if gradient is None:
+        return None
+    dense = torch.empty_like(gradient, device="meta")
+    return buffer.as_strided(dense.shape, dense.stride(), buffer.storage_offset())
+
+
+_alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much
+_ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memory in larger units
+
+
+class DirectGradients:
+    """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
+
+    The graph copies them into buffers outside of its pool: inside, their memory would be that of
+    activations. A parameter without gradient is given its buffer. A parameter that has one gets the
+    new gradient added; where that is still the buffer, its value is moved away before.
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.buffers = list(buffers)
+        self._kept: list[Tensor] | None = None
+        self._nothing = [None] * len(self.parameters)
+        self._hooks_looked_at = -1
+
+    def capture(self, gradients: Sequence[Tensor | None]) -> None:
+        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        self.parameters = [self.parameters[i] for i in used]
+        self.buffers = [self.buffers[i] for i in used]
+        self._nothing = [None] * len(used)
+        write_all(self.buffers, [g for g in gradients if g is not None])
+
+    def refuse_hooks(self) -> None:
+        number = hooks_registered()
+        if number == self._hooks_looked_at:
+            return
+        parameters = self.parameters
+        if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
+            raise ReplayError(
+                'With param_grads="direct", hooks on parameters never fire.',
+                "a gradient hook was registered on a parameter after the capture",
+                'remove it, or use param_grads="autograd"',
+            )
+        self._hooks_looked_at = number
+
+    def replay(
+        self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
+    ) -> None:
+        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
+        parameters = self.parameters
+        before = list(map(_gradient, parameters))
+        if reached is None and all(map(is_, before, self._nothing)):
+            backward()
+            for parameter, buffer in zip(parameters, self.buffers, strict=True):
+                parameter.grad = buffer
+            return
+        self._move_out_of_the_way(before)
+        backward()
+        self._accumulate(parameters if reached is None else reached)
+
+    def _move_out_of_the_way(self, gradients: Sequence[Tensor | None]) -> None:
+        held = [i for i, g in enumerate(gradients) if g is self.buffers[i]]
+        if not held:
+            return
+        if self._kept is None:
+            self._kept = [torch.empty_like(buffer) for buffer in self.buffers]
+        kept = [self._kept[i] for i in held]
+        torch._foreach_copy_(kept, [self.buffers[i] for i in held])
+        for i, gradient in zip(held, kept, strict=True):
+            self.parameters[i].grad = gradient
+
+    def _accumulate(self, reached: Collection[Tensor]) -> None:
+        targets, additions = [], []
+        chosen = frozenset(reached)
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            if parameter not in chosen:
+                continue
+            if parameter.grad is None:
+                parameter.grad = buffer
+            else:
+                targets.append(parameter.grad)
+                additions.append(buffer)
+        if targets:
+            torch._foreach_add_(targets, additions)

@@ -1,0 +1,1 @@
+"""Where graphs are captured: CUDA, and its emulation on a CPU."""

@@ -1,0 +1,122 @@
+"""The contract that both backends fulfil, and the choice between them."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
+
+import torch
+
+from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.errors import CaptureError, UnsupportedError
+
+BackendName = Literal["auto", "cuda", "emulated"]
+PoolHandle = tuple[int, int]
+CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class CapturedGraph(Protocol):
+    """One graph of one backend, under :class:`~lightning_graphs.core.CUDAGraph`.
+
+    The methods mean what torch documents for ``torch.cuda.CUDAGraph``. Capture has no effect on the
+    world: afterwards every tensor that existed before, and every random generator, is as it was.
+    """
+
+    def capture_begin(
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
+    ) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def abandon(self) -> None:
+        """Leave a capture that failed: the allocator, generators and modes are as before."""
+
+    def instantiate(self) -> None: ...
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def pool(self) -> PoolHandle: ...
+
+    def keep_template(self) -> None:
+        """Keep the template of the coming capture, as with ``keep_graph=True``."""
+
+    def debug_dump(self, debug_path: str) -> None: ...
+
+    def raw_cuda_graph(self) -> int: ...
+
+    def raw_cuda_graph_exec(self) -> int: ...
+
+    def register_generator_state(self, generator: torch.Generator) -> None: ...
+
+    def inspection(self) -> GraphInfo: ...
+
+    def node_counts(self) -> Mapping[str, int]:
+        """Nodes by kind; empty where they cannot be counted."""
+        return self.inspection().counts
+
+
+class Backend(abc.ABC):
+    """What a process needs of a backend outside of a single graph; a CPU needs no streams."""
+
+    name: Literal["cuda", "emulated"]
+    device_type: Literal["cuda", "cpu"]
+
+    @abc.abstractmethod
+    def new_graph(self, keep_graph: bool) -> CapturedGraph: ...
+
+    @abc.abstractmethod
+    def new_pool(self) -> PoolHandle: ...
+
+    @abc.abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the current stream (CUDA) or thread (emulated) is being captured."""
+
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Make ``stream``, or the device's default capture stream, current; restore afterwards."""
+        return nullcontext()
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """A fresh stream that waits for the current one, which waits for it afterwards."""
+        return nullcontext()
+
+    def prepare_capture(self) -> None:  # noqa: B027
+        """Synchronize and free cached memory, so that the graph's pool has room."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for the device."""
+
+    def refusal(self, error: BaseException | None) -> CaptureError | None:
+        """The device's own refusal of an operation inside a capture, with the user's line."""
+        return None
+
+
+@functools.cache
+def _backend(name: str) -> Backend:
+    from lightning_graphs.core.backends.cuda import CudaBackend
+    from lightning_graphs.core.backends.emulated import EmulatedBackend
+
+    return CudaBackend() if name == "cuda" else EmulatedBackend()
+
+
+def get_backend(name: BackendName = "auto") -> Backend:
+    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
+    if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
+        return _backend("emulated")
+    if name not in ("auto", "cuda"):
+        raise UnsupportedError(
+            "A backend is one of 'auto', 'cuda' and 'emulated'.",
+            f"backend={name!r}",
+            "leave it at 'auto', or write one of the three",
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "The CUDA backend needs a GPU that torch can see.",
+            f"torch {torch.__version__}, torch.cuda.is_available() is False",
+            "use backend='emulated' to rehearse on the CPU, or install a CUDA build of torch",
+        )
+    return _backend("cuda")

@@ -1,0 +1,417 @@
+"""CUDA backend: torch does the capture, cuda.bindings does what torch does not.
+
+Beginning a capture with raw bindings would be unsound: the allocator's pool filters, the philox
+state and torch's registry of captures are reachable only through torch's own C++ class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from lightning_graphs.core.backends.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.backends.driver import capture_frontier, count_kinds
+from lightning_graphs.core.backends.recorder import (
+    KnownStorage,
+    Operation,
+    Recorder,
+    refuse_dead_inputs,
+)
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.inspect import GraphInfo, from_cuda
+from lightning_graphs.core.obstacles import known_remedy
+from lightning_graphs.core.private.torch import abandon_capture_pool, empty_host_cache
+from lightning_graphs.errors import CaptureError, UnsupportedError
+
+_REFUSALS = (
+    "when stream is capturing",
+    "in a capturing stream",
+    "on a capturing blocking stream",
+    "capturing stream has unjoined work",
+    "on uncaptured work in another stream",
+    "previous error during capture",
+    "separate capture sequences",
+    "thread-local capture sequence",
+    "capture was not ended in the same stream",
+    "Capture must end on the same stream it began on",
+    "cudaErrorStreamCapture",
+    "during CUDA graph capture",
+    "set_current_seed can be called during stream capture only",
+    "Attempting CUDA graph capture of step()",
+    "Offset increment outside graph capture",
+    "unexpected CUDA generator used during capture",
+    "CUDA generator not in capture mode",
+    "legacy stream depend on a capturing",
+)
+"""Fragments of the messages with which CUDA and torch refuse an operation inside a capture."""
+
+
+class CudaBackend(Backend):
+    """Captures with ``torch.cuda.CUDAGraph``; owns one default capture stream per device."""
+
+    name: Literal["cuda"] = "cuda"
+    device_type: Literal["cuda"] = "cuda"
+
+    def __init__(self) -> None:
+        self._capture_streams: dict[int, torch.cuda.Stream] = {}
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        self._replacements: dict[PoolHandle, PoolHandle] = {}
+        self._graphs_of: dict[PoolHandle, weakref.WeakSet[CudaGraph]] = {}
+
+    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+        return CudaGraph(self, keep_graph)
+
+    def usable_pool(self, pool: PoolHandle | None) -> PoolHandle:
+        """The pool itself, a new one for None, or the one that replaced it after a failure."""
+        if pool is None:
+            return torch.cuda.graph_pool_handle()
+        while pool in self._replacements:
+            pool = self._replacements[pool]
+        if pool in self._graphs_of and not self._graphs_of[pool]:
+            # torch gives up a pool with its last graph, and refuses to begin with it anew as long
+            # as anything of it is left: a tensor that somebody keeps, or the pinned memory of a
+            # kernel's arguments, such as those that gather and reduce for FSDP2.
+            del self._graphs_of[pool]
+            another = torch.cuda.graph_pool_handle()
+            self._replacements[pool] = another
+            return another
+        return pool
+
+    def taken(self, pool: PoolHandle, graph: CudaGraph) -> None:
+        self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
+
+    def left(self, pool: PoolHandle, graph: CudaGraph) -> None:
+        self._graphs_of[pool].discard(graph)
+
+    def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
+        """Leave behind a capture that was invalidated.
+
+        From 2.11 to 2.13 the pinned-memory allocator goes on recording for its pool through a
+        filter that reads the graph object, which nothing can end: the object lives on.
+        """
+        abandon_capture_pool(device, pool)
+        self._failed.append(native)
+        self._replacements[pool] = torch.cuda.graph_pool_handle()
+
+    def new_pool(self) -> PoolHandle:
+        return torch.cuda.graph_pool_handle()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextlib.contextmanager
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        if stream is None:
+            # torch keeps one default stream for all devices, made on whichever came first.
+            device = torch.cuda.current_device()
+            if device not in self._capture_streams:
+                self._capture_streams[device] = torch.cuda.Stream(device)
+            stream = self._capture_streams[device]
+        current = torch.cuda.current_stream()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            # A capture begins by setting the generators' state there: no replay may overtake.
+            current.wait_stream(stream)
+
+    @contextlib.contextmanager
+    def side_stream(self) -> Iterator[None]:
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            current.wait_stream(stream)
+
+    def prepare_capture(self) -> None:
+        torch.cuda.synchronize()
+        if getattr(torch.compiler.config, "force_cudagraph_gc", False):
+            gc.collect()
+        torch.cuda.empty_cache()
+        empty_host_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def refusal(self, error: BaseException | None) -> CaptureError | None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
+            return None
+        return _explained(error) if any(part in str(error) for part in _REFUSALS) else None
+
+
+class CudaGraph(CapturedGraph):
+    def __init__(self, backend: CudaBackend, keep_graph: bool) -> None:
+        self._backend = backend
+        self._keep_graph = keep_graph
+        self._generators: list[torch.Generator] = []
+        self._pool: PoolHandle | None = None
+        self._device = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._recorders = contextlib.ExitStack()
+        self._liveness: InputLiveness | None = None
+        self._annotations: AnnotatingRecorder | None = None
+        self._inspection: GraphInfo | None = None
+        self._lives_in: PoolHandle | None = None
+        self._renew()
+
+    def capture_begin(
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
+    ) -> None:
+        # The handle must be known beforehand: a capture that fails does not tell its pool.
+        self._pool = self._backend.usable_pool(pool)
+        self._stream = torch.cuda.current_stream()
+        self._device = torch.cuda.current_device()
+        # What can fail without the GPU comes before the capture, which it would leave open.
+        recorders: list[Recorder] = []
+        if check_liveness:
+            self._liveness = InputLiveness(self._pool)
+            recorders.append(self._liveness)
+        if annotate:
+            self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
+            recorders.append(self._annotations)
+        try:
+            self._native.capture_begin(
+                pool=self._pool,  # type: ignore[arg-type]
+                capture_error_mode=mode,
+            )
+        except RuntimeError:
+            if not self._released_by_torch():
+                self._backend.bury(self._native, self._device, self._pool)
+            self._release_generators()
+            self._renew()
+            raise
+        for recorder in recorders:
+            self._recorders.enter_context(recorder)
+
+    def capture_end(self) -> None:
+        self._recorders.close()
+        if self._annotations is not None:
+            self._inspection = self._annotations.inspection()
+            self._annotations = None
+        self._native.capture_end()
+        assert self._pool is not None
+        self._backend.taken(self._pool, self)
+        self._lives_in = self._pool
+        if self._liveness is not None:
+            # A method of ours would make a cycle, which holds the memory until the next gc.
+            self.replay = functools.partial(  # type: ignore[method-assign]
+                _checked_replay, self._liveness.check, self._native.replay
+            )
+
+    def abandon(self) -> None:
+        self._recorders.close()
+        # The body may have left another stream current, and may have captured nothing at all, of
+        # which torch warns; where warnings are errors that would hide the body's own exception.
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self._native.capture_end()
+            except RuntimeError:  # the capture was invalidated
+                if self._pool is not None and not self._released_by_torch():
+                    self._backend.bury(self._native, self._device, self._pool)
+            else:
+                assert self._pool is not None
+                self._backend.taken(self._pool, self)  # whose last graph this may have been
+                self._lives_in = self._pool
+                self._native.reset()
+        self._release_generators()
+        torch.cuda.synchronize()
+        self._renew()
+
+    def _release_generators(self) -> None:
+        """Let the generators notice that their capture is over.
+
+        A capture that was invalidated leaves them believing that they are captured, and eager code
+        cannot draw from them. The next capture that ends well tells them, and this is one. Giving
+        them another state instead would part them from the graphs that were captured before.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return  # another capture is under way, and will tell them when it ends
+        native, cell = torch.cuda.CUDAGraph(), torch.zeros((), device=self._device)
+        for generator in self._generators:
+            native.register_generator_state(generator)
+        stream = torch.cuda.Stream(self._device)  # the other one may be why the capture failed
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            native.capture_begin(capture_error_mode="thread_local")
+            cell.zero_()
+            native.capture_end()
+        native.reset()
+
+    @staticmethod
+    def _released_by_torch() -> bool:
+        """Whether torch gives the pool of a failed capture back by itself: from 2.14 on."""
+        return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+    def _renew(self) -> None:
+        self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
+        self.replay = self._native.replay  # type: ignore[method-assign]
+        self._liveness = self._annotations = self._inspection = self._pool = None
+        if self._lives_in is not None:
+            self._backend.left(self._lives_in, self)
+            self._lives_in = None
+        for generator in self._generators:
+            self._native.register_generator_state(generator)
+
+    def instantiate(self) -> None:
+        self._native.instantiate()
+
+    def replay(self) -> None:
+        """Replaced on every instance by torch's own bound method: one call less per step."""
+        self._native.replay()
+
+    def reset(self) -> None:
+        self._native.reset()
+        self._renew()
+
+    def pool(self) -> PoolHandle:
+        return self._native.pool()
+
+    def keep_template(self) -> None:
+        self._keep_graph = True
+        self._renew()
+
+    def debug_dump(self, debug_path: str) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="DEBUG: calling")  # a trace of torch's own
+            self._native.debug_dump(debug_path)
+
+    def raw_cuda_graph(self) -> int:
+        return self._native.raw_cuda_graph()
+
+    def raw_cuda_graph_exec(self) -> int:
+        getter = getattr(self._native, "raw_cuda_graph_exec", None)
+        if getter is None:
+            raise UnsupportedError(
+                "raw_cuda_graph_exec() needs torch 2.9 or newer.",
+                f"torch {torch.__version__}",
+                "update torch; raw_cuda_graph() with keep_graph=True is there on older ones",
+            )
+        handle: int = getter()
+        return handle
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+        self._native.register_generator_state(generator)
+
+    def inspection(self) -> GraphInfo:
+        return self._inspection or from_cuda(self.raw_cuda_graph())
+
+    def node_counts(self) -> Mapping[str, int]:
+        try:
+            return count_kinds(self.raw_cuda_graph())
+        except UnsupportedError:  # no cuda-python
+            return {}
+
+
+class AnnotatingRecorder(Recorder):
+    """Watches a capture and notes, after each operator, how many nodes the graph has.
+
+    torch's own annotations (2.12) need ``cudaGraphNodeGetToolsId``, which the driver has from CUDA
+    13.1 on; this gives the same names on every driver.
+    """
+
+    def __init__(self, stream: int) -> None:
+        super().__init__(strict=False)
+        self._stream = stream
+        self._scopes_of_nodes: list[str] = []
+
+    def keep(self, operation: Operation) -> None:
+        super().keep(operation)
+        _, count = capture_frontier(self._stream)
+        label = f"{operation.scope}: {operation.name}".removeprefix(": ")
+        self._scopes_of_nodes.extend([label] * (count - len(self._scopes_of_nodes)))
+
+    def inspection(self) -> GraphInfo:
+        """Nodes with their scopes; to be called while the capture is still under way."""
+        graph, _ = capture_frontier(self._stream)
+        return from_cuda(graph, self._scopes_of_nodes)
+
+
+class InputLiveness(Recorder):
+    """Watches a capture for the tensors that it reads from outside; torch's check is of 2.13.
+
+    It says which tensor died, where the capture used it first and where it was freed. Kernels that
+    are launched outside of torch's dispatcher are invisible to it, and to torch's own.
+    """
+
+    def __init__(self, pool: PoolHandle) -> None:
+        super().__init__(strict=False)
+        self._pool = pool
+        self._needed: dict[int, KnownStorage] = {}
+
+    def keep(self, operation: Operation) -> None:
+        super().keep(operation)
+        touched = [self.storages[i] for i in (*operation.reads, *operation.writes)]
+        if any(known.device_type == "cuda" for known in touched):  # it ran on the GPU
+            for i in operation.reads:
+                known = self.storages[i]
+                # A 0-d CPU tensor enters a kernel as a constant; a larger one can only be the
+                # pinned source of a copy, which a replay reads again.
+                if not known.born and (known.device_type == "cuda" or not known.scalar):
+                    self._needed[i] = known
+
+    def check(self) -> None:
+        """Refuse a replay that would read freed memory."""
+        needed = self._needed.values()
+        refuse_dead_inputs([k for k in needed if not _alive(k) and not self._held_by_pool(k)])
+
+    def _held_by_pool(self, known: KnownStorage) -> bool:
+        """Whether the memory is still the pool's: an earlier graph of the pool refills it.
+
+        The tensor may be gone and its block be free for later captures. Graphs of one pool replay
+        in the order of their capture, so that the earlier graph has written the memory again.
+        """
+        # All pools are listed and ours chosen here: given the handle of a pool, torch 2.11 takes a
+        # reference away from its numbers, and those above 256 are then freed while in use.
+        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
+        return any(
+            segment["address"] <= known.address < segment["address"] + segment["total_size"]
+            for segment in segments
+            if tuple(segment["segment_pool_id"]) == self._pool
+        )
+
+
+def _alive(known: KnownStorage) -> bool:
+    storage = known.storage()
+    return storage is not None and storage.data_ptr() == known.address
+
+
+def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> None:
+    check()
+    replay()
+
+
+def _explained(error: BaseException) -> CaptureError:
+    finder = CallSiteFinder()
+    site = finder.of_exception(error)
+    if site == CallSite():  # raised by the end of the capture, not by the body
+        site = finder.here()
+    reason = str(error).splitlines()[0]
+    if "legacy stream depend on a capturing" in reason:
+        return CaptureError(
+            "A backward pass can be captured only where the parameters' gradient nodes belong to "
+            "the capture stream.",
+            f"{site.describe()} ({reason})",
+            "an autograd graph from before the capture is still alive and holds those nodes: "
+            "delete or detach its tensors (del loss, output) before the capture; torch 2.13 and "
+            "newer need no such care",
+        )
+    return CaptureError(
+        "CUDA refused an operation inside the capture.",
+        f"{site.describe()} ({reason})",
+        known_remedy(
+            error,
+            "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
+            "boolean indexing, torch.tensor(...), a copy from pageable host memory",
+        ),
+    )

@@ -1,0 +1,371 @@
+"""CPU backend: records operators, and replays them into the recorded storages.
+
+It proves semantics: what a capture records, what a replay computes, what CUDA would refuse. It
+never proves speed, nor that a kernel is legal to capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lightning_graphs.core.arguments.buffers import bytes_of
+from lightning_graphs.core.backends.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.core.backends.recorder import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+    mapped,
+    refuse_dead_inputs,
+    tensors_in,
+)
+from lightning_graphs.core.collectives import is_collective, wait_for
+from lightning_graphs.core.inspect import GraphInfo, from_recording
+from lightning_graphs.core.obstacles import MOVED_STORAGE
+from lightning_graphs.core.private.torch import announced_as_cuda_capture, dispatch_modes
+from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+
+_NO_KERNEL = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_permuted.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    }
+)
+"""Allocations: on CUDA they launch nothing, so a replay leaves their memory as it is."""
+
+
+class _Geometry(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Geometry:
+        offset, stride = int(tensor.storage_offset()), tensor.stride()
+        return cls(tensor.dtype, offset, tensor.shape, stride, tensor.is_conj(), tensor.is_neg())
+
+    def over(self, storage: UntypedStorage) -> Tensor:
+        """A tensor that shares nothing but the memory with the one this was read from.
+
+        It has a version counter of its own, as a replay leaves autograd's counters alone, and is no
+        inference tensor, which could not be written outside of inference mode.
+        """
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = tensor.conj()
+            return torch._neg_view(tensor) if self.neg else tensor
+
+
+def _own_view(tensor: Tensor) -> Tensor:
+    return _Geometry.of(tensor).over(tensor.untyped_storage())
+
+
+@dataclass(frozen=True, slots=True)
+class _ExternalTensor:
+    """A tensor over a storage from before the capture: held as weakly as a CUDA graph does."""
+
+    storage: KnownStorage
+    geometry: _Geometry
+
+    def resolve(self) -> Tensor:
+        storage = self.storage.storage()
+        self.storage.note_release()
+        if storage is None or self.storage.address not in (None, storage.data_ptr()):
+            refuse_dead_inputs([self.storage])
+        assert storage is not None
+        return self.geometry.over(storage)
+
+
+def _resolve(value: Any) -> Any:
+    if isinstance(value, _ExternalTensor):
+        return value.resolve()
+    return [_resolve(v) for v in value] if isinstance(value, list) else value
+
+
+def _fill_with_sentinel(storage: UntypedStorage, dtype: torch.dtype) -> None:
+    # A tensor of its own over the storage: the version counters of the user's tensors stay.
+    view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+    if dtype.is_floating_point or dtype.is_complex:
+        view.fill_(float("nan"))
+    elif dtype is torch.bool:
+        view.fill_(True)
+    else:
+        view.fill_(torch.iinfo(dtype).min if dtype.is_signed else torch.iinfo(dtype).max)
+
+
+class GraphMemory:
+    """The storages that were born in a capture; they live as long as a graph may be replayed."""
+
+    def __init__(self, born: Sequence[tuple[UntypedStorage, torch.dtype]]) -> None:
+        self._born = born
+        self.hidden: list[UntypedStorage] | None = None
+
+    def poison(self) -> None:
+        """Overwrite what the capture computed, so that a missing replay shows."""
+        self.hidden = [storage.clone() for storage, _ in self._born]
+        for storage, dtype in self._born:
+            _fill_with_sentinel(storage, dtype)
+
+    def reveal(self) -> None:
+        for (storage, _), value in zip(self._born, self.hidden or (), strict=False):
+            storage.copy_(value)
+
+
+class Recording:
+    """Operators in order over the memory that was born with them."""
+
+    def __init__(self, operations: list[Operation], memory: GraphMemory) -> None:
+        self.operations = operations
+        self.memory = memory
+
+    def launched(self) -> list[Operation]:
+        """The operations that launch work; allocations do not."""
+        return [operation for operation in self.operations if operation.func not in _NO_KERNEL]
+
+    def run(self) -> None:
+        """Execute every operator once and write its results into the recorded storages."""
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+            for operation in self.launched():
+                with torch.set_grad_enabled(operation.grad_mode):
+                    result = operation.func(
+                        *[_resolve(a) for a in operation.args],
+                        **{k: _resolve(v) for k, v in operation.kwargs.items()},
+                    )
+                if is_collective(operation.func):
+                    wait_for(result)
+                if operation.result is not None:
+                    _write_back(operation, result)
+
+
+def _write_back(operation: Operation, result: Any) -> None:
+    for recorded, computed in zip(tensors_in(operation.result), tensors_in(result), strict=True):
+        if recorded.shape != computed.shape:
+            raise ReplayError(
+                "A replayed operator must return the shapes that it returned at capture.",
+                f"{operation.name} at {operation.site}: {tuple(recorded.shape)} -> "
+                f"{tuple(computed.shape)}",
+                "keep shapes independent of values inside the captured code",
+            )
+        if recorded.data_ptr() != computed.data_ptr():
+            recorded.copy_(computed)
+
+
+class RecordingCapture(Recorder):
+    """The recorder of a capture: it keeps what a replay needs and undoes the writes."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(generators)
+        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        self._born: list[tuple[UntypedStorage, torch.dtype]] = []
+        self._born_ids: set[int] = set()
+
+    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
+        if not known.born and known.id not in self._saved:
+            storage = tensor.untyped_storage()
+            self._saved[known.id] = storage, storage.clone()
+
+    def _run(self, call: OperatorCall) -> Any:
+        result = super()._run(call)
+        for known in map(self.know, call.written):
+            if known.id in self._saved:
+                storage, value = self._saved[known.id]
+                if storage.nbytes() != value.nbytes():
+                    self.refuse(str(call.func), MOVED_STORAGE)
+        return result
+
+    def keep(self, operation: Operation) -> None:
+        for tensor in tensors_in(operation.result):
+            known = self.know(tensor)
+            if known.born and known.id not in self._born_ids:
+                self._born_ids.add(known.id)
+                self._born.append((tensor.untyped_storage(), tensor.dtype))
+        operation.args = tuple(mapped(a, self._reference) for a in operation.args)
+        operation.kwargs = {k: mapped(v, self._reference) for k, v in operation.kwargs.items()}
+        operation.result = mapped(operation.result, _own_view)
+        self.operations.append(operation)
+
+    def _reference(self, tensor: Tensor) -> Tensor | _ExternalTensor:
+        known = self.know(tensor)
+        if known.born:
+            return _own_view(tensor)
+        return _ExternalTensor(known, _Geometry.of(tensor))
+
+    def restore_world(self) -> None:
+        """Give every storage that existed before the capture its value back."""
+        # Backwards: where two storages share memory, the first one saved has the oldest value.
+        for known in self.storages:
+            known.note_release()
+        for key, (storage, value) in reversed(self._saved.items()):
+            if self.storages[key].address is None:
+                continue
+            if storage.nbytes() < value.nbytes():
+                storage.resize_(value.nbytes())
+            # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
+            bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
+        self._saved.clear()
+
+    def finish(self) -> Recording:
+        return Recording(self.operations, GraphMemory(self._born))
+
+
+class EmulatedBackend(Backend):
+    """Captures and replays on the CPU, in the calling thread."""
+
+    name: Literal["emulated"] = "emulated"
+    device_type: Literal["cpu"] = "cpu"
+
+    def __init__(self) -> None:
+        self._pools = itertools.count(1)
+        self.unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+
+    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+        return EmulatedGraph(self)
+
+    def new_pool(self) -> PoolHandle:
+        return (0, next(self._pools))
+
+    def is_capturing(self) -> bool:
+        return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
+
+    @contextlib.contextmanager
+    def revealed(self) -> Iterator[None]:
+        """While a capture runs, earlier captures show the values that they computed.
+
+        On CUDA nothing executes during a capture. Here it does, and sentinel values would lead
+        integer indices out of bounds.
+        """
+        hidden = list(self.unreplayed)
+        for memory in hidden:
+            memory.reveal()
+        try:
+            yield
+        finally:
+            for memory in hidden:
+                memory.poison()
+
+
+_captures = itertools.count()
+
+
+class EmulatedGraph(CapturedGraph):
+    """A recording, which is template and executable graph at once."""
+
+    def __init__(self, backend: EmulatedBackend) -> None:
+        self.recording: Recording | None = None
+        self._backend = backend
+        self._generators: list[torch.Generator] = []
+        self._pool: PoolHandle | None = None
+        self._capture: RecordingCapture | None = None
+        self._around = contextlib.ExitStack()
+
+    def capture_begin(
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
+    ) -> None:
+        # Annotations and input liveness cost nothing here: a recording always knows both.
+        self._pool = pool if pool is not None else self._backend.new_pool()
+        generators = [torch.default_generator, *self._generators]
+        self._around = contextlib.ExitStack()
+        try:
+            for generator in generators:  # who rewinds one to where another capture was is seen
+                self._around.callback(generator.set_state, generator.get_state())
+                generator.manual_seed(next(_captures))
+            self._around.enter_context(self._backend.revealed())
+            self._around.enter_context(announced_as_cuda_capture())
+            self._capture = RecordingCapture(generators)
+            self._capture.__enter__()
+        except BaseException:
+            if not self._backend.is_capturing():  # interrupted before it began
+                self._around.close()
+            raise
+
+    def _leave_capture(self, capture: RecordingCapture) -> Recording:
+        self._capture = None
+        with self._around:
+            capture.__exit__(None, None, None)
+            capture.restore_world()
+        return capture.finish()
+
+    def capture_end(self) -> None:
+        assert self._capture is not None
+        recording = self.recording = self._leave_capture(self._capture)
+        if not recording.operations:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be "
+                "captured on wrong device or stream.",
+                stacklevel=3,
+            )
+        recording.memory.poison()
+        self._backend.unreplayed.add(recording.memory)
+
+    def abandon(self) -> None:
+        if self._capture is not None:  # on CUDA nothing of it was computed
+            self._leave_capture(self._capture).memory.poison()
+        self.reset()
+
+    def instantiate(self) -> None:
+        """It is executable as it is."""
+
+    def replay(self) -> None:
+        if self._backend.is_capturing():
+            raise CaptureError(
+                "A replay cannot be part of a capture.",
+                "replay() was called while this thread is capturing",
+                "replay before or after it, or call the captured code itself",
+            )
+        assert self.recording is not None
+        self.recording.run()
+        self.recording.memory.hidden = None  # there are real values from now on
+        self._backend.unreplayed.discard(self.recording.memory)
+
+    def reset(self) -> None:
+        self.recording = self._pool = None
+
+    def pool(self) -> PoolHandle:
+        assert self._pool is not None
+        return self._pool
+
+    def keep_template(self) -> None:
+        """It is always there."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        with open(debug_path, "w", encoding="utf-8") as file:
+            info = self.inspection()
+            nodes = [f'n{node.index} [label="{node.name}"];' for node in info.nodes]
+            edges = [f"n{before} -> n{after};" for before, after in info.edges]
+            file.write("\n".join(["digraph {", *nodes, *edges, "}"]) + "\n")
+
+    def raw_cuda_graph(self) -> int:
+        raise UnsupportedError(
+            "The emulated backend has neither cudaGraph_t nor cudaGraphExec_t.",
+            "a raw handle was asked for on backend='emulated'",
+            "use lightning_graphs.core.inspect, which reads both backends",
+        )
+
+    raw_cuda_graph_exec = raw_cuda_graph
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+
+    def inspection(self) -> GraphInfo:
+        assert self.recording is not None
+        return from_recording(self.recording.launched())

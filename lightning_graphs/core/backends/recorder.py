@@ -1,0 +1,413 @@
+"""One recorder: every operator, what it reads, writes and allocates, and the user's line.
+
+The emulated backend replays what it recorded; liveness and annotations on CUDA are read off it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
+from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
+from lightning_graphs.core.generators import GeneratorWatch
+from lightning_graphs.core.obstacles import (
+    COMPILED,
+    CONTROL_FLOW,
+    FUNCTION_RULES,
+    HOST_DATA,
+    REHEARSED,
+    SET_GENERATOR,
+    UNSUPPORTED_LAYOUT,
+    Obstacle,
+    operator_obstacle,
+    with_known_remedy,
+)
+from lightning_graphs.core.private.fsdp import asks_for_shapes, unwraps_itself
+from lightning_graphs.core.private.torch import eager_attention
+from lightning_graphs.core.scopes import ScopeStack
+from lightning_graphs.errors import CaptureError, ReplayError
+
+aten = torch.ops.aten
+_M = TypeVar("_M", bound="OperatorMode")
+_R = TypeVar("_R", bound="Recorder")
+
+UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.batch_norm_update_stats.default: (1, 2),
+    aten.batch_norm_gather_stats.default: (3, 4),
+    aten.batch_norm_gather_stats_with_counts.default: (3, 4),
+}
+"""Operators that update running statistics although their schema declares no write."""
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors of an operator's argument or result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _dispatches(kind: type) -> bool:
+    """Whether a tensor class has operators of its own; torch 2.11 names plain tensors, too."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not tensor.is_quantized and not _dispatches(type(tensor))
+
+
+def written_tensors(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[Tensor]:
+    """The arguments that ``func`` writes, by its schema or by :data:`UNDECLARED_WRITES`."""
+    for position, name in _written_arguments(func):
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
+    """Position and name of each."""
+    named = list(enumerate(argument.name for argument in func._schema.arguments))
+    kinds = [argument.alias_info for argument in func._schema.arguments]
+    undeclared = [named[i] for i in UNDECLARED_WRITES.get(func, ()) or written_position(func)]
+    declared = [at for at, kind in zip(named, kinds, strict=True) if kind and kind.is_write]
+    return undeclared + declared
+
+
+def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """An argument with its tensors changed; schemas nest lists one deep at most."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return [change(item) if isinstance(item, Tensor) else item for item in value]
+    return value
+
+
+class OperatorCall(NamedTuple):
+    """An operator that is about to run."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Tensor]
+    written: list[Tensor]
+
+    @classmethod
+    def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
+        inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
+        return cls(func, args, kwargs, inputs, list(written_tensors(func, args, kwargs)))
+
+    def run(self) -> Any:
+        return self.func(*self.args, **self.kwargs)
+
+    def mapped(self, change: Callable[[Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its arguments with their tensors changed."""
+        named = {key: mapped(value, change) for key, value in self.kwargs.items()}
+        return tuple(mapped(value, change) for value in self.args), named
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operator call as it was recorded; :meth:`Recorder.keep` changes what it holds."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    reads: tuple[int, ...]  # ids of storages; an id names one allocation, never an address
+    writes: tuple[int, ...]  # those that it wrote or allocated
+    nbytes: int  # of the tensors that it wrote or returned
+    scope: str  # the Python scopes around it: module path and ``record_function`` ranges
+    site: CallSite
+    grad_mode: bool  # oneDNN's LSTM, for one, keeps a workspace where gradients are enabled
+
+    @property
+    def name(self) -> str:
+        return str(self.func)
+
+
+class KnownStorage:
+    """A storage that the recorder met as that of a tensor, held weakly."""
+
+    def __init__(self, number: int, tensor: Tensor, site: CallSite, *, born: bool) -> None:
+        storage = tensor.untyped_storage()
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        self.id = number
+        self.born = born  # whether it was made inside the recorded code
+        self.first = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}] on {tensor.device}"
+        self.device_type = tensor.device.type
+        self.scalar = tensor.dim() == 0
+        self.site = site  # the user's line that touched it first
+        # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
+        # parameters that it gathers
+        self.address: int | None = storage.data_ptr()
+        self.constant = False  # made of Python numbers: kernels get its value, not its address
+        self.storage = weakref.ref(storage, self._on_freed)
+        self.freed: CallSite | None = None  # where it was freed
+
+    def note_release(self) -> None:
+        """Note whether its memory was let go of, while the storage itself lives."""
+        storage = self.storage()
+        if storage is not None and self.address and not storage.nbytes():
+            self.address = None
+
+    def _on_freed(self, _: object) -> None:
+        self.freed = CallSiteFinder().here()
+
+    def __str__(self) -> str:
+        freed = f"freed at {self.freed.describe()}" if self.freed is not None else "moved"
+        return f"{self.first}, first used at {self.site.describe()}, {freed}"
+
+
+def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
+    """Refuse a replay that would read freed memory."""
+    if dead:
+        raise ReplayError(
+            "Every tensor that a graph reads must live, at its address, until the last replay.",
+            "; ".join(map(str, dead[:3])),
+            "keep a reference to the tensor beside the graph, and copy new values into it",
+        )
+
+
+class OperatorMode(TorchDispatchMode):
+    """Sees every operator of the calling thread, and functions that the dispatcher never shows."""
+
+    sees_functions = True
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._functions = contextlib.ExitStack()
+        self._compiler = contextlib.ExitStack()
+
+    def __enter__(self: _M) -> _M:
+        if "torch._dynamo" in sys.modules:
+            # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
+            # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
+            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        if self.sees_functions:
+            self._functions.enter_context(_FunctionMode(self.call))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._functions.close()  # and with it a cycle, which would keep tensors until the next gc
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._compiler.close()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if asks_for_shapes():
+            return func(*args, **(kwargs or {}))
+        if unwraps_itself(types):
+            return NotImplemented  # the operators on its shards are seen
+        if isinstance(func, OpOverload):
+            return self.operator(func, types, args, kwargs or {})
+        return self.higher_order(func, args, kwargs or {})
+
+    def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator that is given functions; attention is made of others, which are seen."""
+        if (kernel := eager_attention(func)) is None:
+            return func(*args, **kwargs)
+        with self.seeing_further():
+            return kernel(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def seeing_further(self) -> Iterator[None]:
+        """See operators within the one that is run."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise NotImplementedError
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a Python function of torch (``numpy``, ``tolist``, tensors from numbers)."""
+        raise NotImplementedError
+
+
+class _FunctionMode(TorchFunctionMode):
+    def __init__(self, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._call(func, args, kwargs or {})
+
+
+class Recorder(OperatorMode):
+    """Records every operator of the calling thread.
+
+    Args:
+        generators: Random generators that may be drawn from.
+        strict: Refuse with :class:`CaptureError` what CUDA refuses. Off, the recorder only watches,
+            as it does during a real capture, where CUDA itself refuses.
+    """
+
+    raises = True  # an observer notes what :meth:`refuse` is told, and the code goes on
+
+    def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
+        super().__init__()
+        self.sees_functions = strict
+        self.operations: list[Operation] = []
+        self.storages: list[KnownStorage] = []
+        self._by_identity: dict[int, KnownStorage] = {}
+        self._generators = tuple(generators)
+        self._generator_watch = GeneratorWatch(generators)
+        self._strict = strict
+        self._sites = CallSiteFinder()
+        self._scopes = ScopeStack()
+
+    def __enter__(self: _R) -> _R:
+        super().__enter__()
+        self._generator_watch.begin()
+        self._scopes.start()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._scopes.stop()
+        super().__exit__(*exc)
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        rule = FUNCTION_RULES.get(name)
+        if rule is not None and (obstacle := rule(args, kwargs)) is not None:
+            self.refuse(name, obstacle)
+        return REHEARSED.get(func, func)(*args, **kwargs)
+
+    def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._strict and eager_attention(func) is None:
+            self.refuse(str(func), CONTROL_FLOW)
+        return super().higher_order(func, args, kwargs)
+
+    def refuse(self, operator: str, obstacle: Obstacle) -> None:
+        site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
+        raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", remedy)
+
+    def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
+        """The entry of the tensor's storage."""
+        storage = tensor.untyped_storage()
+        known = self._by_identity.get(id(storage))
+        if known is None or known.storage() is not storage:
+            known = KnownStorage(len(self.storages), tensor, self._sites.here(), born=born)
+            self._by_identity[id(storage)] = known
+            self.storages.append(known)
+        return known
+
+    def _meet_constant(self, tensor: Tensor) -> None:
+        """Note a tensor that torch made of Python numbers, out of sight of the dispatcher.
+
+        A scalar enters kernels as a constant. More numbers are a copy from host memory.
+        """
+        if self._strict and tensor.dim() > 0 and tensor.numel() > 0:
+            self.refuse("a tensor of Python numbers", HOST_DATA)
+        self.know(tensor, born=True).constant = tensor.numel() > 0
+
+    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
+        """Called before an operator writes."""
+
+    def keep(self, operation: Operation) -> None:
+        """Called with each finished operation; the default keeps names and ids, no tensor."""
+        operation.args, operation.kwargs, operation.result = (), {}, None
+        self.operations.append(operation)
+
+    def operator(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if func.namespace == "profiler":
+            return self._scopes.profiler_range(func, args, kwargs)
+        if not (self._strict and self.raises) and any(map(_dispatches, types)):
+            return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
+        call = OperatorCall.of(func, args, kwargs)
+        if self._strict:
+            self._check(call)
+        call = call._replace(inputs=[t for t in call.inputs if t.layout is torch.strided])
+        if func is aten.lift_fresh.default:
+            self._meet_constant(call.inputs[0])
+        reads = tuple(dict.fromkeys(self.know(t).id for t in call.inputs))
+        for tensor in call.written:
+            known = self.know(tensor)
+            if self._strict and known.constant and func is not aten.detach_.default:
+                self.refuse(str(func), HOST_DATA)
+            self.before_write(tensor, known)
+        result = self._run(call)
+        known_before = {id(t.untyped_storage()) for t in call.inputs}
+        outputs = list(tensors_in(result))
+        if self._strict and not all(map(_is_plain, outputs)):
+            self.refuse(str(func), UNSUPPORTED_LAYOUT)
+        outputs = [t for t in outputs if t.layout is torch.strided]
+        fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
+        if outputs and not fresh and not call.written:
+            return result  # a view: its geometry is part of whatever uses it
+        writes = [self.know(t).id for t in call.written]
+        writes += [self.know(t, born=True).id for t in fresh]
+        touched = {id(t): t for t in (*call.written, *fresh)}.values()
+        nbytes = sum(t.numel() * t.element_size() for t in touched)
+        self.keep(
+            Operation(
+                func,
+                args,
+                kwargs,
+                result if fresh else None,
+                reads,
+                tuple(dict.fromkeys(writes)),
+                nbytes,
+                self._scopes.current(),
+                self._sites.here(),
+                torch.is_grad_enabled(),
+            )
+        )
+        return result
+
+    def _run(self, call: OperatorCall) -> Any:
+        """Run the operator, unless something else than an operator has set its generator."""
+        with self._generator_watch.around(call.func) as was_set:
+            if was_set:
+                self.refuse(str(call.func), SET_GENERATOR)
+            if self._strict and self.raises and is_collective(call.func):
+                return returned_alone(call.func, call.args)
+            return call.run()
+
+    def _check(self, call: OperatorCall) -> None:
+        func, args, kwargs = call.func, call.args, call.kwargs
+        obstacle = operator_obstacle(
+            func, args, kwargs, self._generators, lambda tensor: self.know(tensor).constant
+        )
+        if obstacle is None and not all(map(_is_plain, call.inputs)):
+            obstacle = UNSUPPORTED_LAYOUT
+        if obstacle is None and inside_compiled_module():
+            obstacle = COMPILED
+        if obstacle is not None:
+            self.refuse(str(func), obstacle)

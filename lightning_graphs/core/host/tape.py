@@ -1,0 +1,307 @@
+"""The tape of what captured code computes on the host, and what of it replays need."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_graphs.core.backends.recorder import OperatorCall, tensors_in
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.generators import HostGenerator
+from lightning_graphs.core.host.half import READS, Draw, Operation, Register, copy_in, shape
+from lightning_graphs.core.private.torch import generator_identity, out_of_sight, storage_uses
+from lightning_graphs.errors import CaptureError
+
+aten = torch.ops.aten
+
+RULE = "A replay does again what its code computes on the host, as far as torch shows it."
+REMEDY = "compute it on the device, or hand it in with the batch"
+_FURTHER_DRAWS = 64
+
+
+@dataclass(slots=True)
+class _Known:
+    """A tensor of the host that was seen while code was captured; kept, so that its id stays."""
+
+    tensor: Tensor
+    register: Register | None  # where a replay computes it; None if it is a constant
+    born: bool  # it was made by the captured code
+
+
+class HostTape:
+    """Runs operators on the host while code is captured, and keeps those that replays repeat.
+
+    Operators on constants are not kept. Generators are left where the capture found them; draws
+    begin where they were then.
+
+    Attributes:
+        operations: Those that are kept.
+        values: The tensors that they compute; a register is a place in this list.
+        inputs: The registers of inputs, and which input each of them is.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.values: list[Any] = []
+        self.inputs: list[tuple[int, int]] = []
+        self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
+        self._known: dict[int, _Known] = {}
+        self._draws: list[tuple[HostGenerator, Draw]] = []
+        self._sites = CallSiteFinder()
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether it has met a tensor."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.tensor is tensor
+
+    def made(self, tensor: Tensor | None) -> bool:
+        """Whether a tensor was made by the captured code."""
+        known = self._known.get(id(tensor))
+        return known is not None and known.born
+
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether replays compute a tensor anew."""
+        return self.knows(tensor) and self._known[id(tensor)].register is not None
+
+    def input(self, tensor: Tensor, index: int) -> None:
+        """Meet what the host has of an input."""
+        register = self._new_register(tensor)
+        self.inputs.append((register.index, index))
+        self._known[id(tensor)] = _Known(tensor, register, born=False)
+
+    def constant(self, tensor: Tensor) -> None:
+        """Meet a tensor that is the same in every step."""
+        self._known[id(tensor)] = _Known(tensor, None, born=True)
+
+    def copy(self, static: Tensor, value: Tensor) -> None:
+        """Let replays copy a tensor into memory of the device."""
+        register = self._known[id(value)].register
+        assert register is not None
+        self.operations.append(Operation(copy_in, (static, register), {}, [register.index]))
+
+    def compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
+        """Let replays compare what Python is told of a tensor of the host."""
+        register = self._known[id(tensor)].register
+        if register is not None:
+            self.operations.append(Operation(func, (register,), {}, [], read=func(tensor)))
+
+    def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
+        """Draw from a generator of Python or NumPy, and let replays draw."""
+        draw = Draw(call)
+        with self._continued(generator):
+            draw()
+        self.operations.append(Operation(draw, (), {}, [], generator))
+        self._draws.append((generator, draw))
+        return draw
+
+    def told(self, read: Callable[[], Any]) -> float:
+        """Let replays compare what Python is told of draws; how many ways that may go."""
+        self.operations.append(Operation(read, (), {}, [], read=read()))
+        return self._spread(read)
+
+    def _spread(self, read: Callable[[], Any]) -> float:
+        """The inverse of the share that the most frequent value has in so many further draws."""
+        values = [draw.value for _, draw in self._draws]
+        found: Counter[Any] = Counter()
+        with contextlib.ExitStack() as stack:
+            for generator in {generator: None for generator, _ in self._draws}:
+                stack.callback(generator.set_state, generator.get_state())
+            for _ in range(_FURTHER_DRAWS):
+                for _, draw in self._draws:
+                    draw()
+                found[read()] += 1
+        for (_, draw), value in zip(self._draws, values, strict=True):
+            draw.value = value
+        return _FURTHER_DRAWS / max(found.values())
+
+    def made_by(
+        self,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reads: Sequence[Callable[[], Any] | None],
+    ) -> Tensor:
+        """A tensor that a function makes of arguments, some of which replays read anew."""
+
+        def make(**kwargs: Any) -> Tensor:
+            pairs = zip(args, reads, strict=True)
+            return function(*(arg if read is None else read() for arg, read in pairs), **kwargs)
+
+        with out_of_sight():
+            value = make(**kwargs)
+        if not any(reads):
+            self.constant(value)
+            return value
+        # That of Python's numbers is not always the same.
+        again = partial(make, **{**kwargs, "dtype": value.dtype})
+        register = self._new_register(value)
+        self._known[id(value)] = _Known(value, register, born=True)
+        self.operations.append(Operation(again, (), {}, [register.index]))
+        self.compare(shape, value)
+        return value
+
+    def run(self, call: OperatorCall) -> Any:
+        """Run an operator whose tensors are all of the host, and keep it where they change."""
+        func = call.func
+        known = [self.know(func, tensor) for tensor in call.inputs]
+        generator = self._generator(call)
+        changes = generator is not None or any(k.register is not None for k in known)
+        for tensor in call.written:
+            self._before_write(func, tensor, changes)
+        recorded = call.mapped(self._reference)
+        with out_of_sight(), self._continued(generator):
+            result = call.run()
+        outputs = list(tensors_in(result))
+        if not changes:
+            for tensor in outputs:
+                if not self.knows(tensor):  # else it was written in place
+                    self.constant(tensor)
+            return result
+        if not outputs and func not in READS:
+            self.refuse(f"{func}")
+        results = [self._meet(tensor).index for tensor in outputs]
+        read = None if outputs else result
+        self.operations.append(Operation(func, *recorded, results, generator, read))
+        return result
+
+    def know(self, func: OpOverload, tensor: Tensor) -> _Known:
+        """What is known of a tensor that is given to an operator."""
+        known = self._known.get(id(tensor))
+        if known is None or known.tensor is not tensor:
+            # What torch makes of Python numbers by itself is a constant. What was there before may
+            # change: it is read anew by every replay.
+            constant = func is aten.lift_fresh.default
+            register = None if constant else self._new_register(tensor)
+            known = self._known[id(tensor)] = _Known(tensor, register, born=False)
+        return known
+
+    def _meet(self, tensor: Tensor) -> Register:
+        """Know a tensor that an operator returned, and which replays compute anew."""
+        known = self._known[id(tensor)] if self.knows(tensor) else None
+        if known is None:  # else it was written in place
+            known = self._known[id(tensor)] = _Known(tensor, None, born=True)
+        if known.register is None:
+            known.register = self._new_register(tensor)
+        return known.register
+
+    def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
+        """Let a constant that is about to be written be computed anew by replays."""
+        known = self._known[id(tensor)]
+        if not known.born:
+            self.refuse(f"{func} writes a tensor that was there before")
+        if not changes or known.register is not None:
+            return
+        with out_of_sight():
+            count = tensor.untyped_storage().nbytes() // tensor.element_size()
+            value = tensor.as_strided((count,), (1,), 0).clone()
+        base = self._new_register(value)
+        self.operations.append(Operation(aten.clone.default, (value,), {}, [base.index]))
+        for known in self._known.values():
+            alias = known.tensor
+            if memory_of(alias) == memory_of(tensor):
+                if alias.dtype != tensor.dtype:
+                    self.refuse(f"{func} writes a view")
+                known.register = self._new_register(alias)
+                view = (base, alias.shape, alias.stride(), alias.storage_offset())
+                result = [known.register.index]
+                self.operations.append(Operation(aten.as_strided.default, view, {}, result))
+
+    def _new_register(self, tensor: Tensor) -> Register:
+        self.values.append(tensor)
+        return Register(len(self.values) - 1)
+
+    def _reference(self, tensor: Tensor) -> Tensor | Register:
+        register = self._known[id(tensor)].register
+        return tensor if register is None else register
+
+    def _generator(self, call: OperatorCall) -> HostGenerator | None:
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:
+            return None
+        given = call.kwargs.get("generator")
+        if given is None:
+            return torch.default_generator
+        known = (g for g in self.states if isinstance(g, torch.Generator))
+        same = (g for g in known if generator_identity(g) == generator_identity(given))
+        return next(same, given)
+
+    @contextlib.contextmanager
+    def _continued(self, generator: HostGenerator | None) -> Iterator[None]:
+        """Go on with a generator in the body; it is left where a capture found it."""
+        if generator is None:
+            yield
+            return
+        found = generator.get_state()
+        if generator not in self.states:
+            self.states[generator] = found
+        generator.set_state(self.states[generator])
+        try:
+            yield
+        finally:
+            self.states[generator] = generator.get_state()
+            generator.set_state(found)
+
+    def drop_what_nobody_reads(self) -> None:
+        """Keep draws, and what Python or the device is told, with all that it follows from."""
+        storages = list(map(memory_of, self.values))
+        needed: set[int] = set()
+        kept = []
+        for operation in reversed(self.operations):
+            told = not operation.results or operation.func is copy_in
+            if told or operation.draws or any(storages[r] in needed for r in operation.results):
+                given = (*operation.args, *operation.kwargs.values())
+                needed.update(storages[r.index] for value in given for r in registers_in(value))
+                needed.update(storages[r] for r in operation.results)
+                kept.append(operation)
+        self.operations = kept[::-1]
+        self.inputs = [(r, i) for r, i in self.inputs if storages[r] in needed]
+
+    def refuse_what_is_kept(self) -> None:
+        """A replay would leave another value there."""
+        changing = [k for k in self._known.values() if k.register is not None]
+        others = {memory_of(k.tensor) for k in changing if not k.born}
+        born = [k.tensor for k in changing if memory_of(k.tensor) not in others]
+        del changing
+        self._known.clear()
+        if _kept_of(born):
+            gc.collect()  # frames of the code that was captured; it takes 0.3 s
+        for size in _kept_of(born):
+            self.refuse(f"a tensor of the host, {size}, is kept or returned")
+
+    def refuse(self, what: str) -> None:
+        """Raise for something that cannot be repeated, naming the user's line."""
+        raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
+
+
+def _kept_of(born: list[Tensor]) -> list[tuple[int, ...]]:
+    """The shapes of tensors that somebody else has, too."""
+    uses = Counter(map(memory_of, born))
+    kept = []
+    for tensor in born:
+        storage = tensor.untyped_storage()
+        # Each of our tensors uses it, and so does the name above. Of the tensor know `born`, the
+        # values of replays, the name in this loop and the call.
+        if storage_uses(storage) > uses[storage._cdata] + 1 or sys.getrefcount(tensor) > 4:
+            kept.append(tuple(tensor.shape))
+    return kept
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, as long as that is alive."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def registers_in(value: Any) -> list[Register]:
+    """The registers of an argument."""
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [item for item in values if isinstance(item, Register)]

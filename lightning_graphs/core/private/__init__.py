@@ -1,0 +1,1 @@
+"""Private API of torch, each use with its reason and a public fallback."""

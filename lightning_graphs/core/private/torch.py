@@ -1,0 +1,466 @@
+"""The private corners of torch that the core cannot do without.
+
+Each says why no public API serves, and what happens where torch lacks the private one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch
+from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.core.arguments.values import Absence
+
+gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
+"""The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
+
+accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of ``register_post_accumulate_grad_hook``, likewise."""
+
+
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Whether code looks at the gradient of a leaf as it comes: by hooks of the leaf, or its node.
+
+    Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
+    Nobody tells of these but the handle of one more: where that says nothing, there are some.
+    """
+    if gradient_hooks(leaf) or accumulation_hooks(leaf):
+        return True
+    if not leaf.requires_grad:
+        return False
+    with torch.inference_mode(False):
+        node = get_gradient_edge(leaf).node
+    handles = node.register_hook(_nothing), node.register_prehook(_nothing)
+    tables = [getattr(handle, "hooks_dict_ref", lambda: None)() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(table is None or len(table) > 0 for table in tables)
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing."""
+
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often autograd has seen the memory of a tensor written; views share the count.
+
+torch compares it in its own check of tensors that backward needs, and has no public reader.
+"""
+
+scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimizer_states")
+"""What a scaler knows of steps that are under way; nothing public gives it."""
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take the tensor hooks off the parameters for a while.
+
+    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
+    and autograd would then apply them to the replayed gradient once more.
+    """
+    hooked = [(p, p._backward_hooks) for p in parameters if gradient_hooks(p)]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+def outputs_of(node: Node) -> Sequence[Any]:
+    """Dtype, device and shape of each output of an operator, given its backward node."""
+    found: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return found
+
+
+def nodes_recorded() -> int:
+    """How many nodes autograd has recorded in this thread."""
+    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
+
+
+def recorded_before(node: Any, number: int) -> bool:
+    """Whether a node is older than a call of :func:`nodes_recorded` in the same thread.
+
+    Autograd numbers its nodes, and does not say so in public. Those of leaves have the highest
+    number of all. Without numbers the answer is no.
+    """
+    return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
+
+    torch has functions to register them and none to ask. Without the tables the answer is no.
+    """
+    shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
+    tables = (  # asked at every step: no generator
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
+        getattr(shared, "_global_optimizer_pre_hooks", None),
+        getattr(shared, "_global_optimizer_post_hooks", None),
+    )
+    return any(tables)
+
+
+def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Let schedulers take what stands for ``optimizer.step`` for a step that they watch already.
+
+    One that is made in the middle of a fit would wrap it for good.
+    """
+    step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """The tables of hooks around a module's forward and backward pass, which nobody gives."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [getattr(module, name, {}) for name in names]
+
+
+def hooks_registered() -> int:
+    """A number that grows with every hook that is registered anywhere; else it always differs."""
+    number = getattr(RemovableHandle, "next_id", None)
+    return number if isinstance(number, int) else next(_never_the_same)
+
+
+_never_the_same = itertools.count()
+
+
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters, buffers and submodules.
+
+    Scripted modules keep theirs in C++, where nobody replaces them: these are copies.
+    """
+    tables: Any = (module._parameters, module._buffers, module._modules)
+    if isinstance(module, torch.jit.ScriptModule):
+        tables = tuple(dict(table.items()) for table in tables)
+    return tables  # type: ignore[no-any-return]
+
+
+_OnSet = Callable[[nn.Module, str, Any], None]
+_on_set: list[_OnSet] = []
+_on_set_lock = threading.Lock()
+_set_attribute = nn.Module.__setattr__
+
+
+def _set_and_tell(module: nn.Module, name: str, value: Any) -> None:
+    before = vars(module).get(name, Absence.ABSENT)
+    _set_attribute(module, name, value)
+    for tell in tuple(_on_set):
+        tell(module, name, before)
+
+
+@contextlib.contextmanager
+def attributes_watched(tell: _OnSet) -> Iterator[None]:
+    """Call this with module, name and former value of whatever is set in a module, by any thread.
+
+    Only the setter of ``nn.Module`` sees all of them.
+    """
+    with _on_set_lock:
+        _on_set.append(tell)
+        nn.Module.__setattr__ = _set_and_tell  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        with _on_set_lock:
+            _on_set.remove(tell)
+            if not _on_set:
+                nn.Module.__setattr__ = _set_attribute  # type: ignore[method-assign]
+
+
+_attention = torch.backends.cuda
+attention_switches: tuple[Callable[[], bool], ...] = (
+    getattr(torch._C, "_get_flash_sdp_enabled", _attention.flash_sdp_enabled),
+    getattr(torch._C, "_get_mem_efficient_sdp_enabled", _attention.mem_efficient_sdp_enabled),
+    getattr(torch._C, "_get_cudnn_sdp_enabled", _attention.cudnn_sdp_enabled),
+    getattr(torch._C, "_get_math_sdp_enabled", _attention.math_sdp_enabled),
+)
+"""Whether each kernel of attention may be used; the public functions take three times as long."""
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for table in hook_tables(module) for hook in table.values()]
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where ``module.compile()`` leaves what calls of the module run, and nothing else."""
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``."""
+    return type(module).__module__.startswith("torch._dynamo.") or is_compiled_in_place(module)
+
+
+def has_compiled_anything() -> bool:
+    """Whether ``torch.compile`` has compiled code in this process; yes where nothing counts it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    counters = getattr(dynamo, "counters", None)
+    return counters is None or bool(counters.get("frames"))
+
+
+def makes_own_graphs(compiled: object) -> bool:
+    """Whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
+
+    Only the private configuration of the compiled module or function tells. Where torch has
+    another, the capture fails with torch's own message.
+    """
+    owners = [getattr(compiled, "dynamo_ctx", None)]
+    for cell in getattr(compiled, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            owners.append(cell.cell_contents)
+    configs = [getattr(owner, "compiler_config", None) for owner in owners]
+    return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
+
+
+def current_autograd_node() -> Node | None:
+    """The autograd node whose backward is running on this thread; None where nothing tells."""
+    getter = getattr(torch._C, "_current_autograd_node", None)
+    return getter() if getter is not None else None
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, outermost first; nothing public reads them."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Run operators and functions of torch that no mode of this thread sees."""
+    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        while modes:
+            _python_dispatch._push_mode(modes.pop())
+
+
+def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    """Run what an operator does on a device, where modes see the operators that it is made of.
+
+    Nothing public leaves out the modes for an operator and keeps them for those inside of it.
+    """
+    key = getattr(torch._C.DispatchKey, device.type.upper())
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def demangle(symbol: str) -> str:
+    """The C++ name behind a symbol, as torch's profiler finds it.
+
+    The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
+    """
+    function: Callable[[str], str] | None = getattr(torch._C, "_demangle", None)
+    return symbol if function is None or not symbol.startswith("_Z") else function(symbol)
+
+
+def generator_identity(generator: torch.Generator) -> int:
+    """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
+def empty_host_cache() -> None:
+    """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
+    getattr(torch._C, "_host_emptyCache", lambda: None)()
+
+
+def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
+    """Stop routing allocations to the pool of a capture that failed, and give the pool back.
+
+    Up to 2.13 a failing ``capture_end`` does neither (mended in 2.14). The C++ class offers no way.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is None or release is None:
+        return
+    try:
+        end(device, pool)
+    except RuntimeError:  # the failure came after torch had ended the routing: nothing is held
+        return
+    release(device, pool)
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the backward pass that is running on this thread goes through ``node``.
+
+    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
+    where the latter returns the gradient of the node's leaf.
+    """
+    function = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return True if function is None else bool(function(node))
+    except RuntimeError:
+        return False
+
+
+_innermost_transform: Callable[[], object] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def in_transform() -> bool:
+    """Whether code runs inside of ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
+
+    Its tensors carry batches or tangents that a graph knows nothing of.
+    """
+    if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
+        return False
+    return _innermost_transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+@contextlib.contextmanager
+def stale_gradient_nodes_tolerated() -> Iterator[None]:
+    """Let a backward pass run on our stream though the user's autograd graph lives on another.
+
+    A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
+    From 2.13 on torch can be told to use the capture stream all the same; its warning (2.9) is
+    about streams that we chose.
+    """
+    graph = torch.autograd.graph
+    override = getattr(graph, "set_override_stale_capture_stream", None)
+    warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if override is not None:
+        override(True)
+    if warn is not None:
+        warn(False)
+    try:
+        yield
+    finally:
+        if override is not None:
+            override(False)
+        if warn is not None:
+            warn(True)
+
+
+@contextlib.contextmanager
+def _answering(answer: Callable[[str], bool | None]) -> Iterator[None]:
+    """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
+    truth = torch.cuda.is_current_stream_capturing
+
+    def answered() -> bool:
+        found = answer(sys._getframe(1).f_globals.get("__name__", ""))
+        return truth() if found is None else found
+
+    torch.cuda.is_current_stream_capturing = answered
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = truth
+
+
+def announced_as_cuda_capture() -> AbstractContextManager[None]:
+    """Let ``torch.cuda.is_current_stream_capturing()`` say yes while a rehearsal captures.
+
+    Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
+    the host otherwise). Only torch's own optimizers hear the truth: where there is a GPU they would
+    demand ``capturable=True``, which they refuse for parameters on the CPU.
+    """
+    return _answering(lambda caller: None if caller.startswith("torch.optim") else True)
+
+
+def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
+    """Let libraries hear that no capture is under way, so that they take the way of eager steps.
+
+    transformers keeps attention masks in a capture that it drops in an eager step. torch itself
+    hears the truth. The names of the modules that were told so are added to a list.
+    """
+
+    def answer(caller: str) -> bool | None:
+        if caller.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+            return None
+        asked.append(caller)
+        return False
+
+    return _answering(answer)
+
+
+def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
+    """Whether every tensor is at its address; CUDA builds of torch tell at a fifth of the cost."""
+    function = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if function is not None:
+        return bool(function(tensors, pointers, indices))
+    return list(map(Tensor.data_ptr, tensors)) == pointers
+
+
+def clone_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of all tensors; a few are copied one by one, at half the price of a foreach call.
+
+    ``torch._foreach_clone`` is younger than the oldest supported torch. Times one is exact for
+    floating point, -0.0 and infinities included, and allocates in C++.
+    """
+    if len(tensors) < _WORTH_FOREACH:
+        return [tensor.clone() for tensor in tensors]
+    clone = getattr(torch, "_foreach_clone", None)
+    if clone is not None:
+        return list(clone(tensors))
+    if all(map(torch.is_floating_point, tensors)):
+        return list(torch._foreach_mul(tensors, 1.0))
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+_WORTH_FOREACH = 3
+
+
+def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs."""
+    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        return list(tensors)
+    own = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+    storages = {at: make(at, s.device, s.nbytes()) for at, s in own.items()}
+    found = []
+    for tensor in tensors:
+        storage = storages.get(tensor.untyped_storage().data_ptr())
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        found.append(tensor if storage is None else tensor.new_empty(0).set_(storage, *place))
+    return found
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects share this storage, which nothing public tells."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[int]]:
+    """A function that tells the same of many storages."""
+    addresses = [storage._cdata for storage in storages]
+
+    def uses() -> list[int]:
+        return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
+
+    return uses
+
+
+def eager_attention(operator: Any) -> Callable[..., Any] | None:
+    """What ``flex_attention`` runs in eager mode; None for other operators."""
+    kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
+    is_attention = str(operator).startswith("flex_attention")  # or its backward pass
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return kernels.get(key) if is_attention else None

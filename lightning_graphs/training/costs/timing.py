@@ -1,0 +1,264 @@
+"""How long the first steps of a fit take, eager and replayed, without making anyone wait."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.reporting import GraphRecord, StepTime
+from lightning_graphs.training.interception import StepHandler
+from lightning_graphs.training.statistics import Statistics
+
+SAMPLES = 8
+"""Steps that are timed for each signature, of either kind."""
+
+_LONGEST = 256
+"""Micro-batches after which timing ends, whatever is still missing."""
+
+
+class Mark(NamedTuple):
+    """A moment on the host's clock, and on the GPU's own."""
+
+    launched: float
+    event: torch.cuda.Event | None
+
+
+class Stopwatch:
+    """Takes marks without waiting, and later tells the time between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Whether the times say anything about graphs: not without a GPU
+        self.meaningful = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """The present moment, on the current stream."""
+        event = torch.cuda.Event(enable_timing=True) if self.meaningful else None
+        if event is not None:
+            event.record()
+        return Mark(perf_counter(), event)
+
+    def milliseconds(self, start: Mark, end: Mark, *, wait: bool) -> float | None:
+        """Time between two marks; None if the device has not come so far and ``wait`` is False."""
+        if start.event is None or end.event is None:
+            return (end.launched - start.launched) * 1e3
+        if wait:
+            end.event.synchronize()
+        return start.event.elapsed_time(end.event) if end.event.query() else None
+
+    def behind(self, start: Mark, end: Mark, ms: float) -> float:
+        """For how many of these milliseconds the device went on when all work was launched."""
+        return max(0.0, ms - (end.launched - start.launched) * 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What had happened when a step began."""
+
+    disturbances: tuple[object, ...]
+    eager: int
+    replays: tuple[int, ...]
+
+    @classmethod
+    def of(cls, done: Statistics) -> _Counts:
+        captures = done.captures, sum(record.captures for record in done.graphs)
+        disturbances = (*captures, *done.fallbacks, len(done.recaptures))
+        return cls(disturbances, done.eager, tuple(record.replays for record in done.graphs))
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A step under way, then one whose time is not known yet."""
+
+    step: int
+    batch: Hashable
+    start: Mark
+    counted: _Counts
+    end: Mark | None = None
+    kept: bool = False
+    records: tuple[GraphRecord, ...] = ()
+
+
+class StepTiming:
+    """Stands between the strategy and another handler for as long as steps are timed.
+
+    A step is a micro-batch, from the begin of ``training_step`` to the end of the backward pass
+    or, where the optimizer steps, of that; with manual optimization it is ``training_step``. Of
+    each shape the first eager step (kernels are loaded, state is made) is left out, and so is every
+    step with a capture, a refusal or a verification in it.
+    """
+
+    def __init__(
+        self,
+        handler: StepHandler,
+        statistics: Statistics,
+        stopwatch: Stopwatch,
+        # Called at the end of a step of the optimizer, once every graph has its times
+        settled: Callable[[], None],
+        *,
+        manual: bool = False,
+        verified: Callable[[], bool] = bool,
+    ) -> None:
+        self._handler = handler
+        self._statistics = statistics
+        self._stopwatch = stopwatch
+        self._settled = settled
+        self._manual = manual
+        self._verified = verified
+        self._stepping = False
+        self._steps = 0
+        self._open: _Sample | None = None
+        self._pending: deque[_Sample] = deque()
+        self._taken: Counter[Hashable] = Counter()
+        self._replays: Counter[int] = Counter()
+        self._times: defaultdict[Hashable, list[float]] = defaultdict(list)
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; a step begins here."""
+        self._open = None
+        if not self._verified():
+            batch = (_shapes_of(args), self._stepping)
+            counts = _Counts.of(self._statistics)
+            self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counts)
+        self._steps += 1
+        result = self._handler.training_step(*args, **kwargs)
+        if self._manual:
+            self._close()
+            self._settle()
+        return result
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it; a step ends here unless the optimizer steps."""
+        result = self._handler.backward(closure_loss, optimizer, *args, **kwargs)
+        if not (self._stepping or self._manual):
+            self._close()
+        return result
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run it; a step ends here, and perhaps the timing."""
+        self._stepping = True
+        try:
+            result = self._handler.optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._stepping = False
+        if not self._manual:
+            self._close()
+            self._settle()
+        return result
+
+    # ------------------------------------------------------------------ samples
+
+    def _close(self) -> None:
+        sample, self._open = self._open, None
+        if sample is None:
+            return
+        before, now = sample.counted, _Counts.of(self._statistics)
+        if before.disturbances != now.disturbances:
+            return
+        graphs = zip(self._statistics.graphs, now.replays, before.replays, strict=True)
+        sample.records = tuple(record for record, after, earlier in graphs if after > earlier)
+        if not sample.records and now.eager == before.eager:
+            return
+        first = int(not sample.records)
+        key = self._key(sample)
+        self._taken[key] += 1
+        self._replays.update(map(id, sample.records))
+        sample.kept = first < self._taken[key] <= first + SAMPLES
+        if sample.kept or (not sample.records and sample.step > 0):
+            sample.end = self._stopwatch.mark()
+            self._pending.append(sample)
+
+    @staticmethod
+    def _key(sample: _Sample) -> Hashable:
+        return sample.batch, tuple(map(id, sample.records))
+
+    def _settle(self) -> None:
+        self.read()
+        if self._complete() and not self._pending:
+            self._settled()
+
+    def _complete(self) -> bool:
+        if self._steps >= _LONGEST:
+            return True
+        replays = [self._replays[id(record)] for record in self._statistics.graphs]
+        return bool(replays) and min(replays) >= SAMPLES
+
+    def read(self, *, wait: bool = False) -> None:
+        """Take over the times that the device knows by now."""
+        while self._pending:
+            sample = self._pending[0]
+            assert sample.end is not None
+            ms = self._stopwatch.milliseconds(sample.start, sample.end, wait=wait)
+            if ms is None:
+                return
+            self._pending.popleft()
+            self._keep(sample, sample.end, ms)
+
+    def _keep(self, sample: _Sample, end: Mark, ms: float) -> None:
+        pace = self._statistics.pace
+        if sample.records:
+            pace.replayed.append(ms)
+        else:
+            pace.eager.append(ms)
+            pace.behind.append(self._stopwatch.behind(sample.start, end, ms))
+        if not sample.kept:
+            return
+        kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"
+        self._statistics.times.append(StepTime(step=sample.step, kind=kind, ms=ms))
+        self._times[self._key(sample)].append(ms)
+        eager = self._times[sample.batch, ()]
+        for record in sample.records:
+            record.replay_ms = median(self._times[self._key(sample)])
+            record.eager_ms = median(eager) if eager else None
+
+
+def _shapes_of(args: tuple[Any, ...]) -> Hashable:
+    tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
+    return tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
+
+
+GPU_BOUND_FROM = 0.95
+"""Replay time over eager time from which on launching kernels was not what took the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the times say."""
+
+    profitable: bool  # whether replayed steps are faster at all
+    sentence: str = ""  # what a user should know; empty where graphs pay off clearly
+
+
+def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict | None:
+    """Compare the time of replayed steps with that of eager ones; None without both times."""
+    timed = [
+        (eager, record.replay_ms, record.replays)
+        for record in records
+        if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
+    ]
+    if not timed:
+        return None
+    steps = sum(count for *_, count in timed)
+    eager = sum(ms * count for ms, _, count in timed) / steps
+    replay = sum(ms * count for _, ms, count in timed) / steps
+    times = f"a replayed step takes {replay:.3f} ms and an eager one {eager:.3f} ms"
+    if replay < GPU_BOUND_FROM * eager:
+        return Verdict(True)
+    if replay * GPU_BOUND_FROM <= eager:
+        return Verdict(
+            replay < eager,
+            f"{times}: the GPU is busy all the time, and fewer launches gain little; "
+            "torch.compile(module) makes the kernels themselves fewer and faster",
+        )
+    return Verdict(False, f"{times}: graphs make this step slower")

@@ -1,0 +1,1 @@
+"""The doctor: what stands in the way of a captured step."""

@@ -1,0 +1,444 @@
+"""The doctor: everything that stands in the way of a captured step, from a few real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
+from lightning_graphs.core.host.recording import FROM_PYTHON
+from lightning_graphs.core.obstacles import (
+    COLLECTIVE,
+    COMPILED,
+    DYNAMIC_SHAPE,
+    HOST_COPY,
+    HOST_DATA,
+    Obstacle,
+)
+from lightning_graphs.core.private.torch import (
+    announced_as_cuda_capture,
+    is_compiled,
+    module_hooks,
+    version_of,
+)
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.diagnose.findings import (
+    CHANGING_NUMBER,
+    CHANGING_SHAPE,
+    CONFIGURATION,
+    HOOK,
+    NO_WHOLE_STEP,
+    OBSERVER,
+    OPTIMIZER,
+    Diagnosis,
+    Effect,
+)
+from lightning_graphs.training.diagnose.watched import (
+    Call,
+    Observer,
+    WatchedNumbers,
+    changes,
+    watched_in,
+)
+from lightning_graphs.training.guards.frozen import (
+    COUNTER,
+    OLD_GRADIENTS,
+    counters_watched,
+    old_gradients_watched,
+)
+from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
+from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.own_code import OwnCode
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
+from lightning_graphs.training.guards.side_effects import (
+    SIDE_EFFECT,
+    STORED_OUTSIDE,
+    effects_watched,
+)
+from lightning_graphs.training.host.draws import SETTERS, draws_exchanged
+from lightning_graphs.training.host.followed import calls_followed
+from lightning_graphs.training.host.live_numbers import is_followed
+from lightning_graphs.training.host.logs import (
+    LOGGED_NUMBER,
+    METRIC_EARLY,
+    METRIC_VALUE,
+    LoggedNumbers,
+    metrics_of,
+)
+from lightning_graphs.training.host.places import place_of, trained_parameters
+from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
+from lightning_graphs.training.lightning_private import takes_no_closure
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.step.body import loss_of, scaler_of
+from lightning_graphs.training.step.capture import refuse_iterator
+from lightning_graphs.training.step.optimizers import capture_obstacle
+from lightning_graphs.training.step.transfer import copies_on_host
+
+_BETWEEN: Effect = "stays eager between them"
+
+
+class Doctor:
+    """Observes the first training steps of a fit: real ones, eager, with the same results.
+
+    It stands in for the strategy's methods until :meth:`finish`.
+
+    Args:
+        options: The callback's options; ``warmup_steps`` steps are observed.
+        reason: Why the fit is not captured at all; empty if it may be.
+        no_whole_step: Why its steps are no whole graphs; likewise.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        options: Options,
+        reason: str,
+        no_whole_step: str,
+    ) -> None:
+        self.diagnosis = Diagnosis()
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._all = self._left = options.warmup_steps
+        self._rehearsal = options.backend == "emulated"
+        self._whole_steps_only = options.scope == "step"
+        asked_for = options.by_submodules
+        no_whole_step = "" if asked_for else no_whole_step
+        self._only_submodules = asked_for or (bool(no_whole_step) and not self._whole_steps_only)
+        compiles = any(map(is_compiled, module.modules()))
+        self._has_host_half = not (self._only_submodules or compiles)
+        self._between: set[CallSite] = set()
+        self._active = self._finished = False
+        device = trainer.strategy.root_device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        self._sites = sites = CallSiteFinder(Doctor._run.__code__)
+        self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
+        self._metrics = metrics_of(module)
+        self._own = OwnCode(module)
+        self._step = definition_of(module.training_step)
+        # What Python's arithmetic makes of a number is no obstacle in a whole step.
+        followed = self._used if self._only_submodules else lambda _: None
+        self._counters = WatchedNumbers(followed, self._used)
+        self._drew = functools.partial(self._used, obstacle=DRAWN)
+        self._draws = WatchedNumbers(followed, self._drew)
+        self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
+        self._drawn: set[str] = set()
+        self._logged: list[tuple[Tensor, int, CallSite]] = []
+        self._signatures: list[Signature] = []
+        self._earlier: dict[Signature, list[Call]] = {}
+        self._judge_fit(reason, no_whole_step)
+        intercept(trainer.strategy, self)
+
+    def finish(self) -> None:
+        """Give the strategy back and print what was found; may be called again."""
+        if self._finished:
+            return
+        self._finished = True
+        release(self._trainer.strategy, self._calls)
+        for name, site in self._numbers.changing.items():
+            self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
+        if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
+            change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
+            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change[:400])
+        if self._trainer.is_global_zero:
+            print(self.diagnosis)
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step under observation, or the first one after it as it is."""
+        if self._left == 0:
+            self.finish()
+            return self._calls.training_step(*args, **kwargs)
+        self._left -= 1
+        self.diagnosis.steps += 1
+        batch, *rest = args
+        watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
+        attributes, generators = Attributes(self._module), Generators(self._module)
+        outside = OutsideValues(self._module, self._own)
+        self._observer.begin(self._judge_batch(batch))
+        with self._watching(), outside.followed():
+            returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
+        self._judge_state(attributes, generators, outside)
+        self._judge_returned(returned)
+        self._compare()
+        return returned
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, the pass itself under observation and the hooks around it not."""
+        if self._active or self._finished:
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        plugin = self._trainer.precision_plugin
+        backward = plugin.backward
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            with self._observing():
+                return self._run(backward, *args, **kwargs)
+
+        with replaced(plugin, "backward", observed):
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Leave the step to the strategy: whether it can be captured is known without running."""
+        if not takes_no_closure(closure):
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        with self._observer.looking_away():
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what is observed; frames outside of this one are not looked at."""
+        return function(*args, **kwargs)
+
+    # ------------------------------------------------------------------ watching
+
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        self._active = True
+        try:
+            # Libraries leave out what a capture refuses, if they are told that there is one.
+            with announced_as_cuda_capture(), self._observer:
+                yield
+        finally:
+            self._active = False
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._numbers.watching(self._module))
+            for _, metric in self._metrics:
+                for method in ("forward", "update", "compute", "reset"):
+                    plain = getattr(metric, method)
+                    stack.enter_context(replaced(metric, method, self._unobserved(plain)))
+            stored = functools.partial(self._used, obstacle=STORED)
+            counter = self._counters.counter
+            stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
+            stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
+            affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
+            stack.enter_context(effects_watched(self._trainer, self._own, affected))
+            stack.enter_context(draws_exchanged(self._drawing))
+            stack.enter_context(calls_followed())
+            stack.enter_context(self._observing())
+            yield
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the forward of a submodule is running, and not the step around them."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code is not Doctor._run.__code__:
+            if frame.f_code.co_name == "forward":
+                owner = frame.f_locals.get("self")
+                if isinstance(owner, nn.Module) and owner is not self._module:
+                    return True
+            frame = frame.f_back
+        return False
+
+    @property
+    def _effect(self) -> Effect:
+        return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
+
+    def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._logged += [(t, version_of(t), self._sites.here()) for t in given]
+            with self._observer.looking_away():
+                result = function(*args, **kwargs)
+                self._observer.forbid(result, METRIC_VALUE)
+                return result
+
+        return call
+
+    def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
+        if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
+            return  # one remedy mends both
+        if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
+            return  # a part of whole steps
+        ahead = self._observer.answered or obstacle in (HOST_COPY, HOST_DATA)
+        if ahead and self._has_host_half:
+            self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")
+        elif not site.line:
+            self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
+        else:
+            self.diagnosis.add(obstacle, operator, site, effect=self._effect)
+
+    def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
+        """Look at a call of torch; the numbers in it that every replay would have anew."""
+        numbers = list(watched_in((args, kwargs)))
+        ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
+        if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
+            return [number.value for number in numbers]
+        for number in numbers:
+            number.escapes()
+        if self._only_submodules and not self._is_inside:
+            self._between.add(self._sites.here())
+        return []
+
+    def _is_live(self, number: Any) -> bool:
+        """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
+        groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
+        followed = self._counters.is_live(number) or self._draws.is_live(number)
+        return followed or any(number is group["lr"] for group in groups)
+
+    def _used(
+        self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
+    ) -> None:
+        if self._active and not self._observer.silent:
+            self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
+
+    def _gradient_used(self, name: str) -> None:
+        # Between graphs, manual optimization has gradients where an eager step has them.
+        if self._module.automatic_optimization or self._is_inside:
+            self._used(name, obstacle=OLD_GRADIENTS)
+
+    def _drawing(
+        self, name: str, function: Callable[..., Any], generator: PythonGenerator
+    ) -> Callable[..., Any]:
+        """What stands for a function that draws: a captured step follows what it gives."""
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if self._active and not self._observer.silent and not name.endswith(SETTERS):
+                self._drawn.add(generator.name)
+                if self._has_host_half and value is not None:
+                    many = type(value) in (list, tuple)
+                    return type(value)(map(number, value)) if many else number(value)
+                self._drew(name)
+            return value
+
+        def number(value: Any) -> Any:  # the bare value of an integer may be one of a few
+            return self._draws.number(name, value, lasts=not isinstance(value, float))
+
+        return draw
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge_fit(self, reason: str, no_whole_step: str) -> None:
+        """What shows before a step is taken."""
+        trainer, module, add = self._trainer, self._module, self.diagnosis.add
+        if reason:
+            add(CONFIGURATION, "Trainer", observed=reason)
+        if no_whole_step and self._whole_steps_only:
+            add(NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
+        elif no_whole_step:
+            because = f"the whole step cannot be one, because {no_whole_step}"
+            names = json.dumps([name for name, _ in module.named_children()])
+            code = f'GraphCapture(scope="modules", modules={names})'
+            obstacle = replace(NO_WHOLE_STEP, code=code)
+            add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
+        configured = definition_of(module.configure_optimizers)
+        for optimizer in trainer.optimizers:
+            scaled = scaler_of(trainer.precision_plugin) is not None
+            target = "cpu" if self._rehearsal else "cuda"
+            if why := capture_obstacle(module, optimizer, target, scaled=scaled):
+                name = type(optimizer).__name__
+                add(OPTIMIZER, name, configured, observed=why, effect="eager optimizer step")
+        for path, child in module.named_modules():
+            if self._rehearsal and is_compiled(child):
+                add(COMPILED, path or "self")
+            for hook in module_hooks(child) if self._only_submodules else ():
+                site = definition_of(hook)
+                if not self._sites.is_library(site.file):
+                    add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
+        self._judge_observers()
+
+    def _judge_observers(self) -> None:
+        observers = Observers.of(self._trainer, self._module)
+        owners = [*self._trainer.callbacks, self._module]  # type: ignore[attr-defined]
+        for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
+            kind, _, hook = name.rpartition(".")
+            owner = next(owner for owner in owners if type(owner).__name__ == kind)
+            site = definition_of(getattr(owner, hook))
+            self.diagnosis.add(OBSERVER, name, site, effect="further graph")
+
+    def _judge_batch(self, batch: Any) -> list[Tensor]:
+        """Look at a batch; the tensors in it of which the host has a copy."""
+        try:
+            refuse_iterator(batch)
+            modes = Modes.current(self._trainer.strategy.root_device.type)
+            signature, tensors = Signature.of((batch,), {}, names=("batch",), modes=modes)
+        except CaptureError as error:
+            self._refused("batch", error)
+            return []
+        self._signatures.append(signature)
+        copies = copies_on_host(self._trainer, tensors)
+        return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
+
+    def _judge_returned(self, returned: Any) -> None:
+        add, effect = self.diagnosis.add, self._effect
+        for number in watched_in(returned):
+            add(COUNTER, number.name, self._step, observed="it is returned", effect=effect)
+        if self._module.automatic_optimization:
+            try:
+                loss_of(returned)
+            except CaptureError as error:
+                self._refused("training_step", error)
+
+    def _refused(self, what: str, error: CaptureError) -> None:
+        obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
+        self.diagnosis.add(obstacle, what, self._step, observed=error.observed)
+
+    def _judge_state(
+        self, attributes: Attributes, generators: Generators, outside: OutsideValues
+    ) -> None:
+        """What the step has left behind in Python."""
+        ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
+        trained, whole = trained_parameters(self._trainer), not self._only_submodules
+        own = [
+            change.name
+            for change in attributes.changes()
+            if not (
+                change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
+            )
+        ]
+        found = [(STORED, name, outside.site_of(name)) for name in own]
+        found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
+        for obstacle, name, site in found:
+            site = site if site.line else self._step
+            in_step = self._only_submodules and site.function == "training_step"
+            self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
+        for name in generators.drawn():
+            if name not in self._drawn:
+                self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
+        state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        for tensor, version, site in self._logged:
+            if id(tensor) not in state and version_of(tensor) != version:
+                self.diagnosis.add(METRIC_EARLY, "metric", site)
+        self._logged.clear()
+
+    def _compare(self) -> None:
+        """Python that only shows in its effect: other numbers than in a step of the same shapes."""
+        if len(self._signatures) < self.diagnosis.steps:
+            return
+        told = self._observer.told if self._has_host_half else ()
+        signature = replace(self._signatures[-1], extra=tuple(told))
+        self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
+        dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
+        for change in changes(self._earlier.get(signature, calls), calls):
+            site, what = change.site, change.what
+            consequence = dynamic and change.whole
+            others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
+            backward = self._only_submodules and not site.line  # its forward has a line
+            if not (consequence or others or backward):
+                effect = _BETWEEN if site in self._between else "eager step"
+                add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
+        if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
+            self._earlier[signature] = calls

@@ -1,0 +1,328 @@
+"""A real step under the rules of a capture: what that would refuse is noted, and it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Recorder, tensors_in
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.collectives import is_collective
+from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
+from lightning_graphs.core.host.recording import FACTORIES
+from lightning_graphs.core.obstacles import (
+    COLLECTIVE,
+    COMPILED,
+    FUNCTION_RULES,
+    INDEXING,
+    REHEARSED,
+    Obstacle,
+    with_known_remedy,
+)
+from lightning_graphs.core.private.torch import current_autograd_node
+from lightning_graphs.training.host.followed import Followed
+from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING
+
+_NUMBERS = (bool, int, float)
+
+
+class Call(NamedTuple):
+    """An operator with the Python numbers that a capture would bake into it."""
+
+    operator: str
+    numbers: tuple[float, ...]
+    site: CallSite
+
+
+class Change(NamedTuple):
+    """How two runs of the same code differ, though their inputs have the same shapes."""
+
+    operator: str
+    what: str  # the two numbers, or that it is missing in one of the runs
+    site: CallSite
+    whole: bool  # whether it may follow from a shape: whole numbers, or a missing operator
+
+
+def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
+    """The operators that only one of the runs calls, and those that get other Python numbers."""
+    a_keys, b_keys = ([(call.operator, call.site) for call in calls] for calls in (before, now))
+    matcher = difflib.SequenceMatcher(None, a_keys, b_keys, autojunk=False)
+    for tag, i, i_end, j, j_end in matcher.get_opcodes():
+        if tag != "equal":
+            call = now[j] if j < j_end else before[i]
+            yield Change(call.operator, "not in every step", call.site, True)
+            continue
+        for first, second in zip(before[i:i_end], now[j:j_end], strict=True):
+            pairs = zip(first.numbers, second.numbers, strict=False)
+            differing = [(a, b) for a, b in pairs if a == a and b == b and a != b]
+            if differing:
+                a, b = differing[0]
+                what = f"{a!r} in one step, {b!r} in another"
+                whole = isinstance(a, int) and isinstance(b, int)
+                yield Change(second.operator, what, second.site, whole)
+
+
+class Observer(Recorder):
+    """Notes every obstacle of the code that runs under it, and lets the code run.
+
+    On a CPU, where all memory is the host's, copies from there are not seen.
+
+    Args:
+        note: Called with operator, obstacle and the user's line.
+        look: Called with every Python function of torch and its arguments; the numbers that it
+            returns are no part of the capture, here and in the backward pass.
+    """
+
+    raises = False
+
+    def __init__(
+        self,
+        note: Callable[[str, Obstacle, CallSite], None],
+        look: Callable[[Any, Any, Any], Iterable[float]],
+        generators: Sequence[torch.Generator],
+        sites: CallSiteFinder,
+        rehearsal: bool,
+    ) -> None:
+        super().__init__(generators)
+        self.calls: list[Call] = []
+        self._note = note
+        self._look = look
+        self._sites = sites
+        self._rehearsal = rehearsal
+        self._on_gpu = any(generator.device.type != "cpu" for generator in generators)
+        self.silent = False  # whether nothing is noted at the moment
+        self.answered = False  # whether the host has what is asked for by what is noted
+        self.told: list[str] = []  # what Python was told by it in this step
+        self._on_host: set[int] = set()
+        self._forbidden: dict[int, Obstacle] = {}
+        self._anew: set[float] = set()
+
+    def begin(self, on_host: Iterable[Tensor]) -> None:
+        """Begin another step; the host has these tensors, too, and what follows from them."""
+        self.calls, self.told = [], []
+        self._anew.clear()
+        self._on_host = {self.know(tensor).id for tensor in on_host}
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Note nothing that the body does."""
+        before, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = before
+
+    def forbid(self, value: Any, obstacle: Obstacle) -> None:
+        """Note ``obstacle`` wherever a tensor in ``value`` is used."""
+        for leaf in leaves_of(value):
+            if isinstance(leaf, Tensor):
+                self._forbidden[self.know(leaf, born=True).id] = obstacle
+
+    def refuse(self, operator: str, obstacle: Obstacle) -> None:
+        # Compiled code runs eagerly under a dispatch mode, and so in full sight.
+        hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
+        if not self.silent and not hidden:
+            self._note(operator, with_known_remedy(obstacle), self._sites.here())
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self.silent:
+            self._anew.update(self._look(func, args, kwargs))
+        rule = FUNCTION_RULES.get(name)
+        obstacle = rule(args, kwargs) if rule is not None else None
+        if obstacle is not None:
+            lengths = name == "ctc_loss" and len(args) > 3 and args[1].dtype is torch.int64
+            asked = args[2:4] if lengths else args[:1]
+            self.answered = answered = self._host_has(tensors_in(asked))
+            self.refuse(name, obstacle)
+            with self.looking_away():  # the operators inside of it are the same obstacle
+                result = func(*args, **kwargs)
+            return self._tell(result, answered)
+        result = REHEARSED.get(func, func)(*args, **kwargs)
+        if not self._on_gpu and name in FACTORIES and kwargs.get("device") in (None, "cpu"):
+            self._on_host.add(self.know(result).id)
+        return result
+
+    def _tell(self, result: Any, answered: bool) -> Any:
+        """Remember what Python is told, if the host has it."""
+        self.answered = False
+        if answered and not self.silent:
+            what = [tuple(tensor.shape) for tensor in tensors_in(result)] or result
+            self.told.append(f"{self._sites.here().describe()} gave {what!r}")
+        return result
+
+    def _host_has(self, tensors: Iterable[Tensor]) -> bool:
+        return all(
+            t.layout is torch.strided
+            and ((self._on_gpu and not t.is_cuda) or self.know(t).id in self._on_host)
+            for t in tensors
+        )
+
+    def keep(self, operation: Operation) -> None:
+        if not self.silent:
+            values = (*operation.args, *operation.kwargs.values())
+            found = [v for v in values if type(v) in _NUMBERS]
+            numbers = tuple(math.nan if v in self._anew else v for v in found)
+            self.calls.append(Call(operation.name, numbers, operation.site))
+
+    def _meet_constant(self, tensor: Tensor) -> None:
+        super()._meet_constant(tensor)
+        self._on_host.add(self.know(tensor).id)
+        if not self.silent and tensor.dim() == 0 and tensor.device.type == "cpu":
+            number: float = tensor.item()
+            self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
+
+    def _run(self, call: OperatorCall) -> Any:
+        result = self._tell(super()._run(call), self.answered)
+        outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
+        given = call.inputs if name_of(call.func) not in OF_SHAPES else []
+        follows = is_exact(call.func, outputs, SMALL) and self._host_has(given)
+        follows = follows and all(self.know(tensor).born for tensor in call.written)
+        change = self._on_host.update if follows else self._on_host.difference_update
+        change(self.know(tensor, born=True).id for tensor in (*outputs, *call.written))
+        return result
+
+    def _is_known(self, call: OperatorCall) -> bool:
+        """Whether the host has what it would be told by an operator."""
+        if call.func in INDEXING:
+            masks = [t for t in tensors_in(call.args[1]) if t.dtype is torch.bool]
+            return bool(masks) and self._host_has(masks)
+        tells = call.func in READS or call.func._schema.name in SHAPES
+        tells = tells or call.func is torch.ops.aten._to_copy.default
+        return tells and current_autograd_node() is None and self._host_has(call.inputs)
+
+    def _check(self, call: OperatorCall) -> None:
+        if is_collective(call.func):
+            self.refuse(str(call.func), COLLECTIVE)
+        if self._forbidden:
+            for tensor in call.inputs:
+                strided = tensor.layout is torch.strided
+                if strided and (found := self._forbidden.get(self.know(tensor).id)):
+                    self.refuse(str(call.func), found)
+        self.answered = self._is_known(call)
+        super()._check(call)
+
+
+Note = Callable[[str], object]
+
+_ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
+_ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
+_COMPARISONS = [*COMPARISONS.values(), "bool"]
+_ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
+
+
+class WatchedNumbers:
+    """Makes numbers that tell when they are used.
+
+    Args:
+        used: Called with the name of a number with which a captured step could follow Python.
+        escaped: Called with the name of one whose bare value is taken.
+    """
+
+    def __init__(self, used: Note, escaped: Note) -> None:
+        self.used = used
+        self.escaped = escaped
+        self._made: list[float] = []
+
+    def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
+        """Stand for a number; other values stay what they are."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.number):
+            value = value.item()
+        kind = _KINDS.get(type(value))
+        if kind is None:
+            return value
+        number = kind(value)
+        number.numbers, number.name, number.lasts = self, name, lasts
+        return number
+
+    def counter(self, name: str, read: Callable[[], Any]) -> Any:
+        """Stand for a counter that is read."""
+        value = read()
+        if type(value) is bool:
+            self.used(name)
+        return self.number(name, value, lasts=name == LASTING)
+
+    def bare(self, number: Any) -> float:
+        """A plain float, an object of its own that is known again."""
+        self.used(number.name)
+        self._made.append(float(repr(float(number.value))))
+        return self._made[-1]
+
+    def is_live(self, value: Any) -> bool:
+        """Whether it is a number that a captured step would follow."""
+        return isinstance(value, Watched) or any(value is made for made in self._made)
+
+
+class Watched(Followed):
+    """A number that it stands for, in all respects; says so when Python does something with it.
+
+    C code reads it unseen: of torch's functions the observer sees the arguments, and of
+    ``range`` and indexing it sees that the operators of two steps differ.
+    """
+
+    numbers: WatchedNumbers
+    name: str
+    lasts: bool
+
+    @property
+    def value(self) -> Any:
+        """The number itself."""
+        return (int if isinstance(self, int) else float).__pos__(self)  # type: ignore[arg-type]
+
+    def escapes(self) -> None:
+        """Tell that the bare value is taken."""
+        (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        self.numbers.used(self.name)
+        found = function(*(a.value if isinstance(a, Watched) else a for a in args))
+        lasts = all(a.lasts for a in args if isinstance(a, Watched))
+        return self.numbers.number(self.name, found, lasts=lasts)
+
+    def __float__(self) -> float:
+        return self.numbers.bare(self)
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return type(self.value), (self.value,)
+
+
+_KINDS: dict[type, Any] = {
+    kind: type(f"Watched{kind.__name__}", (Watched, kind), {}) for kind in (int, float)
+}
+
+
+def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Callable[..., Any]:
+    def operation(self: Any, *args: Any) -> Any:
+        if follows:
+            return self.applied(plain, (self, *args))
+        if escapes:
+            self.escapes()
+        else:
+            self.numbers.used(self.name)
+        return plain(self, *args)
+
+    return operation
+
+
+for _kind, _watched in _KINDS.items():
+    for _name in (*_ARITHMETIC, *_COMPARISONS, *_ESCAPES):
+        if (_plain := getattr(_kind, f"__{_name}__", None)) is not None:
+            _made = _operation(_plain, follows=_name in _ARITHMETIC, escapes=_name in _ESCAPES)
+            setattr(_watched, f"__{_name}__", _made)
+
+
+def watched_in(value: Any) -> Iterator[Watched]:
+    """The watched numbers in the arguments of a call, also in slices."""
+    for leaf in leaves_of(value):
+        parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        yield from (part for part in parts if isinstance(part, Watched))

@@ -1,0 +1,374 @@
+"""Python values that a capture would freeze: found while they can still be refused."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from types import FrameType, MethodType
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import Absence, is_object, is_plain
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.private.torch import version_of
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.guards.python_state import STORED, AttributeReads
+from lightning_graphs.training.interception import patched, subclassed
+
+_COUNTERS = ("global_step", "current_epoch", "is_last_batch")
+_MOVING = frozenset(
+    {"callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"}
+    | {"checkpoint_callbacks", "early_stopping_callbacks"}
+)
+"""What the trainer gives anew in every step, beside its counters."""
+
+_LASTING = frozenset(
+    {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
+    | {"world_size", "global_rank", "local_rank", "is_global_zero", "num_devices", "device_ids"}
+    | {"precision", "default_root_dir", "lightning_module", "model", "optimizers"}
+    | {"training", "validating", "testing", "predicting", "sanity_checking", "state"}
+    | {"strategy", "accelerator", "precision_plugin", "profiler", "logger", "loggers"}
+)
+"""What stays as it is for a whole fit, or is looked at elsewhere."""
+
+_LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
+_OURS = "lightning_graphs."
+_COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
+
+COUNTER = Obstacle(
+    "A captured step runs no Python code: a counter whose value it takes, or another value that "
+    "the trainer moves, would stand still.",
+    "add, multiply, compare or log counters in training_step alone, which a replay follows; move "
+    "what else depends on them to a hook, or make it a tensor that a hook fills",
+    kind="python-state",
+    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
+    "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
+)
+OLD_GRADIENTS = Obstacle(
+    "A captured step has no gradients before its backward pass: those of the step before are set "
+    "aside.",
+    "clip with Trainer(gradient_clip_val=...), which is captured; use and log gradients in "
+    "on_before_optimizer_step, and keep what the next step needs of them in a buffer",
+    kind="python-state",
+    code="def on_before_optimizer_step(self, optimizer):\n"
+    "    norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)\n"
+    '    self.log("norm", norm)\n'
+    "    self.norm.copy_(norm)  # a buffer, for the next step",
+)
+
+
+def refuse_frozen(name: str) -> NoReturn:
+    """Raise for a Python value that changes from step to step and is read in a captured one."""
+    observed = f"{name} is read at {CallSiteFinder().here().describe()}"
+    raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+
+
+def _refuse_stored(name: str) -> NoReturn:
+    observed = f"{name} is set at {CallSiteFinder().here().describe()}"
+    raise CaptureError(STORED.rule, observed, STORED.remedy)
+
+
+class StandIn(abc.ABC):
+    """Stands for a value that a captured step does not have: passed on and logged, never used.
+
+    It is no ``int`` or ``float``: C++ would read the value of one without asking.
+    """
+
+    @abc.abstractmethod
+    def refuse(self) -> NoReturn:
+        """Raise a :class:`CaptureError` that names the value."""
+
+    @abc.abstractmethod
+    def now(self) -> Any:
+        """The value itself, at a replay."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __neg__ = __pos__ = __abs__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuse
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
+    __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+    __iter__ = __getitem__ = __len__ = __array__ = __array_ufunc__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # torch and copy ask whether there is such a protocol
+            raise AttributeError(name)
+        self.refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of torch ask for it, and so none reads the value."""
+        refuse_stand_ins((args, kwargs))
+        return NotImplemented
+
+
+class FrozenNumber(StandIn):
+    """A Python number that is another one at every step, while one step is captured."""
+
+    def __init__(self, name: str, read: Callable[[], Any]) -> None:
+        self.name = name
+        self._read = read
+
+    def refuse(self) -> NoReturn:
+        refuse_frozen(self.name)
+
+    def now(self) -> Any:
+        return self._read()
+
+
+def refuse_stand_ins(value: Any) -> None:
+    """Refuse a value with something in it that a captured step does not have."""
+    for leaf in leaves_of(value):
+        if isinstance(leaf, StandIn):
+            leaf.refuse()
+
+
+def present(value: Any) -> Any:
+    """A value with the present values of what stands for numbers in it."""
+    return tree_map_only(StandIn, lambda stand_in: stand_in.now(), value)
+
+
+Places = Sequence[tuple[dict[str, Any], str, Any]]
+"""Tables, a key of each, and what is to be there for a while."""
+
+
+def rates_exchanged(
+    trainer: Trainer, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
+) -> AbstractContextManager[None]:
+    """While capturing, schedulers and parameter groups give these learning rates, a group each.
+
+    What schedulers count by is nobody's to use, and no rate where there are none of these.
+    """
+
+    def rate(name: str, read: Callable[[], Any], index: int) -> Any:
+        return FrozenNumber(name, read) if rates is None else rates[index].detach()
+
+    return numbers_exchanged(optimizer, rate_places(trainer, optimizer, FrozenNumber, rate))
+
+
+def rate_places(
+    trainer: Trainer,
+    optimizer: Optimizer,
+    # Makes the stand-in for a count, of its name and what gives it
+    count: Callable[[str, Callable[[], Any]], Any],
+    # Makes the one for a rate; it also gets the index of the parameter group
+    rate: Callable[[str, Callable[[], Any], int], Any],
+) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where learning rates stand, and what schedulers count by, with a stand-in for each."""
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    groups = range(len(optimizer.param_groups))
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        table = vars(config.scheduler)
+        owner = f"scheduler {number}" if number else "a scheduler"
+        for key in ("last_epoch", "_step_count"):
+            if key in table:
+                places.append((table, key, count(f"{key} of {owner}", _reading(table, key))))
+        if table.get("optimizer") is optimizer and "_last_lr" in table:
+            name = f"the learning rate of {owner}"
+            reads = [_reading(table, "_last_lr", i) for i in groups]
+            last = [rate(_of_group(name, i), read, i) for i, read in enumerate(reads)]
+            places.append((table, "_last_lr", last))
+    for i, group in enumerate(optimizer.param_groups):
+        read = _reading(group, "lr")
+        places.append((group, "lr", rate(_of_group("the learning rate", i), read, i)))
+    return places
+
+
+def group_places(
+    optimizer: Optimizer,
+    keys: Sequence[Collection[str]],  # of each group, those that move without another capture
+    # Makes a stand-in, of its name and what gives the number
+    number: Callable[[str, Callable[[], Any]], Any],
+) -> Places:
+    """Where other numbers of parameter groups stand, with a stand-in for each."""
+
+    def stand_in(index: int, key: str) -> Any:
+        group = optimizer.param_groups[index]
+        name, value = _of_group(f"{key} of the optimizer", index), group[key]
+        if isinstance(value, (tuple, list)):  # betas
+            reads = [_reading(group, key, i) for i in range(len(value))]
+            return tuple(number(f"{name}[{i}]" if i else name, r) for i, r in enumerate(reads))
+        return number(name, _reading(group, key))
+
+    groups = optimizer.param_groups
+    return [(groups[i], key, stand_in(i, key)) for i, names in enumerate(keys) for key in names]
+
+
+def _of_group(name: str, index: int) -> str:
+    return f"{name} (group {index})" if index else name
+
+
+@contextlib.contextmanager
+def numbers_exchanged(optimizer: Optimizer, places: Places) -> Iterator[None]:
+    """While capturing, these numbers and what parameter groups hold are nobody's to set."""
+    groups = optimizer.param_groups
+    before = [(table, key, table[key]) for table, key, _ in places]
+    before += [(group, key, group[key]) for group in groups for key in group]
+    try:
+        for table, key, value in places:
+            table[key] = value
+        given = [_values(group) for group in groups]
+        yield
+        moved = {key for table, key, value in places if table[key] is not value}
+        for then, now in zip(given, map(_values, groups), strict=True):
+            moved |= {key for key in then if then[key] != now[key]}
+    finally:
+        for table, key, value in reversed(before):
+            table[key] = value
+    if moved:
+        raise CaptureError(
+            "A captured step runs no Python code: what it sets in the optimizer would stand still.",
+            f"the step sets {', '.join(sorted(moved))} in param_groups",
+            "set it in on_train_batch_start or another hook, or by a scheduler",
+        )
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group holds, to be compared: tensors and stand-ins by identity."""
+    return {
+        key: (id(value), version_of(value) if isinstance(value, Tensor) else 0)
+        if isinstance(value, (Tensor, StandIn))
+        else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
+    """Gives what a table holds, or an item of it, when it is asked."""
+    return lambda: table[key][index[0]] if index else table[key]
+
+
+@contextlib.contextmanager
+def counters_watched(
+    trainer: Trainer,
+    # Called with the name of what moves; where it returns, the read goes on
+    on_read: Callable[[str], object] = refuse_frozen,
+    # Called with the name of what is set; likewise
+    on_store: Callable[[str], object] = _refuse_stored,
+    reads: AttributeReads | None = None,  # learns what can be compared
+    # What a counter is read as, in place of ``on_read``: it is called with the name and what
+    # gives the value
+    counter: Callable[[str, Callable[[], Any]], Any] | None = None,
+) -> Iterator[None]:
+    """While capturing, reading a counter or another moving value of the trainer is refused.
+
+    The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's own
+    read the trainer's. What else changes, as its metrics do, only libraries may look at; values
+    that an author's code finds there and that can be compared are noted. It may set none.
+    """
+    original: Any = type(trainer)
+    is_library = CallSiteFinder().is_library
+
+    def read(owner: Trainer, key: str) -> Any:
+        if key in _COUNTERS:
+            if counter is not None:
+                return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+            on_read(f"trainer.{key}")
+        elif not (
+            key in _LASTING
+            or key.startswith("__")
+            or is_library(sys._getframe(1).f_code.co_filename)
+        ):
+            _note(owner, key, on_read, reads)
+        return original.__getattribute__(owner, key)
+
+    def store(owner: Trainer, key: str, value: Any) -> None:
+        if not is_library(sys._getframe(1).f_code.co_filename):
+            on_store(f"trainer.{key}")
+        object.__setattr__(owner, key, value)
+
+    with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
+        yield
+
+
+def _note(
+    trainer: Trainer, key: str, on_read: Callable[[str], object], reads: AttributeReads | None
+) -> None:
+    """Note what the author's code reads from the trainer, or tell that it moves."""
+    if key in _MOVING:  # ahead of a look at metrics, which computes them
+        on_read(f"trainer.{key}")
+        return
+    value = _found_in(trainer, key)
+    if isinstance(value, MethodType):
+        return
+    if not (key in _LOADERS or _is_comparable(value)):
+        on_read(f"trainer.{key}")
+    elif reads is not None and key == "callbacks":
+        for index, callback in enumerate(value):
+            if not type(callback).__module__.startswith(_OURS):
+                name = f"self.trainer.callbacks[{index}]"
+                reads.add(name, value.__getitem__, index, value)
+    elif reads is not None:
+        reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
+
+
+def _found_in(trainer: Trainer, key: str) -> Any:
+    return getattr(trainer, key, Absence.ABSENT)
+
+
+def _is_comparable(value: Any) -> bool:
+    return (
+        is_plain(value) or is_object(value) or isinstance(value, (dict, list, set, tuple, Tensor))
+    )
+
+
+def _refuse_old_gradients(name: str) -> NoReturn:
+    observed = f"{name} at {CallSiteFinder().here().describe()}"
+    raise CaptureError(OLD_GRADIENTS.rule, observed, OLD_GRADIENTS.remedy)
+
+
+@contextlib.contextmanager
+def old_gradients_watched(
+    trainer: Trainer, on_use: Callable[[str], object] = _refuse_old_gradients
+) -> Iterator[None]:
+    """While capturing a forward pass, nobody may use ``.grad`` of parameters.
+
+    It is set aside there. An eager step finds the gradients of the step before. No library reads
+    one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
+    """
+    gradient: Any = Tensor.grad
+    is_library = CallSiteFinder().is_library
+    # A loss may move its network at each call: it is there already. Lightning zeroes by itself
+    # after the forward pass, which takes nothing away unless gradients are accumulated.
+    harmless = {"_apply"} if trainer.accumulate_grad_batches > 1 else {"_apply", "zero_grad"}
+
+    def refuse(use: str) -> None:
+        frame = sys._getframe(2)
+        if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame, harmless)):
+            on_use(f".grad of a parameter is {use}")
+
+    def read(parameter: Parameter) -> Any:
+        refuse("read")
+        return gradient.__get__(parameter)
+
+    def write(parameter: Parameter, value: Tensor | None) -> None:
+        refuse("set")
+        gradient.__set__(parameter, value)
+
+    with patched(Parameter, grad=property(read, write)):
+        yield
+
+
+def _uses_no_gradient(frame: FrameType, harmless: Collection[str]) -> bool:
+    """Whether a library that reads or sets ``.grad`` computes nothing from it."""
+    module = frame.f_globals.get("__name__", "")
+    return module.startswith((_COMPILER, _OURS)) or frame.f_code.co_name in harmless

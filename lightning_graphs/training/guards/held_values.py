@@ -1,0 +1,217 @@
+"""What modules hold: values in attributes, tensors that no table has, random generators."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_graphs.core.arguments.buffers import StateSnapshot
+from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
+from lightning_graphs.core.generators import comparable
+from lightning_graphs.core.host.half import HostHalf
+from lightning_graphs.core.private.torch import tables_of, version_of
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+# `log` and `forward` are exchanged in instances while a step or a module is captured; the state
+# is that of toggle_optimizer().
+OF_ALL_MODULES = frozenset(
+    {*vars(LightningModule()), "__dict__", "log", "forward", "_param_requires_grad_state"}
+)
+"""Attributes of modules that are no values of their author's."""
+
+
+def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Name and value of every module in a tree, and of what their attributes hold, levels deep.
+
+    Of what every module has, only the tables of its parameters, buffers and submodules.
+    """
+    modules = list(root.named_modules())
+    seen: dict[int, Any] = {id(module): module for _, module in modules}
+    for path, module in modules:
+        yield from _of_module(f"self.{path}" if path else "self", module, seen, DEPTH)
+
+
+def held_in_value(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """The same of a value, itself first; modules that nobody has registered are gone into."""
+    return walk(name, value, seen, modules=_of_tree)
+
+
+def _of_tree(
+    name: str, root: nn.Module, seen: dict[int, Any], depth: int
+) -> Iterator[tuple[str, Any]]:
+    for path, module in root.named_modules():
+        if id(module) not in seen:
+            seen[id(module)] = module
+            yield from _of_module(f"{name}.{path}" if path else name, module, seen, depth - 1)
+
+
+def _of_module(
+    name: str, module: nn.Module, seen: dict[int, Any], depth: int
+) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, torch.jit.ScriptModule):  # it holds nothing of Python's
+        return
+    yield name, module
+    for key, value in vars(module).items():
+        if key in _TABLES:
+            yield name, value
+        elif key not in OF_ALL_MODULES and not is_plain(value):
+            yield from walk(f"{name}.{key}", value, seen, depth, modules=_of_tree)
+
+
+class LooseTensors:
+    """Tensors that are neither parameters nor buffers of a module, and how often they were written.
+
+    Code changes them as it changes buffers, and a verification has to put them back. The buffers
+    of modules that are not registered count as written: BatchNorm's kernels do not say so.
+    """
+
+    def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]] | None = None) -> None:
+        self._known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self._buffers: dict[str, Tensor] = {}
+        self._named: list[tuple[str, Tensor]] = []
+        self._versions: list[int] = []
+        self._kept: list[StateSnapshot] | None = None
+        for name, value in held_in(module) if held is None else held:
+            self.add(name, value)
+
+    def add(self, name: str, value: Any) -> None:
+        """Look at the tensors that are directly in a value."""
+        found: list[Tensor] = []
+        if isinstance(value, nn.Module):
+            for key, buffer in value.named_buffers(recurse=False):
+                if id(buffer) not in self._known:
+                    self._buffers[f"{name}.{key}"] = buffer
+                    found.append(buffer)
+        for label, tensor in _tensors_in(value):
+            if id(tensor) not in self._known and _counts_writes(tensor):
+                self._known.add(id(tensor))
+                self._named.append((name + label, tensor))
+                self._versions.append(version_of(tensor))
+                found.append(tensor)
+        if self._kept is not None and found:
+            self._kept.append(StateSnapshot(found))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put all of them back after the body, also those that are added while it runs."""
+        self._kept = [StateSnapshot(self.tensors)]
+        try:
+            yield
+        finally:
+            kept, self._kept = self._kept, None
+            for snapshot in kept:
+                snapshot.restore()
+
+    def written(self) -> dict[str, Tensor]:
+        """Those that were written since this was asked last, by name."""
+        before, self._versions = self._versions, [version_of(tensor) for _, tensor in self._named]
+        triples = zip(self._named, before, self._versions, strict=True)
+        found = {name: tensor for (name, tensor), then, now in triples if then != now}
+        return {**self._buffers, **found}
+
+
+def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Label and tensor of what is directly in a value."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, nn.Module):
+        for table in (vars(value), *tables_of(value)[:2]):
+            yield from ((f".{k}", held) for k, held in table.items() if isinstance(held, Tensor))
+    else:
+        for label, _, held in entries(value) or []:
+            if isinstance(held, Tensor):
+                yield label, held
+
+
+def _counts_writes(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_inference() or tensor.is_nested)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PythonGenerator:
+    """A generator of Python or NumPy, with the interface of torch's."""
+
+    name: str  # what messages call it
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+
+
+def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
+    """Modules whose functions draw from one generator, with that."""
+    yield random, PythonGenerator("Python's random", random.getstate, random.setstate)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        shared = numpy.random
+        yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
+
+
+class Generators:
+    """The states of the random generators that Python code on the host draws from.
+
+    Those of Python, numpy and torch, those that the module holds, and those that are added; but for
+    those that a host half draws from.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        held: Iterable[tuple[str, Any]] | None = None,
+        *,
+        host: HostHalf | None = None,
+    ) -> None:
+        self._numpy: Any = sys.modules.get("numpy")
+        # On a CPU, torch's generator is that of the captured operators themselves.
+        self._with_torch = host is None and module.device.type != "cpu"
+        others = {getattr(g, "name", "") for g in (() if host is None else host.generators)}
+        found = [generator for _, generator in shared_generators() if generator.name not in others]
+        if self._with_torch:
+            name = "torch's generator of the CPU"
+            found.append(PythonGenerator(name, torch.get_rng_state, torch.set_rng_state))
+        self._states = [(generator, generator.get_state()) for generator in found]
+        for name, value in held_in(module) if held is None else held:
+            self.add(name, value)
+
+    def add(self, name: str, held: Any) -> None:
+        """Look at a value, if it is a generator, as it is now."""
+        if (access := self._access(held)) is not None:
+            generator = PythonGenerator(name, *access)
+            self._states.append((generator, generator.get_state()))
+
+    def _access(self, held: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+        """How to read and write the state of a generator; None of other objects."""
+        if isinstance(held, random.Random):
+            return held.getstate, held.setstate
+        if self._with_torch and isinstance(held, torch.Generator) and held.device.type == "cpu":
+            return held.get_state, held.set_state
+        if self._numpy is not None:
+            if isinstance(held, self._numpy.random.RandomState):
+                return held.get_state, held.set_state
+            if isinstance(held, self._numpy.random.Generator):
+                bits = held.bit_generator
+                return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        return None
+
+    def drawn(self) -> list[str]:
+        """The names of the generators that were drawn from."""
+        states = ((g.name, comparable(g.get_state()), comparable(s)) for g, s in self._states)
+        return [name for name, now, then in states if now != then]
+
+    def restore(self) -> None:
+        """Put the states back."""
+        for generator, state in self._states:
+            generator.set_state(state)

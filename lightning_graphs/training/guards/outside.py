@@ -1,0 +1,304 @@
+"""Values outside of modules that the code of a step names: globals, closures, classes."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import gc
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lightning_graphs.core.arguments.contents import Contents, bound
+from lightning_graphs.core.arguments.values import Absence, in_slot, is_object, value_of_class
+from lightning_graphs.core.callsite import CallSite
+from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
+from lightning_graphs.training.guards.held_values import held_in, held_in_value
+from lightning_graphs.training.guards.own_code import (
+    OwnCode,
+    codes_in,
+    function_of,
+    inside_of_compiled,
+)
+from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.training.host.followed import is_conversion
+
+_DEFAULTS = attrgetter("__defaults__")
+_ENTRIES = ("training_step", "forward")  # which no code of the author's names
+_OF_SUPER = "__class__"  # the enclosing variable that super() reads
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
+class OutsideValues:
+    """What the author's functions that run name outside of modules, and what is inside of that.
+
+    Each function is looked at when it is called for the first time, before it can change anything.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own: OwnCode,
+        # Called with the name and value of everything that is found, and of what is inside of it
+        *listeners: Callable[[str, Any], object],
+        held: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
+        self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
+        self._module = module
+        self._own = own
+        self._places: dict[tuple[int, str], _Place] = {}
+        self._kinds: dict[type, None] = {}
+        self._functions: dict[FunctionType, None] = {}
+        self._caches: dict[Any, int] = {}
+        self._known: set[CodeType] = set()
+        self._codes: list[CodeType] = []
+        self._closures: dict[CodeType, list[FunctionType]] = {}
+        self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        self._contents = Contents()
+        self._classes = self._contents.classes
+        self._listeners = (self._contents.add, *listeners)
+        for child in module.modules():
+            self._look_into_class(type(child))
+            for hook in module_hooks(child):
+                self._assume(hook)
+        for _, value in held_in(module) if held is None else held:
+            if is_object(value):
+                self._look_into_class(type(value))
+        for parameter in module.parameters():  # their hooks run in a thread of autograd's
+            for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
+                for hook in table.values() if isinstance(table, dict) else ():
+                    self._assume(hook)
+
+    # ------------------------------------------------------------------ following
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the functions that the body calls, in this thread.
+
+        Compiled code does not run as Python, and a profiler that somebody has set is left alone:
+        the functions of the modules concerned count as if they had run.
+        """
+        for kind in set(map(type, self._module.modules())):  # those that watch reads are others
+            if self._own.has_module(kind.__module__):
+                self._contents.add_class(kind)
+        profiled = sys.getprofile() is not None
+        hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
+        for kind in {base for child in hidden for base in type(child).__mro__}:
+            for name in _ENTRIES:
+                self._assume(vars(kind).get(name))
+        if profiled:
+            yield
+            return
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code = frame.f_code
+        if code not in self._known:
+            self._read(code, frame.f_globals)
+        if code in self._closures:
+            self._look_into_closure(code, frame.f_locals)
+
+    def _read(self, code: CodeType, table: dict[str, Any]) -> None:
+        """Look at what is behind the names in a function, and in those that are inside of it."""
+        self._known.add(code)
+        if not self._own.has(code.co_filename, table.get("__name__", "")):
+            return
+        codes = list(codes_in(code))
+        self._known.update(codes)
+        self._codes += codes
+        names = dict.fromkeys(name for part in codes for name in part.co_names)
+        self.words.update(names)
+        for name in names:  # attributes among them may have the name of a global variable
+            self._add(name, table, name, names)
+        if set(code.co_freevars) - {_OF_SUPER}:
+            self._closures[code] = []
+
+    def _look_into_closure(self, code: CodeType, values: Mapping[str, Any]) -> None:
+        """Look at the enclosing variables of a function that is called with these values in them.
+
+        Nothing leads from a frame to its function, and one code may belong to many.
+        """
+
+        def is_called(function: FunctionType) -> bool:
+            pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
+            return all(
+                in_slot(cell, "cell_contents") is values.get(name, Absence.ABSENT)
+                for name, cell in pairs
+            )
+
+        if not any(map(is_called, self._closures[code])):
+            found = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
+            self._closures[code] = found
+        for function in filter(is_called, self._closures[code]):
+            self._look_into_cells(function)
+
+    def _look_into_cells(self, function: FunctionType) -> None:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != _OF_SUPER:
+                self._add(name, cell, "cell_contents", code.co_names)
+
+    def _is_own(self, function: FunctionType) -> bool:
+        return self._own.has(function.__code__.co_filename, function.__module__ or "")
+
+    def _assume(self, value: Any) -> None:
+        """Read a function that runs where nobody follows it, and those of the author it names."""
+        function = function_of(value)
+        if not isinstance(function, FunctionType) or function.__code__ in self._known:
+            return
+        if not self._is_own(function):
+            return
+        code, known = function.__code__, len(self._places)
+        self._read(code, function.__globals__)
+        self._look_into_cells(function)
+        for place in list(self._places.values())[known:]:
+            self._assume(place.before)
+        for kind, before in list(self._classes.items()):
+            for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
+                self._assume(before[name])
+
+    def _add(
+        self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
+    ) -> None:
+        place = _Place(name, owner, key, bound(owner, key))
+        if is_conversion(place.before):  # it is taken away again
+            return
+        if isinstance(place.before, ModuleType):
+            if self._own.has_module(place.before.__name__):
+                for inner in set(names) & vars(place.before).keys():
+                    self._add(f"{name}.{inner}", vars(place.before), inner, ())
+        elif self._places.setdefault((id(owner), key), place) is place:
+            self._contents.add_place(name, owner, key)
+            self._look(name, place.before)
+
+    def _look(self, name: str, value: Any) -> None:
+        """Look into a value: what it was is known from now on."""
+        function = function_of(value)
+        if isinstance(value, type):
+            self._look_into_class(value)
+        elif isinstance(value, _LRU_CACHE):
+            self._caches.setdefault(value, value.cache_info().misses)
+        elif not isinstance(function, FunctionType):
+            if isinstance(value, Tensor):
+                self._found(name, value)
+            for label, inside in held_in_value(name, value, self._seen):
+                self._found(label, inside)
+        elif not self._is_own(function):
+            self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
+        elif function not in self._functions:
+            self._functions[function] = None
+            self._found(function.__name__, function)
+            for key in vars(function):
+                self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
+
+    def _found(self, name: str, value: Any) -> None:
+        for tell in self._listeners:
+            tell(name, value)
+        if is_object(value):
+            self._look_into_class(type(value))
+
+    def _look_into_class(self, kind: type) -> None:
+        if kind in self._kinds:
+            return
+        self._kinds[kind] = None
+        for base in kind.__mro__:
+            if base not in self._classes and self._own.has_module(base.__module__):
+                self._contents.add_class(base)
+                for key, value in self._classes[base].items():
+                    if not key.startswith("__"):
+                        self._look(f"{base.__name__}.{key}", value)
+                    if issubclass(base, Function):  # its backward runs in a thread of autograd
+                        self._assume(value)
+
+    # ------------------------------------------------------------------ what they have changed
+
+    def changed(self) -> dict[str, CallSite]:
+        """The names of what is no longer as it was, each with the author's line that has it."""
+        return {name: self.site_of(name) for name in self._contents.changed()}
+
+    def site_of(self, name: str) -> CallSite:
+        """The author's line that binds a name, or else the first one that reads it."""
+        for word in reversed(re.findall(r"\w+", name)):
+            found = [place for code in self._codes for place in _lines_with(code, word)]
+            if found:
+                return max(found, key=lambda place: place[0])[1]
+        return CallSite()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._contents.restore()
+
+    def empty_caches(self) -> None:
+        """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
+
+        Nothing has computed it yet.
+        """
+        for cache, misses in self._caches.items():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+                self._caches[cache] = cache.cache_info().misses
+
+    # ------------------------------------------------------------------ what a graph depends on
+
+    def read_into(self, reads: AttributeReads) -> None:
+        """Let a capture that was followed depend on all of this."""
+        for value in self._values():
+            reads.add(*value)
+        reads.read(self.words)
+        # A graph may read tensors in a cache after they have gone. The collector's view is the only
+        # one that shows what is in it.
+        found = [held for cache in self._caches for held in gc.get_referents(cache)]
+        tables = [held for held in found if isinstance(held, dict)]
+        reads.keep(found + [entry for table in tables for entry in table.values()])
+
+    def _values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
+        """The name of each value, what to call with which key for it, and what it is bound in."""
+        for kind in self._kinds:
+            own = [base for base in kind.__mro__ if base in self._classes]
+            for key in dict.fromkeys(key for base in own for key in self._classes[base]):
+                if key in self.words and not (key.startswith("__") and key.endswith("__")):
+                    held = value_of_class(kind, key)
+                    is_itself = getattr(kind, key, None) is getattr(held, "__func__", held)
+                    look: Callable[..., Any] = getattr if is_itself else value_of_class
+                    yield f"{kind.__name__}.{key}", partial(look, kind), key, kind
+        for function in self._functions:
+            if function.__defaults__ and function.__code__ in self._known:
+                yield f"{function.__qualname__}'s defaults", _DEFAULTS, function, function
+        for place in self._places.values():
+            if place.before is not Absence.ABSENT:
+                owner = place.owner
+                get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
+                yield place.name, get, place.key, owner
+
+
+def _lines_with(code: CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
+    """The lines of a function with a name, and whether they bind it."""
+    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset) or line
+        if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
+            binds = instruction.opname.startswith("STORE")
+            yield binds, CallSite(code.co_filename, line, code.co_name)
+
+
+class _Place(NamedTuple):
+    """Where a name is bound to a value: a module's globals, or a cell of a function."""
+
+    name: str
+    owner: dict[str, Any] | CellType
+    key: str
+    before: Any

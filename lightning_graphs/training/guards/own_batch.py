@@ -1,0 +1,196 @@
+"""The batch of a capture: its containers are copies, its tensors static inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_graphs.core.arguments.contents import Contents, held_in_all
+from lightning_graphs.core.arguments.leaves import Constant, Unread
+from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.arguments.tree import Node, flatten, substitute
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.private.torch import version_of
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.guards.frozen import StandIn
+
+
+@contextlib.contextmanager
+def batch_left(batch: Any) -> Iterator[None]:
+    """Refuse what the body, a capture, writes into the objects and tensors of its own batch.
+
+    Objects are no copies, so that what it changes in them is undone. Containers are: what it does
+    to them is told, since hooks get those of the data loader in a replay.
+    """
+    before: list[tuple[str, Any]] = []
+    flatten(batch, "batch", before)
+    versions = [(name, leaf, version_of(leaf)) for name, leaf in before if isinstance(leaf, Tensor)]
+    objects = [(name, leaf) for name, leaf in before if not isinstance(leaf, Tensor)]
+    with Contents(held_in_all(objects)).left(_refuse):
+        yield
+    for name, tensor, version in versions:
+        if version_of(tensor) != version:
+            raise CaptureError(
+                "A captured step reads a copy of the batch: hooks do not see what it writes there.",
+                f"training_step changes {name} in place",
+                "make a new tensor: x = x + 1, not x += 1",
+            )
+    after: list[tuple[str, Any]] = []
+    flatten(batch, "batch", after)
+    if changed := {(n, id(x)) for n, x in before} ^ {(n, id(x)) for n, x in after}:
+        rank_zero_info(
+            f"GraphCapture: training_step changes {min(changed)[0]}: hooks see the batch as it was "
+            "loaded, where the step is replayed"
+        )
+
+
+def _refuse(names: str) -> None:
+    raise CaptureError(
+        "A captured step runs no Python code: what it stores in objects of the batch would stand "
+        "still.",
+        f"training_step changes {names}",
+        "return it, and store it in on_train_batch_end",
+    )
+
+
+_OURS = "lightning_graphs."
+
+
+class BatchValueRead(CaptureError):
+    """A captured step reads Python values of its batch that have been others before."""
+
+    names: Collection[str] = ()
+
+
+def _read(names: Collection[str], observed: str) -> BatchValueRead:
+    error = BatchValueRead(
+        "A captured step freezes the Python values of the batch that it reads: one that is another "
+        "in every batch gets no graph.",
+        observed,
+        "make a tensor of what it needs, in the data set or in collate_fn",
+    )
+    error.names = names
+    return error
+
+
+class _UnreadValue(StandIn):
+    """Stands for a Python value of the batch while a step is captured; it tells when it is read.
+
+    There is nothing in it, so that no code of C reads it unseen. To code that asks for its class,
+    which belongs to the signature, it is the value.
+    """
+
+    def __init__(self, name: str, kind: type, read: dict[str, BatchValueRead]) -> None:
+        self._name, self._kind, self._read = name, kind, read
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__") == "abc":  # which asks for abstract classes
+            frame = frame.f_back
+        ours = frame.f_globals.get("__name__", "").startswith(_OURS)
+        return type(self) if ours else self._kind
+
+    def refuse(self) -> NoReturn:
+        where = CallSiteFinder().here().describe()
+        error = _read([self._name], f"{self._name} is read at {where}")
+        self._read.setdefault(self._name, error)
+        raise error
+
+    def now(self) -> NoReturn:
+        self.refuse()
+
+    def __deepcopy__(self, memo: object) -> _UnreadValue:
+        return self
+
+    __copy__ = __deepcopy__
+    __call__ = __contains__ = __fspath__ = __next__ = __reduce_ex__ = StandIn._refuse
+    __setitem__ = __enter__ = __bytes__ = __buffer__ = __array__ = StandIn._refuse
+
+
+class BatchValues:
+    """Which Python values of batches count: those that stay the same, and those that steps read.
+
+    Others are left out of the signature. While a step is captured, something that tells when it is
+    read stands for each of them: should it be, it counts from then on.
+    """
+
+    def __init__(self) -> None:
+        self._unread: set[str] = set()
+        self._read: set[str] = set()
+        self._before: Signature | None = None
+        self._error: BatchValueRead | None = None
+        # What has read a value that is another one in the last batch; None if nothing has
+        self.why: BatchValueRead | None = None
+
+    def signature(
+        self, batch: Any, modes: Modes, extra: tuple[Any, ...] = ()
+    ) -> tuple[Signature, list[Tensor]]:
+        """The signature of ``(batch,)`` and its tensors, in order."""
+        while True:
+            signature, tensors = Signature.of(
+                (batch,), {}, names=("batch",), modes=modes, extra=extra, unread=self._unread
+            )
+            before, self._before = self._before, replace(signature, extra=())
+            moved = set() if before is None else set(_moved(before, signature))
+            self.why = self._error if moved & self._read else None
+            if moved <= self._unread | self._read:
+                return signature, tensors
+            self._unread |= moved - self._read
+
+    def read(self, error: BatchValueRead) -> None:
+        """Let these values count."""
+        self._error = error
+        self._read |= set(error.names)
+        self._unread -= self._read
+
+
+def _moved(before: Signature, after: Signature) -> Iterator[str]:
+    """The names of what is another constant, and of containers that hold other ones."""
+    known = dict(zip(before.names, before.leaves, strict=True))
+    for name, leaf in zip(after.names, after.leaves, strict=True):
+        then = known.get(name)
+        if isinstance(then, Constant) and isinstance(leaf, Constant) and then != leaf:
+            yield name
+    if before.specs == after.specs:
+        yield from _moved_containers("", before.tree, after.tree)
+
+
+def _moved_containers(name: str, before: Node | None, after: Node | None) -> Iterator[str]:
+    if before == after:
+        return
+    if before is not None and after is not None and before.labels == after.labels:
+        for label, then, now in zip(after.labels, before.children, after.children, strict=True):
+            yield from _moved_containers(name + label, then, now)
+    else:
+        yield name
+
+
+class UnreadValues:
+    """The values of a batch that its signature leaves out, while its step is captured."""
+
+    def __init__(self, signature: Signature) -> None:
+        self._read: dict[str, BatchValueRead] = {}
+        self._stand_ins = {
+            name: _UnreadValue(name, leaf.kind, self._read)
+            for name, leaf in zip(signature.names, signature.leaves, strict=True)
+            if isinstance(leaf, Unread)
+        }
+
+    def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
+        """A copy of the batch with other tensors, and with stand-ins for these values."""
+        return substitute(batch, tensors, "batch", self._stand_ins)
+
+    def refuse_read(self, raised: str = "") -> None:
+        """Refuse a capture that has read some of them."""
+        for first in self._read.values():
+            raise _read(list(self._read), first.observed)
+        if raised and self._stand_ins:
+            names = list(self._stand_ins)
+            raise _read(names, f"{names[0]} is read, or else: {raised}")

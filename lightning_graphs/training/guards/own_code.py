@@ -1,0 +1,153 @@
+"""Whose code it is: that of a step's author, or that of the libraries it uses."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import repeat
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.private.torch import is_compiled
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def is_lightnings(definition: object, *files: str) -> bool:
+    """Whether a class or function is defined in one of these files of Lightning.
+
+    ``pytorch_lightning`` is the same code as ``lightning.pytorch`` under another name, with classes
+    of its own.
+    """
+    module = getattr(definition, "__module__", None)
+    return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
+
+
+class CodeOfModules:
+    """Which code runs where modules of a tree are called: classes, and instances' own forwards."""
+
+    def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
+        roots = list(roots)
+        named = [item for root in roots for item in root.named_modules(prefix=type(root).__name__)]
+        inside = [item for item in named if not (graphed and item[1] in roots)]
+        self._names = [f"class of `{name}`" for name, _ in named]
+        self._names += [f"forward of `{name}`" for name, _ in inside]
+        self._modules = [module for _, module in named]
+        self._tables = [vars(module) for _, module in inside]
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*map(type, self._modules), *map(dict.get, self._tables, repeat("forward"))]
+
+    def exchanged(self) -> str:
+        """What was exchanged since, for a person to read; empty if nothing was."""
+        if (now := self._now()) == self._known:
+            return ""
+        found = zip(self._names, now, self._known, strict=True)
+        return next(f"the {name} was exchanged" for name, a, b in found if a != b)
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's code and that of the functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def function_of(value: Any) -> Any:
+    """The function behind a method, a property or a partial; other values as they are."""
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(value, partial):
+        value = value.func
+    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
+
+
+_BOUND = (MethodType, staticmethod, classmethod)
+
+
+class OwnCode:
+    """Tells the code of a step's author from that of the libraries it uses.
+
+    Installed packages are libraries, but for the one that the root module's class is from.
+    """
+
+    def __init__(self, root: LightningModule) -> None:
+        kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
+        self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
+        self._finder = CallSiteFinder()
+        self._standard = sysconfig.get_paths()["stdlib"]
+        self._verdicts: dict[tuple[str, str], bool] = {}
+
+    def has(self, file: str, name: str) -> bool:
+        """Whether code of this file, in the module of this name, is the author's."""
+        if (file, name) not in self._verdicts:
+            self._verdicts[file, name] = self._judge(file, name)
+        return self._verdicts[file, name]
+
+    def _judge(self, file: str, name: str) -> bool:
+        if file.startswith("<"):  # a notebook, or made by a dataclass or the like for a module
+            if name not in sys.modules:
+                return False
+            file = getattr(sys.modules[name], "__file__", None) or file
+        if self._finder.is_library(file):
+            return False
+        if name.partition(".")[0] == self._package:
+            return True
+        path = os.path.normpath(file)
+        return not (
+            path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
+        )
+
+    def words_of(self, kinds: Iterable[type]) -> set[str]:
+        """Names, those of keywords too, in all methods that the author has given these classes.
+
+        And in the functions of the author's that these name, in their files and in modules.
+        """
+        own = {base for kind in kinds for base in kind.__mro__ if self.has_module(base.__module__)}
+        found = [function_of(value) for base in own for value in vars(base).values()]
+        functions = [inspect.unwrap(f) for f in found if isinstance(f, FunctionType)]
+        known, codes = set(functions), []
+        for function in functions:  # which grows meanwhile
+            inside = list(codes_in(function.__code__))
+            codes += inside
+            names = {name for code in inside for name in code.co_names}
+            for helper in self._helpers(function.__globals__, names) - known:
+                known.add(helper)
+                functions.append(helper)
+        given = [constant for c in codes for constant in c.co_consts if type(constant) is tuple]
+        words = {name for c in codes for name in c.co_names}
+        return words | {word for names in given for word in names if isinstance(word, str)}
+
+    def _helpers(self, table: dict[str, Any], names: set[str]) -> set[FunctionType]:
+        """The author's functions that code may mean by these names."""
+        values = [table[name] for name in names & table.keys()]
+        modules = (v for v in values if isinstance(v, ModuleType) and self.has_module(v.__name__))
+        values += [vars(m)[name] for m in modules for name in names & vars(m).keys()]
+        found = map(function_of, values)
+        own = (f for f in found if isinstance(f, FunctionType) and self.has_module(f.__module__))
+        return set(map(inspect.unwrap, own))
+
+    def has_module(self, name: str) -> bool:
+        """Whether a module that has been imported under this name is the author's."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:  # a notebook, unlike modules of C
+            return name == "__main__"
+        return self.has(file, name)
+
+
+def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
+    """The modules whose class compiled code checks; of the root, its compiled step is seen."""
+    compiled = filter(is_compiled, root.modules())
+    return {module for owner in compiled for module in owner.modules()} - {root}

@@ -1,0 +1,129 @@
+"""What is looked at before every step: what a graph froze, and what would make it wrong."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_graphs.core.arguments.buffers import AddressGuard
+from lightning_graphs.core.arguments.signature import KERNEL_CHOICES, KernelChoice
+from lightning_graphs.core.private.torch import (
+    accumulation_hooks,
+    gradient_hooks,
+    has_step_hooks,
+    hook_tables,
+    hooks_registered,
+)
+from lightning_graphs.errors import ReplayError
+from lightning_graphs.training.ddp import syncs
+from lightning_graphs.training.fit import Learned
+from lightning_graphs.training.guards.conditions import Conditions, Phase
+from lightning_graphs.training.guards.own_code import CodeOfModules
+from lightning_graphs.training.step.body import StepBody
+
+_TRAINING = attrgetter("training")
+OF_THE_TRAINER = ("gradient clipping", "DDP syncs buffers", *KERNEL_CHOICES)
+"""Names among :meth:`FitWatch.attributes` that stand for no value of the author's."""
+
+
+class FitWatch:
+    """Reads the conditions of a fit, and finds what has invalidated its graphs."""
+
+    def __init__(self, module: LightningModule, body: StepBody, learned: Learned) -> None:
+        self._kept = learned.kept
+        self._places = learned.places
+        self._reads = learned.reads
+        self._trainer = trainer = module.trainer
+        self._plugin = trainer.precision_plugin
+        self._optimizer = optimizer = body.optimizer
+        self._capturable = body.capturable
+        self._module = module
+        self.look_again()
+        self._modules = list(module.modules())
+        self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
+        self._hooks = _Hooks(module)
+        self._code = CodeOfModules([module])
+
+    def look_again(self) -> None:
+        """Look at the tensors as they are now."""
+        self._guard = AddressGuard.of_module(self._module, exempt=self._places.exempt)
+
+    def reason_to_rebind(self) -> str | None:
+        """Why no graph of the fit is right any longer; None as long as they are."""
+        try:
+            self._guard.check(geometry=False)
+        except ReplayError as error:
+            if not self._places.learn_moved(self._guard.moved()):
+                return error.observed
+        if self._hooks.have_changed():
+            return "a hook was registered or removed"
+        if exchanged := self._code.exchanged():
+            return exchanged
+        if self._trainer.precision_plugin is not self._plugin:
+            return "the trainer's precision was changed"
+        if self._trainer.optimizers[0] is not self._optimizer:
+            return "the optimizer was replaced"
+        if self._capturable is not None:
+            if self._capturable.replaced(self._trainer.current_epoch):
+                return "the optimizer's state or parameter groups were replaced"
+            if has_step_hooks(self._optimizer):
+                return "a step hook was registered on the optimizer"
+        if self._kept.look():
+            self._kept.are_copied = True
+            return "a gradient of an earlier step is kept, and is copied now"
+        return None
+
+    def conditions(self, stepping: bool) -> Conditions:
+        """The conditions of the coming micro-batch."""
+        window = self._trainer.accumulate_grad_batches
+        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
+        training = tuple(map(_TRAINING, self._modules))
+        gradients: tuple[bool, ...] = ()
+        capturable = self._capturable
+        if stepping and not zeroing and capturable is not None:
+            gradients = tuple([p.grad is not None for p in self._optimized])
+        return Conditions(
+            Phase(zeroing, stepping, window),
+            capturable.hyper_parameters() if capturable is not None else (),
+            training,
+            self.attributes(),
+            gradients,
+        )
+
+    def attributes(self) -> tuple[tuple[str, Any], ...]:
+        """Name and value of the attributes that are conditions, as they are now."""
+        trainer = self._trainer
+        clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        return (
+            *zip(OF_THE_TRAINER, (clipping, syncs(trainer), *KernelChoice.now()), strict=True),
+            *self._reads.now(),
+        )
+
+
+class _Hooks:
+    """The hooks on the modules and parameters of a fit, which a capture makes part of a graph."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._tables = [table for inner in module.modules() for table in hook_tables(inner)]
+        self._parameters = list(module.parameters())
+        self._known = self._now()
+        self._in_use = [table for table in self._tables if table]
+        self._counts = list(map(len, self._in_use))
+        self._number = hooks_registered()
+
+    def _now(self) -> list[tuple[object, ...]]:
+        tables = [tuple(table) for table in self._tables]
+        found = [(gradient_hooks(p), accumulation_hooks(p)) for p in self._parameters]
+        return [*tables, *(tuple(map(tuple, filter(None, pair))) for pair in found)]  # type: ignore[arg-type]
+
+    def have_changed(self) -> bool:
+        """Whether any was registered or removed since; as a rule it is one comparison."""
+        if list(map(len, self._in_use)) != self._counts:
+            return True
+        number = hooks_registered()
+        if number == self._number:
+            return False
+        self._number = number
+        return self._now() != self._known

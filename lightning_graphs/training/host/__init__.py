@@ -1,0 +1,1 @@
+"""What every replay does again on the host: numbers, draws, logs, stores."""

@@ -1,0 +1,164 @@
+"""Draws of ``random`` and ``numpy.random`` in a captured step: made again by every replay.
+
+While a step is captured, functions that draw give stand-ins for their results. A replay calls them
+ahead of its graph, in the same order, from the same generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import torch
+
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import is_plain
+from lightning_graphs.core.host.recording import HostRecording
+from lightning_graphs.training.guards.frozen import StandIn, present
+from lightning_graphs.training.guards.held_values import PythonGenerator, shared_generators
+from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers, refuse_drawn
+from lightning_graphs.training.interception import replaced
+
+SETTERS = ("setstate", "set_state", "seed")
+_GETTERS = ("getstate", "get_state")
+_IN_PLACE = ("fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort")
+
+Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
+
+
+@contextlib.contextmanager
+def draws_exchanged(exchange: Exchange) -> Iterator[None]:
+    """Let something else stand in this thread for the functions of shared generators.
+
+    Args:
+        exchange: Gives it, for a function's name, itself and its generator.
+    """
+    thread = threading.get_ident()
+
+    def exchanged(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
+        own = exchange(name, function, generator)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            chosen = own if threading.get_ident() == thread else function
+            return chosen(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module, generator in shared_generators():
+            owner = getattr(generator.get_state, "__self__", module)
+            for name, function in list(vars(module).items()):
+                if getattr(function, "__self__", None) is owner and name not in _GETTERS:
+                    own = exchanged(f"{module.__name__}.{name}", function, generator)
+                    stack.enter_context(replaced(module, name, own))
+        yield
+
+
+@contextlib.contextmanager
+def draws_recorded(numbers: StepNumbers, recording: HostRecording) -> Iterator[None]:
+    """Record what the body, code under capture, computes on the host and what it draws there."""
+    tape, from_numpy = recording.tape, torch.from_numpy
+
+    def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if name.endswith((*SETTERS, "shuffle")):
+                refuse_drawn(name)
+            call = partial(_called, function, _own(args), _own(kwargs))
+            drawn = tape.draw(generator, call)
+            return standing(numbers, numbers.unique(name), partial(_value_of, drawn), drawn.value)
+
+        return draw
+
+    def converted(array: Any) -> Any:
+        return torch.as_tensor(array) if isinstance(array, LiveArray) else from_numpy(array)
+
+    recording.reader_of = _reader_of
+    with recording, draws_exchanged(drawing), replaced(torch, "from_numpy", converted):
+        yield
+
+
+def _own(arguments: Any) -> Any:
+    """Arguments whose containers and arrays nobody else changes."""
+    if type(arguments) in (list, tuple):
+        return type(arguments)(map(_own, arguments))
+    if type(arguments) is dict:
+        return {key: _own(value) for key, value in arguments.items()}
+    return arguments.copy() if hasattr(arguments, "__array_interface__") else arguments
+
+
+def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return function(*present(args), **present(kwargs))
+
+
+def _value_of(draw: Any) -> Any:
+    return draw.value
+
+
+def _reader_of(data: Any) -> Callable[[], Any] | None:
+    """What gives the present value of data with live numbers in it; None of other data."""
+    live = any(isinstance(leaf, LiveNumber) for leaf in leaves_of(data))
+    return partial(present, data) if live else None
+
+
+def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:
+    """What stands for something that is drawn, or that follows from it."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds: tuple[Any, ...] = (int, float)
+    if numpy is not None:
+        kinds = (*kinds, numpy.integer, numpy.floating)
+        if type(value) is numpy.ndarray:
+            return LiveArray(numbers, name, read, value, True, drawn=True)
+    if isinstance(value, kinds) and type(value) is not bool:
+        return LiveNumber(numbers, name, read, value, True, drawn=True)
+    if type(value) in (list, tuple):
+        items = enumerate(value)
+        return type(value)(standing(numbers, f"{name}[{i}]", _item(read, i), v) for i, v in items)
+    if not is_plain(value):
+        refuse_drawn(name)
+    return numbers.guarded(name, read, value, drawn=True)
+
+
+def _item(read: Callable[[], Any], index: int) -> Callable[[], Any]:
+    return lambda: read()[index]
+
+
+class LiveArray(LiveNumber):
+    """Stands for an array that is drawn, or for what follows from it."""
+
+    def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
+        """What a function makes of it, and of numbers."""
+        read, value = self.follow(function, *others)
+        return standing(self.numbers, self.numbers.unique(name), read, value)
+
+    def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
+        """An array of outcomes."""
+        return self.computed(f"{self.name} {symbol}", function, other)
+
+    def is_true(self) -> Any:
+        return self.computed(f"bool({self.name})", bool)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.computed(self.name, operator.getitem, key)
+
+    def __len__(self) -> int:  # type: ignore[override]
+        found: int = self.numbers.guarded(
+            f"len({self.name})", lambda: len(self.now()), len(self.value), drawn=True
+        )
+        return found
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter([self[i] for i in range(len(self))])
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(type(self.value), name, None)
+        if not callable(method) or name.startswith("__") or name in _IN_PLACE:
+            return super().__getattr__(name)
+        return partial(self.computed, f"{self.name}.{name}", method)
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = StandIn._refuse

@@ -1,0 +1,108 @@
+"""Functions of Python that numbers go through: ``float``, ``int`` and those of ``math``.
+
+They ask for a bare number. While code is watched, such a number gets the call.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.private.torch import has_compiled_anything
+from lightning_graphs.training.interception import replaced
+
+
+class Followed(abc.ABC):
+    """A number that code under watch computes with."""
+
+    value: Any
+    """What it is in this step."""
+
+    @abc.abstractmethod
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Functions of NumPy."""
+        if method != "__call__" or kwargs:
+            return NotImplemented
+        return self.applied(ufunc, inputs)
+
+
+Conversion = tuple[str, type]
+"""A module's name, and ``float`` or ``int``."""
+
+
+@contextlib.contextmanager
+def calls_followed(conversions: Collection[Conversion] = ()) -> Iterator[None]:
+    """Let functions of ``math``, and these, follow numbers; compiled code sees none of it."""
+    if has_compiled_anything():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for name, function in list(vars(math).items()):
+            if callable(function) and not name.startswith("__"):
+                stack.enter_context(replaced(math, name, _following(function)))
+        for module, kind in conversions:
+            stack.enter_context(replaced(sys.modules[module], kind.__name__, _CONVERSIONS[kind]))
+        yield
+
+
+def _following(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for argument in args:
+            if isinstance(argument, Followed):
+                return argument.applied(function, args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _conversion(kind: Any) -> type:
+    """What stands for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
+    following = _following(kind)
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return following(*args, **kwargs)
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value.value if isinstance(value, Followed) else value, kind)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, kind)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is kind or other is cls
+
+        def __hash__(cls) -> int:
+            return hash(kind)
+
+    return Meta(kind.__name__, (kind,), {})
+
+
+_CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
+
+
+def is_conversion(value: Any) -> bool:
+    """Whether this stands for ``float`` or ``int`` while code is followed."""
+    return any(value is conversion for conversion in _CONVERSIONS.values())
+
+
+def constants_around() -> Iterator[Any]:
+    """The constants in the text of the author's functions that are running."""
+    is_library = CallSiteFinder().is_library
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code: CodeType = frame.f_code
+        if not is_library(code.co_filename):
+            yield from code.co_consts
+        frame = frame.f_back

@@ -1,0 +1,404 @@
+"""Numbers of the trainer in a captured step: inputs of it, and what Python's arithmetic makes of
+them.
+
+Counters, learning rates and other numbers of the optimizer are other ones in other steps. While a
+step is captured its code gets stand-ins for them, which remember what is computed from them. Where
+one is compared, the outcome is a value that the step has read: steps for which it turns out
+otherwise are not this graph's. Where one is logged, every replay logs its own. Where one meets a
+tensor, it is a number on the device that every replay fills. Code that asks for the bare number
+cannot be followed further.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_graphs.core.arguments.values import Absence
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.host.tape import HostTape
+from lightning_graphs.core.private.torch import out_of_sight
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.guards.frozen import (
+    FrozenNumber,
+    Places,
+    group_places,
+    rate_places,
+    refuse_stand_ins,
+)
+from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
+from lightning_graphs.training.host.followed import Conversion, Followed, constants_around
+
+_ROOM = 64  # numbers on the device, in one step
+_LONGEST = 300  # characters of an expression; loops make longer ones
+_WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch
+_PLAIN = (int, float, bool)
+LASTING = "trainer.current_epoch"
+"""It is the same for many steps: code that needs its bare value may have it, as a guard."""
+
+
+class NumberOnDevice:
+    """A scalar on the device that every replay fills with the present value of a number."""
+
+    def __init__(self, memory: Tensor, read: Callable[[], Any]) -> None:
+        self.memory = memory
+        self._read = read
+        self._filled: Any = math.nan
+
+    def refresh(self) -> None:
+        """Fill it; no work while the number stands still."""
+        value = self._read()
+        if value != self._filled or not value:  # zeros have a sign
+            self._filled = value
+            self.memory.fill_(value)
+
+
+class StepNumbers:
+    """The numbers of the trainer in the capture of one step."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reads: AttributeReads,
+        device: torch.device,
+        tape: HostTape | None = None,  # has what the step draws
+    ) -> None:
+        self.has_guards = False  # the step has gone a way that these numbers decide
+        self._tape = tape
+        self._ways = 1.0
+        self._names: Counter[str] = Counter()
+        self._trainer = trainer
+        self._reads = reads
+        # What a graph allocates itself is written by what ran before, in every replay.
+        self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
+        self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
+        self._bounds: list[float] = []
+        self.asked: set[Conversion] = set()  # where code asks for bare numbers
+
+    @property
+    def on_device(self) -> list[NumberOnDevice]:
+        """Those that a replay must refresh."""
+        return list(self._known.values())
+
+    # ------------------------------------------------------------------ what code gets
+
+    def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
+        """What stands for a number of the trainer."""
+        value = read()
+        if type(value) is bool:
+            return self.guarded(name, read, value)
+        if type(value) not in _PLAIN:
+            return FrozenNumber(name, read)
+        return LiveNumber(self, name, read, value, lasts)
+
+    def counter(self, name: str, read: Callable[[], Any]) -> Any:
+        """What stands for a counter of the trainer."""
+        return self.number(name, read, lasts=name == LASTING)
+
+    def argument(self, value: Any) -> Any:
+        """What ``training_step`` gets for an argument beside the batch."""
+        if type(value) is not int:
+            return value
+        loop = self._trainer.fit_loop.epoch_loop
+        return self.number("batch_idx", lambda: loop.batch_idx)
+
+    def places(
+        self,
+        optimizer: Optimizer,
+        # Of each parameter group, the numbers that may move without another capture
+        keys: Sequence[Collection[str]],
+        rates: Sequence[Tensor] | None,  # stand for learning rates that are tensors
+    ) -> Places:
+        """Where numbers of the optimizer and of schedulers stand, with what stands for them."""
+
+        def rate(name: str, read: Callable[[], Any], index: int) -> Any:
+            if rates is not None and isinstance(read(), Tensor):
+                return rates[index].detach()
+            return self.number(name, read)
+
+        places = rate_places(self._trainer, optimizer, self.number, rate)
+        return [*places, *group_places(optimizer, keys, self.number)]
+
+    # ------------------------------------------------------------------ what becomes of it
+
+    def unique(self, name: str) -> str:
+        """A name that nothing else has in this step."""
+        self._names[name] += 1
+        return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
+
+    def guarded(
+        self, name: str, read: Callable[[], Any], value: Any, *, drawn: bool = False
+    ) -> Any:
+        """A value that the captured code sees: it is for steps that would see the same."""
+        self.has_guards = True
+        if not drawn:
+            self._reads.add(name, functools.partial(_present, read), name, self._reads)
+            return value
+        assert self._tape is not None
+        self._ways *= self._tape.told(functools.partial(_present, read, None))
+        if self._ways > _WAYS:
+            refuse_drawn(f"{name}, on which the way of the step depends,")
+        return value
+
+    def bounded(self, bound: float) -> None:
+        """Note what a number is compared with: ``min`` and ``max`` may return this very object."""
+        self._bounds.append(bound)
+
+    def logged(self, value: Any) -> Callable[[], Any] | None:
+        """What gives the present value of a plain number that is logged; None if it is not ours.
+
+        To be called by what stands for ``LightningModule.log``.
+        """
+        # What the code has in its text is what it is by the outcome of a guard.
+        is_ours = type(value) is float and self.has_guards
+        if is_ours and any(b is value for b in (*self._bounds, *constants_around())):
+            return lambda: value
+        return None
+
+    def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
+        """An operator of a tensor and a number, as the eager one rounds it."""
+        if tensor.device != self._room.device:
+            number.refuse()
+        if name == "__rdiv__":  # as torch's own does
+            return self.with_tensor("mul", tensor.reciprocal(), number)
+        if tensor.dtype in _SMALL:  # as kernels do inside
+            return self.with_tensor(name, tensor.float(), number).to(tensor.dtype)
+        memory = self._memory(number, tensor.dtype)
+        result: Tensor = getattr(tensor, name)(memory)
+        return result
+
+    def _memory(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
+        known = self._known.get((number.name, dtype))
+        if known is not None:
+            return known.memory
+        place = len(self._known)
+        if place == _ROOM:
+            number.refuse()
+        with out_of_sight():
+            memory = self._room[place : place + 1].view(dtype)[0].data  # autograd counts its writes
+            self._known[number.name, dtype] = NumberOnDevice(memory, number.now)
+            if not memory.is_cuda:  # there the captured code runs
+                memory.fill_(number.value)
+        return memory
+
+
+class LiveNumber(Followed, FrozenNumber):
+    """Stands for a number of the trainer while a whole step is captured, or for what follows."""
+
+    def __init__(
+        self,
+        numbers: StepNumbers,
+        name: str,  # what messages call it: an expression
+        read: Callable[[], Any],  # gives the present value
+        value: Any,  # what it is in the step that is captured
+        lasts: bool,  # it is the same for many steps: code that needs the bare value may have it
+        drawn: bool = False,  # from a generator of the host: it is known ahead of each replay
+    ) -> None:
+        super().__init__(name, read)
+        self.drawn = drawn
+        self.numbers = numbers
+        self.value = value
+        self.lasts = lasts
+        self.now = read  # type: ignore[method-assign]
+
+    def refuse(self) -> NoReturn:
+        if self.drawn:
+            refuse_drawn(self.name)
+        super().refuse()
+
+    def seen(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes of the bare value, for code that cannot be followed."""
+        if not self.lasts:
+            self.refuse()
+        value = function(self.value, *args)
+        if self.drawn:
+            name, (read, _) = f"{function.__name__}({self.name})", self.follow(function, *args)
+            return self.numbers.guarded(name, read, value, drawn=True)
+        self.numbers.guarded(self.name, self.now, self.value)
+        return value
+
+    def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
+        """What gives a function of it and of other values, and what that is in this step."""
+        value = function(*(n.value if isinstance(n, LiveNumber) else n for n in (self, *others)))
+        # Guards outlive the capture, and hold nothing of it.
+        reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in (self, *others)]
+        return functools.partial(_computed, function, reads), value
+
+    def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
+        """What a function of Python makes of it and of other numbers."""
+        if len(name) > _LONGEST:
+            self.refuse()
+        numbers = [n for n in (self, *others) if isinstance(n, LiveNumber)]
+        lasts, drawn = all(n.lasts for n in numbers), any(n.drawn for n in numbers)
+        return LiveNumber(self.numbers, name, *self.follow(function, *others), lasts, drawn)
+
+    def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
+        """The outcome of a comparison, which is a guard."""
+        if type(other) is float:
+            self.numbers.bounded(other)
+        found = self.computed(_infix(self, symbol, other), function, other)
+        return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
+
+    def is_true(self) -> Any:
+        """Whether it is, which is a guard."""
+        found = self.computed(f"bool({self.name})", bool)
+        return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        if function in _PLAIN and type(self.value) is function:
+            return self
+        place = next(i for i, argument in enumerate(args) if argument is self)
+        given = ", ".join(map(_operand, args))
+        others = [*args[:place], *args[place + 1 :]]
+        return self.computed(f"{function.__name__}({given})", _first(function, place), *others)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of torch with one number in them."""
+        if is_followed(function, args, kwargs) and not torch.compiler.is_compiling():
+            tensor, number = args
+            if type(number) is LiveNumber:
+                return number.numbers.with_tensor(function.__name__, tensor, number)
+        refuse_stand_ins((args, kwargs))
+        return NotImplemented
+
+
+def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether an operator of a tensor and a number is the same with the number on the device.
+
+    For a tensor of 32 or 64 bits kernels have the number in the tensor's own type, wherever they
+    get it from. For smaller ones those that multiply compute in 32 bits; those that add round the
+    number first on a CPU. CUDA divides by a number of the host in another way than by one of the
+    device.
+    """
+    if kwargs or len(args) != 2 or type(args[0]) not in (Tensor, Parameter):
+        return False
+    name, dtype = getattr(function, "__name__", ""), args[0].dtype
+    return name in (_EXACT_IN_SMALL if dtype in _SMALL else _EXACT) and dtype in _FLOATS
+
+
+_EXACT_IN_SMALL = frozenset({"mul", "multiply", "__rdiv__"})
+_EXACT = _EXACT_IN_SMALL | {"mul_", "add", "add_", "sub", "sub_", "subtract", "__rsub__"}
+_SMALL = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *_SMALL)
+
+
+def _operand(value: Any) -> str:
+    name = value.name if isinstance(value, LiveNumber) else repr(value)
+    return f"({name})" if " " in name else name
+
+
+def _infix(left: Any, symbol: str, right: Any) -> str:
+    return f"{_operand(left)} {symbol} {_operand(right)}"
+
+
+def refuse_drawn(name: str) -> NoReturn:
+    """Raise for something that is drawn on the host, and used as no replay can follow."""
+    observed = f"{name} is used at {CallSiteFinder().here().describe()}"
+    raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _first(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A function that is given one of its arguments first."""
+    return lambda first, *others: function(*others[:place], first, *others[place:])
+
+
+def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) -> Any:
+    return function(*[read() for read in reads])
+
+
+def _present(read: Callable[[], Any], _: object) -> Any:
+    """What a guard compares: nothing that the captured code has seen, where there is no value."""
+    try:
+        return read()
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return Absence.ABSENT
+
+
+def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: function(b, a)
+
+
+def _of_numbers(method: Callable[[LiveNumber, Any], Any]) -> Callable[[LiveNumber, Any], Any]:
+    """A binary operation that leaves tensors, and all else, to the other operand."""
+
+    def operation(self: LiveNumber, other: Any) -> Any:
+        if type(other) in _PLAIN or isinstance(other, LiveNumber):
+            return method(self, other)
+        return NotImplemented
+
+    return operation
+
+
+def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
+    def forth(self: LiveNumber, other: Any) -> Any:
+        return self.computed(_infix(self, symbol, other), function, other)
+
+    def back(self: LiveNumber, other: Any) -> Any:
+        return self.computed(_infix(other, symbol, self), _swapped(function), other)
+
+    return _of_numbers(forth), _of_numbers(back)
+
+
+def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
+    return _of_numbers(lambda self, other: self.compared(symbol, function, other))
+
+
+def _alone(function: Callable[..., Any]) -> Any:
+    def method(self: LiveNumber, *digits: Any) -> Any:
+        given = ", ".join([self.name, *map(repr, digits)])
+        return self.computed(f"{function.__name__}({given})", function, *digits)
+
+    return method
+
+
+def _converted(kind: type) -> Any:
+    def convert(number: LiveNumber) -> Any:
+        number.numbers.asked.add((sys._getframe(1).f_globals.get("__name__", ""), kind))
+        return number.seen(kind)
+
+    return convert
+
+
+def _seen(function: Callable[..., Any]) -> Any:
+    return lambda self, *args: self.seen(function, *args)
+
+
+ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
+ARITHMETIC |= {"**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
+COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+for _symbol, _name in ARITHMETIC.items():
+    _forth, _back = _both_ways(_symbol, getattr(operator, f"__{_name}__"))
+    setattr(LiveNumber, f"__{_name}__", _forth)
+    setattr(LiveNumber, f"__r{_name}__", _back)
+for _symbol, _name in COMPARISONS.items():
+    setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
+for _name in ("neg", "pos", "abs"):
+    setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
+for _function in (round, math.trunc, math.floor, math.ceil):
+    setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
+LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment]
+_BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
+_BARE |= {"str": str, "repr": repr, "format": format}
+for _kind in (float, int):
+    setattr(LiveNumber, f"__{_kind.__name__}__", _converted(_kind))
+for _name, _plain in _BARE.items():
+    setattr(LiveNumber, f"__{_name}__", _seen(_plain))

@@ -1,0 +1,363 @@
+"""``self.log`` and metrics: recorded while a step is captured, called again at every replay."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.guards.frozen import StandIn, refuse_stand_ins
+from lightning_graphs.training.guards.held_values import held_in
+from lightning_graphs.training.host.progress import ProgressValues
+from lightning_graphs.training.interception import log_exchanged, replaced
+from lightning_graphs.training.lightning_private import (
+    batch_size_of,
+    kept_log_caught,
+    result_key,
+    training_results,
+)
+
+METRIC_VALUE = Obstacle(
+    "The value of a metric is not part of a captured step: metrics are updated after it.",
+    "hand it to self.log only, or compute what the loss needs with torch functions",
+    kind="metric-value",
+    code='self.log("accuracy", self.accuracy(logits, y))  # and nothing else with its value',
+)
+METRIC_EARLY = Obstacle(
+    "What a captured step gives to a metric is read after the step.",
+    "hand over a copy: value.clone()",
+    kind="logged-early",
+    code="self.accuracy(logits.clone(), y)",
+)
+
+
+class Deferred(StandIn):
+    """What a metric returns while a step is captured: it has no value before the replay."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.value: Any = None
+
+    def refuse(self) -> NoReturn:
+        observed = f"the value of {self.name} is used in training_step"
+        raise CaptureError(METRIC_VALUE.rule, observed, METRIC_VALUE.remedy)
+
+    def now(self) -> Any:
+        return self.value
+
+
+class MetricCall:
+    """A call of a metric that every replay makes again, on copies of its tensors."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:
+        refuse_stand_ins((args, kwargs))
+        self._function = function
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._template = substitute((args, kwargs), self._tensors)
+        self._result = Deferred(name)
+        self._items: dict[str, Deferred] | None = None
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, Mapping | nn.ModuleDict):
+            keys = owner.keys()  # a MetricCollection returns a dict
+            self._items = {key: Deferred(f"{name}[{key!r}]") for key in keys}
+
+    @property
+    def result(self) -> Deferred | dict[str, Deferred]:
+        """What the call returns while a step is captured."""
+        return self._result if self._items is None else dict(self._items)
+
+    def reissue(self, _: object) -> None:
+        args, kwargs = substitute(self._template, clone_all(self._tensors))
+        value = self._function(*args, **kwargs)
+        self._result.value = value
+        for key, deferred in (self._items or {}).items():
+            deferred.value = value[key] if value is not None else None
+
+
+def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
+    """The outermost torchmetrics objects that a module holds; none if nobody has torchmetrics."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return []
+    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for name, child in held_in(module):
+        if isinstance(child, kinds) and child not in inside:
+            found.append((name.removeprefix("self."), child))
+            inside.update(child.modules())
+    return found
+
+
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+
+LOGGED_NUMBER = Obstacle(
+    "A captured step runs no Python code: a Python number that it logs would stand still.",
+    "log the tensor itself, without item() or float(), or log from on_train_batch_end",
+    kind="python-state",
+    code='self.log("loss", loss)  # the tensor',
+)
+LOGGED_INSIDE = Obstacle(
+    "A replay runs no Python code: what a graphed module logs, or a hook in the backward pass, "
+    "would stand still.",
+    "log it in training_step, with what the module returns; or leave the module out (exclude)",
+    kind="python-state",
+    code='self.log("norm", norm)  # in training_step, with what the module returns',
+)
+
+
+def refuse_log(*_: Any, **__: Any) -> NoReturn:
+    """Stand for ``self.log`` where nothing could call it again."""
+    observed = f"self.log is called at {CallSiteFinder().here().describe()}"
+    raise CaptureError(LOGGED_INSIDE.rule, observed, LOGGED_INSIDE.remedy)
+
+
+@dataclass(eq=False)
+class _LogCall:
+    """A call of ``self.log`` that is made again, with another value each time.
+
+    The first one of an epoch goes through ``LightningModule.log``, which makes and resets the entry
+    of the key; the others update the entry, at a tenth of the price.
+    """
+
+    module: LightningModule  # the module that logs
+    base: Callable[..., None]  # Lightning's own function, bound to it
+    name: str
+    options: dict[str, Any]  # all other arguments but the value, by name
+    value: Any = None  # what every replay logs: memory of the graph, or a metric
+    # Gives the present value in its place; None if it is the value
+    now: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._results = training_results(self.module.trainer)
+        self._key = result_key(self.name)
+        self._size: Any = None
+        is_tensor = isinstance(self.value, Tensor) and self.now is None
+        self._scalar = self.value.detach().squeeze() if is_tensor else None
+
+    def log(self, value: Any, size: Any = None) -> Any:
+        """Log a value; the batch size that weights it, if it is known."""
+        results = self._results
+        entry = results.get(self._key) if results is not None else None
+        if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
+            self.base(self.name, value, **self.options)
+            return None
+        if size is None:
+            size = batch_size_of(results, entry, self.options.get("batch_size"))
+        if value is not self._scalar:
+            value = value.detach().squeeze()
+        results.update_metrics(self._key, value.to(entry.value.device), size)
+        return size
+
+    def reissue(self, progress: ProgressValues | None) -> None:
+        """Make the call again, after a replay; a number of the host goes to the progress bar."""
+        value = self.value if self._scalar is None else self._scalar
+        if self.now is not None:
+            value = self.now()
+            if isinstance(value, Number):
+                if progress is not None and self.options.get("prog_bar"):
+                    progress.show(self.name, value)
+                value = _tensor_of(value, self.module.device)
+        self._size = self.log(value, self._size)
+
+
+class LogRecorder:
+    """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``."""
+
+    def __init__(
+        self,
+        module: LightningModule,  # the module that is being captured
+        # Where values for the progress bar are mirrored to; None to read them directly
+        progress: ProgressValues | None = None,
+        numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
+    ) -> None:
+        self._module = module
+        self._progress = progress
+        self._numbers = numbers
+        self._calls: list[MetricCall | _LogCall] = []
+        self._mirrored: frozenset[str] = frozenset()
+        self._versions: list[tuple[str, Tensor, int]] = []
+        state = (*module.parameters(), *module.buffers())
+        self._state = frozenset(local(t).untyped_storage().data_ptr() for t in state)
+        self._dtype = torch.get_default_dtype()
+        # Gives what tells the present value of something that is logged; None where that is the
+        # captured one
+        self.live: Callable[[Any], Callable[[], Any] | None] = _of_stand_in
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what ends in ``LightningModule.log``, and the entry points of metrics."""
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(log_exchanged(self._module, self._record_log))
+            caught = functools.partial(self._record_log, log)
+            stack.enter_context(kept_log_caught(self._module.trainer, caught))
+            for name, metric in metrics_of(self._module):
+                for method in ("forward", "update", "compute", "reset"):
+                    recorder = self._metric_recorder(metric, method, f"metric `{name}`")
+                    stack.enter_context(replaced(metric, method, recorder))
+            yield
+
+    def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if current_autograd_node() is not None:
+            refuse_log()
+        self._dtype = torch.get_default_dtype()  # precision plugins set it for the step's own code
+        arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
+        refuse_stand_ins(arguments)
+        device, now = self._module.device, _of_stand_in(value) or self.live(value)
+        if now is None and isinstance(value, Number):
+            if self._numbers is not None:
+                self._numbers.refuse_changing(name)
+            value = _tensor_of(value, device)
+        elif now is None and isinstance(value, Tensor):
+            # The rest of the step may change it in place. On the host nothing would copy it again.
+            value = value.detach().clone() if value.device == device else value.detach()
+        self._calls.append(_LogCall(self._module, log, name, arguments, value, now))
+
+    def _metric_recorder(self, metric: Any, method: str, name: str) -> Callable[..., Any]:
+        function = getattr(metric, method)
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            self._dtype = torch.get_default_dtype()
+            args, kwargs = self._own(name, args, kwargs)
+            call = MetricCall(function, args, kwargs, name)
+            self._calls.append(call)
+            return call.result
+
+        return record
+
+    def _own(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The arguments of a metric, with copies of what the rest of the step will change.
+
+        They are read after the whole step. Parameters and buffers have other values by then.
+        """
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        own = [
+            t.detach().clone() if local(t).untyped_storage().data_ptr() in self._state else t
+            for t in tensors
+        ]
+        self._versions += [(name, t, version_of(t)) for t in own]
+        return substitute((args, kwargs), own)
+
+    def finish(self) -> None:
+        """Copy what the progress bar shows to the host; a part of the captured step."""
+        for name, tensor, version in self._versions:
+            if version_of(tensor) != version:
+                observed = f"a tensor given to {name} is changed in place afterwards"
+                raise CaptureError(METRIC_EARLY.rule, observed, METRIC_EARLY.remedy)
+        self._versions.clear()
+        if self._progress is not None:
+            shown = [call for call in self._calls if isinstance(call, _LogCall)]
+            values = {c.name: c.value for c in shown if c.options.get("prog_bar")}
+            values = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+            self._mirrored = self._progress.capture(values)
+
+    def reissue(self) -> None:
+        """Make the recorded calls again, on the values that the replay computed."""
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        if self._progress is not None:
+            self._progress.mirrored = self._mirrored
+        try:
+            for call in self._calls:
+                call.reissue(self._progress)
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+class QuickLog:
+    """Stands for ``LightningModule.log`` in steps that are no graph as a whole, at a lower price.
+
+    The first call of a key in an epoch, and every one that differs from the last in more than the
+    value, goes through Lightning's function; the others update the entry that it made.
+    """
+
+    def __init__(self, module: LightningModule, is_stepping: Callable[[], bool]) -> None:
+        self._module = module
+        self._is_stepping = is_stepping
+        self._known: dict[str, _LogCall] = {}
+
+    def __call__(
+        self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
+    ) -> None:
+        """``LightningModule.log``, which is the first argument."""
+        known = self._known.get(name) if self._is_stepping() and not rest else None
+        if known is not None and known.options == options and _is_scalar(value):
+            known.log(value)
+            return
+        log(name, value, *rest, **options)
+        if not rest and all(type(v) in _PLAIN for v in options.values()):
+            self._known[name] = _LogCall(self._module, log, name, options)
+
+
+class LoggedNumbers:
+    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured."""
+
+    def __init__(
+        self,
+        # Whether a captured step would log the present one
+        is_live: Callable[[Any], bool] = lambda _: False,
+        # Entered around Lightning's own ``log``
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._is_live = is_live
+        self._around = around
+        self._values: dict[str, Any] = {}
+        self.changing: dict[str, CallSite] = {}
+
+    def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
+        """Look at the numbers that a module logs."""
+        return log_exchanged(module, self._watched)
+
+    def _watched(
+        self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(value, Number) and not self._is_live(value):
+            if self._values.get(name, value) != value:
+                self.changing[name] = CallSiteFinder().here()
+            self._values[name] = value
+        with self._around():
+            log(name, value, *args, **kwargs)
+
+    def refuse_changing(self, name: str) -> None:
+        """Refuse to capture a number that is logged under this name and changes."""
+        if name in self.changing:
+            raise CaptureError(
+                LOGGED_NUMBER.rule,
+                f"self.log({name!r}, ...) logged different numbers during warm-up, at "
+                f"{self.changing[name].describe()}",
+                LOGGED_NUMBER.remedy,
+            )
+
+
+def _of_stand_in(value: Any) -> Callable[[], Any] | None:
+    return value.now if isinstance(value, StandIn) else None
+
+
+def _tensor_of(number: Any, device: torch.device) -> Tensor:
+    """What ``LightningModule.log`` makes of a Python number, without a copy from the host."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+_PLAIN = (bool, int, str, type(None))
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1

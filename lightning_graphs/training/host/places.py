@@ -1,0 +1,187 @@
+"""The places in which the steps of a fit store something, or that are bound anew between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_graphs.core.arguments.contents import Change, Contents
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import is_plain
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.guards.frozen import StandIn
+from lightning_graphs.training.guards.held_values import Generators
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
+from lightning_graphs.training.host.stored import (
+    CapturedStores,
+    Content,
+    Entry,
+    Growing,
+    Memory,
+    Number,
+    Place,
+    is_state,
+    signature_of,
+)
+
+
+class LeftBehindError(CaptureError):
+    """Code has left something behind."""
+
+
+class Places:
+    """The places of a fit in which steps store something, or which are bound anew between them.
+
+    They are found where a capture leaves something behind, and where a tensor that graphs were
+    captured over is another one.
+    """
+
+    def __init__(
+        self, module: LightningModule, reads: AttributeReads, on_change: Callable[[], object]
+    ) -> None:
+        self._module = module
+        self._reads = reads
+        self._on_change = on_change
+        self._places: dict[str, Place] = {}
+        # In which other places the code that was watched last has left something; none if that
+        # cannot be stored again
+        self.found: list[Place] = []
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._places.values())
+
+    @property
+    def exempt(self) -> set[tuple[int, Any]]:
+        """Table, by its ``id``, and key of each, or tensor and ``"data"``."""
+        entries = [p for p in self if isinstance(p, Entry) and len(p.keys) == 1]
+        found = {(id(place.owner), place.keys[0]) for place in entries}
+        return found | {(id(place.tensor), "data") for place in self if isinstance(place, Memory)}
+
+    def learn(self, found: Sequence[Place]) -> bool:
+        """Treat these as such from now on; whether there is one that was not known."""
+        new = {place.name: place for place in found if place.name not in self._places}
+        self._places.update(new)
+        if new:
+            self._changed()
+        return bool(new)
+
+    def _changed(self) -> None:
+        self._reads.leave_out(self._places)
+        self._on_change()
+
+    def learn_moved(
+        self, moved: Sequence[tuple[str, Mapping[str, Any] | None, str, Tensor]]
+    ) -> bool:
+        """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
+
+        What an optimizer moves is none of it, nor are parameters that it is told of.
+        """
+        known = trained_parameters(self._module.trainer)
+        for _, table, key, tensor in moved:
+            now = tensor if table is None else table[key]
+            if id(tensor) in known or id(now) in known:
+                return False
+        return self.learn(
+            [
+                Memory(f"self.{path}.data", tensor)
+                if table is None
+                else Entry(f"self.{path}", table, (key,))
+                for path, table, key, tensor in moved
+            ]
+        )
+
+    def unlearn(self, place: Growing) -> None:
+        """Steps compute with the list that they fill: it is state."""
+        self._places[place.name] = Content(place.name, place.owner, place.keys)
+        self._changed()
+
+    @contextlib.contextmanager
+    def left(self, generators: Generators) -> Iterator[None]:
+        """Undo what the body leaves in attributes of modules and in random generators."""
+        trained = trained_parameters(self._module.trainer)
+        contents = Attributes(self._module)
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        memory = [(Memory(f"self.{n}.data", tensor), tensor.detach()) for n, tensor in named]
+        try:
+            yield
+        finally:
+            drawn = generators.drawn()
+            generators.restore()
+            moved = [(place, was) for place, was in memory if not place.is_still(place.now(), was)]
+            for place, was in moved:
+                place.put(was)
+            moved = [pair for pair in moved if pair[0].name not in self._places]
+            changes = [c for c in contents.changes() if c.name not in self._places]
+            found: list[Place | None] = [place_of(change, contents, trained) for change in changes]
+            found += [None if id(place.tensor) in trained else place for place, _ in moved]
+            contents.restore()
+            self.found = [p for p in found if p is not None] if None not in found else []
+        if found:
+            names = sorted([*(c.name for c in changes), *(place.name for place, _ in moved)])
+            observed = f"training_step changes {', '.join(names[:3])}"
+            raise LeftBehindError(STORED.rule, observed, STORED.remedy)
+        if drawn:
+            observed = f"training_step draws from {', '.join(drawn)}"
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+
+    def capturing(self) -> CapturedStores | None:
+        """What a capture finds in these places, and leaves there; None if there are none."""
+        if not self._places:
+            return None
+        return CapturedStores([*self], self._is_read, self._module)
+
+    def _is_read(self, place: Place) -> bool:
+        """Whether code may have read the place before it stored something there."""
+        if isinstance(place, Entry) and len(place.keys) == 1:
+            return self._reads.may_have_read(place.owner, place.keys[0])
+        return True
+
+    def signature(self) -> tuple[Signature, ...]:
+        """What is in these places now, for those that steps read."""
+        if not self._places:
+            return ()
+        return (signature_of([p for p in self if is_state(p) and self._is_read(p)])[0],)
+
+
+def _is_tree(value: Any) -> bool:
+    """Whether all of a value is in containers, tensors and plain values."""
+    return all(isinstance(leaf, (Tensor, StandIn)) or is_plain(leaf) for leaf in leaves_of(value))
+
+
+def place_of(change: Change, held: Contents, trained: Collection[int]) -> Entry | None:
+    """The place that code has changed; None if a replay cannot store there."""
+    name, owner, table, key, before, now = change
+    kind: type[Entry] | None = None
+    if isinstance(table, dict):
+        if type(before) in (int, float) and type(now) in (int, float):
+            kind = Number
+        elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
+            kind = Entry
+    elif isinstance(table, (list, deque)) and all(map(_is_tree, now)):
+        grows = type(table) is list and [*map(id, now[: len(before)])] == [*map(id, before)]
+        kind = Growing if grows else Content
+    keys = () if key is None else (key,)
+    while kind is not None:
+        if isinstance(owner, nn.Module) or held.is_table(owner):
+            return kind(name, owner, keys)
+        holder = held.holder_of(owner)
+        if holder is None:
+            break
+        owner, above = holder
+        keys = (above, *keys)
+    return None
+
+
+def trained_parameters(trainer: Trainer) -> set[int]:
+    """The ``id`` of each parameter that an optimizer of a fit writes."""
+    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+    return {id(p) for group in groups for p in group["params"] if p.requires_grad}

@@ -1,0 +1,418 @@
+"""What a captured step reads and leaves in plain places: copied in, and stored by every replay."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.tree import flatten, leaves_of, substitute
+from lightning_graphs.core.arguments.values import Absence, attributes_of, is_plain
+from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.graphed import Stores
+from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.private.torch import clone_all, version_of
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.guards.frozen import StandIn, present
+from lightning_graphs.training.guards.python_state import STORED
+from lightning_graphs.training.verify.differences import Result
+
+FILLED = Obstacle(
+    "A captured step runs no Python code: lists that it fills go on, and what is computed from "
+    "them would stand still.",
+    "compute it in on_train_batch_end, or keep the last few in a deque",
+    kind="python-state",
+    code="self.last = deque(maxlen=10)  # in __init__\n"
+    "self.last.append(loss.detach())  # in training_step",
+)
+
+
+class Place:
+    """Where something is kept.
+
+    Args:
+        name: What messages call it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def now(self) -> Any:
+        """What is there."""
+        raise NotImplementedError
+
+    def put(self, value: Any) -> None:
+        """Keep this there."""
+        raise NotImplementedError
+
+    def is_still(self, now: Any, given: Any) -> bool:
+        """Whether what is there is what was put there."""
+        return now is given
+
+    def is_counted(self) -> bool:
+        """Whether a number of Python's is there that steps count."""
+        return False
+
+    def is_filled(self) -> bool:
+        """Whether a list is there to which steps append."""
+        return False
+
+
+class Entry(Place):
+    """An attribute, or an entry of what attributes hold, levels deep.
+
+    Args:
+        name: What messages call it.
+        owner: The module, or a table of its parameters or buffers.
+        keys: Of the attribute, of the entry in what it holds, and so on.
+    """
+
+    def __init__(self, name: str, owner: Any, keys: tuple[Any, ...]) -> None:
+        super().__init__(name)
+        self.owner = owner
+        self.keys = keys
+
+    @property
+    def table(self) -> Any:
+        """What it is an entry of."""
+        table = _table_of(self.owner)
+        for key in self.keys[:-1]:
+            table = _table_of(table[key])
+        return table
+
+    def now(self) -> Any:
+        table, key = self.table, self.keys[-1]
+        return table.get(key, Absence.ABSENT) if isinstance(table, dict) else table[key]
+
+    def put(self, value: Any) -> None:
+        if value is Absence.ABSENT:
+            self.table.pop(self.keys[-1], None)
+        else:
+            self.table[self.keys[-1]] = value
+
+
+def _table_of(owner: Any) -> Any:
+    return owner if isinstance(owner, (dict, list, deque)) else attributes_of(owner)
+
+
+class Content(Entry):
+    """What a list or a deque holds that is an entry."""
+
+    def now(self) -> Any:
+        return tuple(super().now())
+
+    def put(self, value: Any) -> None:
+        container = super().now()
+        container.clear()
+        container.extend(value)
+
+    def is_still(self, now: Any, given: Any) -> bool:
+        return len(now) == len(given) and all(map(operator.is_, now, given))
+
+
+class Number(Entry):
+    """A number of Python's that steps count."""
+
+    def is_counted(self) -> bool:
+        return type(self.now()) in (int, float)
+
+
+class Growing(Entry):
+    """A list to which steps append."""
+
+    def is_filled(self) -> bool:
+        return type(self.now()) is list
+
+
+class Memory(Place):
+    """The memory of a parameter or buffer, which ``tensor.data = ...`` exchanges."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        super().__init__(name)
+        self.tensor = tensor
+
+    def now(self) -> Any:
+        return self.tensor.detach()
+
+    def put(self, value: Any) -> None:
+        self.tensor.data = value
+
+    def is_still(self, now: Any, given: Any) -> bool:
+        return bool(now.data_ptr() == given.data_ptr() and now.stride() == given.stride())
+
+
+class PlaceUsedError(CaptureError):
+    """A captured step computes with a list that it fills."""
+
+    place: Growing  # where that is kept
+
+
+class Filled(StandIn):
+    """A list that is filled while a step is captured, and looked at by nobody."""
+
+    def __init__(self, place: Growing) -> None:
+        self.place = place
+        self.added: list[Any] = []
+
+    def refuse(self) -> NoReturn:
+        observed = f"{self.place.name} is used at {CallSiteFinder().here().describe()}"
+        error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
+        error.place = self.place
+        raise error
+
+    def now(self) -> Any:
+        return self.place.now()
+
+    def append(self, value: Any) -> None:
+        """As ``list.append``."""
+        self.added.append(value)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        """As ``list.extend``."""
+        self.added.extend(values)
+
+    def __iadd__(self, values: Iterable[Any]) -> Filled:  # type: ignore[override, misc]
+        self.extend(values)
+        return self
+
+
+def is_state(place: Place) -> bool:
+    """Whether what is in a place now is neither counted nor filled, but kept."""
+    return not (place.is_counted() or place.is_filled())
+
+
+def _detached(value: Any) -> Any:
+    """A value without history of autograd's, which no later step goes back through."""
+    if isinstance(value, Tensor):
+        history = value.requires_grad and not isinstance(value, Parameter)
+        return value.detach() if history else value
+    found = leaves_of(value)
+    tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    return substitute(value, map(_detached, tensors)) if tensors else value
+
+
+def signature_of(places: Sequence[Place]) -> tuple[Signature, list[Tensor]]:
+    """The signature of what is in these places, and its tensors."""
+    values = [_detached(place.now()) for place in places]
+    return Signature.of(values, {}, names=[place.name for place in places])
+
+
+class CapturedStores:
+    """What captured code finds in places, and what it leaves there.
+
+    What code reads is an input of the graph: a copy, over which it is captured. What it leaves is
+    stored again by every replay: copies, so that nobody sees a later step in what he has kept.
+    """
+
+    def __init__(
+        self, places: Sequence[Place], is_read: Callable[[Place], bool], module: nn.Module
+    ) -> None:
+        state = (*module.parameters(), *module.buffers())
+        self._themselves = {t.untyped_storage().data_ptr() for t in state} - {0}
+        self._numbers = [p for p in places if isinstance(p, Number) and p.is_counted()]
+        self._lists = [p for p in places if isinstance(p, Growing) and p.is_filled()]
+        kept = [place for place in places if is_state(place)]
+        self._read = [place for place in kept if is_read(place)]
+        self._unread = [place for place in kept if not is_read(place)]
+        self.signature, tensors = signature_of(self._read)
+        self._call = CallPlan(self.signature, check_modes=False)
+        self._inputs = StaticInputs(tensors)
+        own = [
+            Parameter(own.detach(), own.requires_grad) if isinstance(given, Parameter) else own
+            for own, given in zip(self._inputs.tensors, tensors, strict=True)
+        ]
+        self._own = own
+        self._versions = list(map(version_of, own))
+        supply = iter(own)
+        self._inside = [
+            substitute(place.now(), supply) if leaves_of(place.now()) else place.now()
+            for place in self._read
+        ]
+        self._outgoing: list[tuple[Place, Any]] = []
+        self._written: list[tuple[Tensor, int]] = []
+        self._looked: list[Any] | None = None
+        self._raw: list[Tensor] = []
+
+    # ------------------------------------------------------------------ while it is captured
+
+    @contextlib.contextmanager
+    def exchanged(self, number: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+        """While the body, a capture, runs, places hold what the graph is to read.
+
+        Args:
+            number: Makes what stands for a number, of its name and what gives it.
+        """
+        counters = [number(place.name, place.now) for place in self._numbers]
+        self._filled = [Filled(place) for place in self._lists]
+        given = [
+            *zip(self._read, self._inside, strict=True),
+            *zip(self._numbers, counters, strict=True),
+            *zip(self._lists, self._filled, strict=True),
+        ]
+        self._given = [*given, *((place, place.now()) for place in self._unread)]
+        before = [(place, place.now()) for place, _ in self._given]
+        for place, value in given:
+            place.put(value)
+        try:
+            yield
+        finally:
+            for place, value in reversed(before):
+                place.put(value)
+
+    def without_numbers(self, stores: Stores) -> Stores:
+        """Without the numbers among them: those are stored here, and read by the next step."""
+        mine = {(id(place.owner), place.keys) for place in self._numbers}
+        return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
+
+    def look(self) -> None:
+        """See what the code has left; what it stores after this is refused."""
+        if any(tensor.grad is not None for tensor in self._own):
+            name = self._read[0].name
+            observed = f"a gradient reaches {name}, which is bound anew"
+            raise CaptureError(STORED.rule, observed, STORED.remedy)
+        now = [place.now() for place, _ in self._given]
+        if self._looked is not None:
+            pairs = zip(self._given, now, self._looked, strict=True)
+            later = [place.name for (place, _), a, b in pairs if not place.is_still(a, b)]
+            if later:
+                observed = f"{later[0]} is set after the forward pass"
+                raise CaptureError(STORED.rule, observed, STORED.remedy)
+            return
+        self._looked = now
+        rebound = set()
+        for (place, given), value in zip(self._given, now, strict=True):
+            if place.is_still(value, given):
+                continue
+            if isinstance(given, Filled):
+                given.refuse()
+            self._outgoing.append((place, value))
+            rebound.add(id(place))
+        lists = zip(self._lists, self._filled, strict=True)
+        self._outgoing += [(place, filled.added) for place, filled in lists if filled.added]
+        self._plan_copies(rebound)
+
+    def _plan_copies(self, rebound: set[int]) -> None:
+        position = 0
+        for place, inside in zip(self._read, self._inside, strict=True):
+            for leaf in leaves_of(inside):
+                if isinstance(leaf, Tensor):
+                    if id(place) not in rebound or version_of(leaf) != self._versions[position]:
+                        self._written.append((leaf.detach(), position))
+                    position += 1
+        given = {id(tensor): i for i, tensor in enumerate(self._own)}
+        self._sources: list[Tensor] = []
+        self._slots: list[tuple[str, int]] = []
+        known: dict[int, int] = {}
+        for leaf in leaves_of([value for _, value in self._outgoing]):
+            if not isinstance(leaf, Tensor):
+                if not (is_plain(leaf) or isinstance(leaf, StandIn)):
+                    observed = f"it stores a {type(leaf).__qualname__}"
+                    raise CaptureError(STORED.rule, observed, STORED.remedy)
+            elif id(leaf) in given:
+                self._slots.append(("given", given[id(leaf)]))
+            else:
+                index = known.setdefault(id(leaf), len(self._sources))
+                if index == len(self._sources):
+                    self._sources.append(leaf)
+                itself = leaf.untyped_storage().data_ptr() in self._themselves
+                self._slots.append(("itself" if itself else "copy", index))
+        self._parameters = [isinstance(leaf, Parameter) for leaf in self._sources]
+        self._sources = [leaf.detach() for leaf in self._sources]
+        self._outgoing = [(place, _detached_tree(value)) for place, value in self._outgoing]
+
+    # ------------------------------------------------------------------ around a replay
+
+    def take(self) -> bool:
+        """Copy in what the places hold, if the graph is captured for such."""
+        try:
+            raw = [place.now() for place in self._read]
+            others = [
+                *(p.is_counted() for p in self._numbers),
+                *(p.is_filled() for p in self._lists),
+            ]
+        except (LookupError, TypeError):  # what holds it is something else by now
+            return False
+        tensors = self._call.match(list(map(_detached, raw)), {})
+        if tensors is None or not all(others):
+            return False
+        self._raw = [leaf for leaf in leaves_of(raw) if isinstance(leaf, Tensor)]
+        self._inputs.copy_in(tensors)
+        return True
+
+    def write_back(self) -> None:
+        """After a replay: let tensors that stay in their places hold what was written there."""
+        if self._written:
+            targets = [self._raw[position] for _, position in self._written]
+            with torch.no_grad():
+                torch._foreach_copy_(targets, [own for own, _ in self._written])
+
+    @property
+    def written(self) -> dict[str, Tensor]:
+        """What :meth:`write_back` writes, by name."""
+        return {f"of a place {i}": self._raw[i] for _, i in self._written}
+
+    def store(self) -> None:
+        """After a replay: store what the code stores."""
+        self.write_back()
+        if not self._outgoing:
+            return
+        copies = clone_all(self._sources)
+        copies = [
+            Parameter(copy) if is_parameter else copy
+            for copy, is_parameter in zip(copies, self._parameters, strict=True)
+        ]
+        for place, value in [*self._built(copies)]:  # numbers follow from those of before
+            if isinstance(place, Growing):
+                place.now().extend(value)
+            else:
+                place.put(value)
+
+    def _built(self, copies: Sequence[Tensor]) -> Iterator[tuple[Place, Any]]:
+        sources = {"given": self._raw, "copy": copies, "itself": self._sources}
+        supply = iter([sources[kind][index] for kind, index in self._slots])
+        for place, value in self._outgoing:
+            yield place, present(substitute(value, supply))
+
+    def results(self) -> list[Result]:
+        """After a replay: what would be stored."""
+        self.write_back()
+        return _results(self._built(self._sources))
+
+    def results_of(self, before: Sequence[Any]) -> list[Result]:
+        """After an eager step: what it has stored where a replay does."""
+        found = []
+        for (place, _), then in zip(self._outgoing, before, strict=True):
+            now = place.now()[then:] if isinstance(place, Growing) else place.now()
+            found.append((place, _detached(now)))
+        return _results(found)
+
+    def present(self) -> list[Any]:
+        """What :meth:`results_of` has to know of the places before a step."""
+        places = [place for place, _ in self._outgoing]
+        return [len(p.now()) if isinstance(p, Growing) else None for p in places]
+
+
+def _detached_tree(value: Any) -> Any:
+    found = [leaf.detach() for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    return substitute(value, found)
+
+
+def _results(values: Iterable[tuple[Place, Any]]) -> list[Result]:
+    found: list[tuple[str, Any]] = []
+    for place, value in values:
+        flatten(value, f"stored `{place.name}`", found)
+    return [
+        Result(name, leaf)
+        if isinstance(leaf, Tensor)
+        else Result(f"{name} = {leaf!r}", torch.empty(0))
+        for name, leaf in found
+    ]

@@ -1,0 +1,437 @@
+"""A whole training step as graphs: forward, loss, backward, clipping, optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.graph import CUDAGraph, GraphPool
+from lightning_graphs.core.graphed import Stores
+from lightning_graphs.core.host.recording import ArenaFull, HostRecording
+from lightning_graphs.core.private.torch import (
+    capture_unseen,
+    has_compiled_anything,
+    hooks_registered,
+)
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.costs.memory import (
+    NoRoomError,
+    RaisedInCapture,
+    code_captured,
+)
+from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.fit import Fit, Learned
+from lightning_graphs.training.guards.conditions import Phase
+from lightning_graphs.training.guards.frozen import (
+    Places,
+    counters_watched,
+    numbers_exchanged,
+    old_gradients_watched,
+    rates_exchanged,
+)
+from lightning_graphs.training.guards.held_values import Generators, LooseTensors, held_in
+from lightning_graphs.training.guards.observers import cast_unseen
+from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left
+from lightning_graphs.training.guards.own_code import OwnCode
+from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.training.guards.side_effects import effects_refused
+from lightning_graphs.training.host.draws import draws_recorded
+from lightning_graphs.training.host.followed import Conversion, calls_followed
+from lightning_graphs.training.host.live_numbers import StepNumbers
+from lightning_graphs.training.host.logs import LogRecorder
+from lightning_graphs.training.host.places import LeftBehindError
+from lightning_graphs.training.host.stored import CapturedStores, PlaceUsedError
+from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.step.body import (
+    StepBody,
+    resume_scaling,
+    scaling_state,
+    without_autocast_cache,
+)
+from lightning_graphs.training.step.gradients import (
+    GradientTargets,
+    GradientUse,
+    PersistentGradients,
+    gradients_set_aside,
+)
+from lightning_graphs.training.step.plan import StepPlan
+from lightning_graphs.training.step.transfer import copies_on_host
+
+_ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
+_HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
+
+
+class StepCapture:
+    """Captures training steps of one fit."""
+
+    def __init__(self, fit: Fit, body: StepBody, learned: Learned) -> None:
+        self._learned = learned
+        self._progress = fit.progress
+        self._investment = fit.investment
+        self._ranks = fit.ranks
+        self._trainer = trainer = fit.trainer
+        self._module = module = fit.module
+        self._pool = fit.pool
+        self._body = body
+        self._optimizer = body.optimizer
+        self._capturable = body.capturable
+        self._observers = body.observers
+        self.persistent = PersistentGradients()  # the gradients that outlive a replay
+        self._own = OwnCode(module)
+        self._plugin = trainer.precision_plugin
+        self._units = units_of(trainer)
+        self._registers_hooks = False
+        self._asked: list[str] = []
+        self._room_on_device = _ROOM_ON_DEVICE
+        self._recording: HostRecording | None = None
+        self._numbers = StepNumbers(trainer, learned.reads, module.device)
+        self._has_branched = False
+        self._conversions: frozenset[Conversion] = frozenset()
+        self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
+
+    def capture(
+        self,
+        batch: Any,
+        tensors: Sequence[Tensor],  # its tensor leaves, in the order of the signature
+        rest: Sequence[Any],  # further arguments of ``training_step``
+        signature: Signature,  # the signature of ``(batch,)``
+        phase: Phase,  # its part in the accumulation window
+    ) -> StepPlan | None:
+        """Capture the step of this batch; nothing executes.
+
+        Libraries are not told that it is captured: they take the way of eager steps. Where that is
+        refused, it is captured once more with what it computes on the host recorded, and after that
+        both ways with libraries that are told. The way that succeeds is the first one of the next
+        capture. Where none does, all is as before, but for a gradient reducer that waits for
+        the rest of a backward pass. None: it could be captured, but costs more than it saves.
+        """
+        unread = UnreadValues(signature)
+        self._refuse_looks_at_shards()
+        while True:
+            self._asked.clear()
+            self._investment.tries_again()
+            try:
+                return self._captured(batch, tensors, rest, signature, phase, unread)
+            except ArenaFull as error:
+                self._room_on_device = error.needed
+                if waits_for_gradients(self._trainer):
+                    raise
+            except PlaceUsedError as error:
+                if waits_for_gradients(self._trainer):
+                    raise
+                self._learned.places.unlearn(error.place)
+            except CaptureError as error:
+                raised = error.observed if isinstance(error, RaisedInCapture) else ""
+                unread.refuse_read(raised)
+                final = isinstance(error, (NoRoomError, RaisedInCapture))
+                if final or waits_for_gradients(self._trainer):
+                    raise
+                if self._learned.places.learn(self._learned.places.found):
+                    continue
+                if self._learn_conversions():
+                    continue
+                if isinstance(error, LeftBehindError):
+                    raise
+                if not (self._learned.has_host_half or has_compiled_anything()):
+                    self._learned.has_host_half = True
+                    if self._ranks.are_one and not self._investment.goes_on_with_host():
+                        return None
+                elif self._learned.is_unseen and self._asked:
+                    self._learned.is_unseen = self._learned.has_host_half = False
+                else:
+                    raise
+
+    def _learn_conversions(self) -> bool:
+        """Follow numbers where the author's code has asked for bare ones; whether that is new."""
+        asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
+        known, self._conversions = self._conversions, self._conversions | asked
+        return self._conversions != known
+
+    def _refuse_looks_at_shards(self) -> None:
+        if self._units is not None and self._observers.before_backward:
+            raise CaptureError(
+                "Between forward and backward FSDP2 has gathered parameters in a module, where "
+                "replays have shards.",
+                f"{', '.join(self._observers.before_backward)} may look at them",
+                "look at parameters in on_after_backward or later",
+            )
+
+    @code_captured("A captured step")
+    def _captured(
+        self,
+        batch: Any,
+        tensors: Sequence[Tensor],
+        rest: Sequence[Any],
+        signature: Signature,
+        phase: Phase,
+        unread: UnreadValues,
+    ) -> StepPlan:
+        recording: HostRecording | None = None
+        segments = _Segments(self._pool, self._learned.reads)
+        scaling: dict[str, Any] = {}
+
+        def abandon() -> None:
+            segments.abandon()
+            if self._units is not None:
+                self._units.forget_step()
+
+        def cut(name: str) -> None:
+            if name == "step":
+                scaling.update(scaling_state(self._plugin, self._optimizer))
+            if places is not None:
+                places.look()
+            segments.cut(name)
+
+        try:
+            places = self._learned.places.capturing()
+            inputs = StaticInputs(tensors)
+            if self._learned.has_host_half:
+                copies = copies_on_host(self._trainer, tensors)
+                room = self._room_on_device
+                recording = HostRecording(self._module.device, inputs.tensors, copies, room)
+            tape = None if recording is None else recording.tape
+            reads, device = self._learned.reads, self._module.device
+            self._numbers = StepNumbers(self._trainer, reads, device, tape)
+            self._recording = recording
+            own = unread.left_out(batch, inputs.tensors)
+            arguments = (own, *map(self._numbers.argument, rest))
+            adds = not phase.zeroing or self._observers.own_zero_grad
+            use = GradientUse(
+                keeps=self._keeps_gradients(phase),
+                adds=adds,
+                holds=phase.stepping and not phase.zeroing,
+                copied=self._learned.kept.are_copied,
+                reduced=phase.stepping and wrapper_of(self._trainer) is not None,
+            )
+            trainable = [p for p in self._module.parameters() if p.requires_grad]
+            targets = GradientTargets(self._optimizer, trainable, self.persistent, use)
+            recorder = LogRecorder(self._module, self._progress, self._learned.logged)
+            recorder.live = self._numbers.logged
+            with (
+                gradients_set_aside(targets.parameters),
+                state_as_known(self._optimizer),
+                batch_left(own),
+                self._environment(recorder, places) as (outside, loose),
+            ):
+                targets.begin()
+                with segments.capturing("forward"):
+                    output = self._body.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
+                    if places is not None:
+                        places.look()
+                gradients, others = targets.attached()
+            unread.refuse_read()
+            host = None if recording is None else recording.finish()
+            _reset_autograd(inputs.tensors, tensors)
+        except BaseException:  # KeyboardInterrupt and the like, too
+            abandon()
+            raise
+        if self._capturable is not None:
+            self._capturable.remember_state()
+        stores = segments.stores
+        if places is not None:
+            stores = {name: places.without_numbers(found) for name, found in stores.items()}
+        outside.read_into(self._learned.reads)
+        output.finish_capture()
+        return StepPlan(
+            call=CallPlan(signature, check_modes=True),
+            inputs=inputs,
+            outputs=output,
+            logs=recorder,
+            gradients=gradients,
+            outside=others,
+            phase=phase,
+            forward=segments.named["forward"],
+            backward=segments.named.get("backward"),
+            unscale=segments.named.get("unscale"),
+            step=segments.named.get("step"),
+            steps=phase.stepping and self._capturable is not None,
+            graphs=segments.graphs,
+            adds=adds,
+            written=loose.written(),
+            stores=stores,
+            places=places,
+            scaling=scaling,
+            host=host,
+            numbers=self._numbers.on_device,
+        )
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only where numbers of the trainer are these."""
+        first = not self._has_branched
+        self._has_branched |= self._numbers.has_guards
+        return first and self._has_branched
+
+    def _keeps_gradients(self, phase: Phase) -> bool:
+        """Whether gradients of one step must survive the forward pass of the next."""
+        whole_window = phase.zeroing and phase.stepping
+        return not whole_window or bool(self._observers.before_backward)
+
+    @contextlib.contextmanager
+    def _environment(
+        self, recorder: LogRecorder, places: CapturedStores | None
+    ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
+        held = list(held_in(self._module))
+        loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
+        outside = OutsideValues(self._module, self._own, loose.add, generators.add, held=held)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._learned.places.left(generators))
+            stack.enter_context(unseen_by_ddp(self._trainer))
+            stack.enter_context(self._learned.reads.watching(self._module))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(recorder.recording())
+            stack.enter_context(without_autocast_cache(self._plugin))
+            reads, counter = self._learned.reads, self._numbers.counter
+            stack.enter_context(counters_watched(self._trainer, reads=reads, counter=counter))
+            stack.enter_context(replaced(self._body, "forward", self._forward))
+            stack.enter_context(replaced(self._body, "_backward", self._backward))
+            rates = None if self._capturable is None else self._capturable.live_rates()
+            self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
+            stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
+            effects = effects_refused(self._trainer, self._own, outside, "training_step")
+            stack.enter_context(effects)
+            if places is not None:
+                stack.enter_context(places.exchanged(self._numbers.number))
+            yield outside, loose
+
+    def _forward(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder
+    ) -> tuple[OutputPlan, Tensor]:
+        numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
+        recording, followed = self._recording, calls_followed(self._conversions)
+        host = nullcontext() if recording is None else draws_recorded(self._numbers, recording)
+        with old_gradients_watched(self._trainer), numbers, self._unseen(), followed, host:
+            result = StepBody.forward(self._body, arguments, recorder)
+        self._registers_hooks = hooks_registered() != hooks
+        return result
+
+    def _open_keys(self) -> Sequence[Collection[str]]:
+        """The numbers in each parameter group that may move without another capture."""
+        if self._capturable is not None:
+            return ()
+        return [
+            {key for key in _HYPER_PARAMETERS if _is_plain(group.get(key))}
+            for group in self._optimizer.param_groups
+        ]
+
+    def _backward(self, loss: Tensor) -> None:
+        casts: AbstractContextManager[None] = nullcontext()
+        if not self._registers_hooks:
+            casts = cast_unseen(self._trainer, self._module, loss)
+        recording = self._recording
+        host = recording if recording is not None and recording.in_backward else nullcontext()
+        with casts, self._unseen(), host:
+            StepBody._backward(self._body, loss)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
+
+    def update_eagerly(self, plan: StepPlan) -> None:
+        """Take the optimizer step on gradients that a graph computed and hooks have changed."""
+        resume_scaling(self._plugin, self._optimizer, plan.scaling)
+        self._body.step()
+
+
+class _Segments:
+    """The graphs of one step: one, or more where the capture was cut."""
+
+    def __init__(self, pool: GraphPool, reads: AttributeReads) -> None:
+        self._pool = pool
+        self._reads = reads
+        self._open = contextlib.ExitStack()
+        self._current: CUDAGraph | None = None
+        self._name = ""
+        self.graphs: list[CUDAGraph] = []
+        self.named: dict[str, CUDAGraph] = {}
+        self.stores: dict[str, Stores] = {}
+
+    @contextlib.contextmanager
+    def capturing(self, name: str) -> Iterator[None]:
+        """Capture the body into graphs, beginning with ``name``."""
+        try:
+            self._begin(name)
+            yield
+        except BaseException as error:
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._end()
+
+    def cut(self, name: str) -> None:
+        """End the graph under capture and begin the next one."""
+        self._end()
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self._name = name
+        self._open = contextlib.ExitStack()
+        self._current = self._open.enter_context(self._pool.capture())
+
+    def _end(self) -> None:
+        self._open.close()
+        assert self._current is not None
+        self.graphs.append(self._current)
+        self.named[self._name] = self._current
+        if stores := self._reads.stored():
+            self.stores[self._name] = stores
+        self._current = None
+
+    def abandon(self) -> None:
+        """Release the graphs that were finished before the failure."""
+        while self.graphs:
+            self._pool.release(self.graphs.pop())
+
+
+def refuse_iterator(batch: Any) -> None:
+    """Refuse a step that takes its batches by itself."""
+    if isinstance(batch, Iterator):
+        raise CaptureError(
+            "A captured step gets its batch: a replay takes none from an iterator.",
+            f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
+            "write training_step(self, batch, batch_idx)",
+        )
+
+
+def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
+    """Take back what a step that asks for gradients of its batch has made of static inputs."""
+    for own, given in zip(inputs, batch, strict=True):
+        own.requires_grad_(given.requires_grad)
+        own.grad = None
+
+
+@contextlib.contextmanager
+def state_as_known(optimizer: Optimizer) -> Iterator[None]:
+    """State that the optimizer makes inside of a capture would be made anew by every replay."""
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    made = 0
+    try:
+        yield
+    finally:
+        for parameter in list(optimizer.state):
+            state, known = optimizer.state[parameter], before.get(parameter)
+            if known is None:
+                del optimizer.state[parameter]
+                made += 1
+            elif any(state[k] is not known.get(k) for k in state if torch.is_tensor(state[k])):
+                optimizer.state[parameter] = known
+                made += 1
+    if made:
+        raise CaptureError(
+            "The optimizer must have its state before its step is captured.",
+            f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
+            "let it take one more eager step; parameters that were unfrozen need one",
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return all(type(v) in (int, float) for v in values)

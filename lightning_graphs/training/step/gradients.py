@@ -1,0 +1,376 @@
+"""Where a captured step keeps its gradients, and what ``parameter.grad`` is between steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, gt, is_
+from sys import getrefcount
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_graphs.core.autograd.gradients import empty_gradient
+from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
+from lightning_graphs.training.interception import replaced
+
+KEPT_LATE = (
+    "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
+    "copy, p.grad.clone()"
+)
+
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+@contextlib.contextmanager
+def gradients_set_aside(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """While capturing, no parameter has a gradient; afterwards each has the one it had."""
+    before = list(map(_gradient, parameters))
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
+    """While the body runs, ``optimizer.zero_grad()`` costs a third of what it costs in torch.
+
+    It sets every gradient to None, as torch's own does. One that somebody else has written stays.
+    """
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        yield
+        return
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            Optimizer.zero_grad(optimizer, set_to_none=False)
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    with replaced(optimizer, "zero_grad", zero_grad):
+        yield
+
+
+class AttachedGradients:
+    """The gradients that a captured step writes, always at the same addresses."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        others: Sequence[Parameter] = (),  # parameters that have none
+        *,
+        # Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
+        # shares nothing with them
+        copied: bool = False,
+        # The buffers lie in the memory of the graphs, and the step zeroes them first
+        in_pool: bool = False,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.others = list(others)
+        self.copied = copied
+        self.in_pool = in_pool
+        self._has_lent = False
+        self._use(buffers)
+
+    def _use(self, buffers: Sequence[Tensor]) -> None:
+        self.buffers = list(buffers)
+        strided = (local(b) for b in self.buffers if b.layout is torch.strided)
+        self._are_whole = all(local(b) is b for b in self.buffers)
+        self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
+
+    def lend(self) -> None:
+        """Let the next capture use the memory of the buffers, which every replay writes anew."""
+        if not (self.in_pool and self._are_whole) or self._has_lent:
+            return
+        before = self.buffers
+        if not all(b.is_cuda and b.layout is torch.strided for b in before):
+            return
+        self._use(without_ownership(before))
+        for parameter, old, new in zip(self.parameters, before, self.buffers, strict=True):
+            if parameter.grad is old:
+                parameter.grad = new
+        self._has_lent = True
+
+    def leave(self) -> None:
+        """Give ``.grad`` memory of its own, where it is in memory that is released by now."""
+        if not self._has_lent:
+            return
+        pairs = zip(self.parameters, self.buffers, strict=True)
+        found = [(p, buffer) for p, buffer in pairs if p.grad is buffer]
+        try:
+            for parameter, buffer in found:
+                parameter.grad = buffer.clone()
+        except torch.OutOfMemoryError:  # the next step zeroes them in any case
+            for parameter, _ in found:
+                parameter.grad = None
+
+    def forget_old(self) -> None:
+        """Let go of the gradients of the step before, which this one zeroes first."""
+        for parameter in self.parameters if self.in_pool else ():
+            parameter.grad = None
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """While an eager step runs, move its gradients to the buffers: they take no more memory."""
+
+        def move(buffer: Tensor, parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.requires_grad:
+                return
+            if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
+                parameter.grad = buffer.copy_(gradient)
+
+        pairs = zip(self.parameters, self.buffers, strict=True) if self.in_pool else ()
+        with contextlib.ExitStack() as hooks:
+            for parameter, buffer in pairs:
+                hook = parameter.register_post_accumulate_grad_hook(partial(move, buffer))
+                hooks.callback(hook.remove)
+            yield
+
+    def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
+        """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
+        if self.copied:
+            self._copy_out(zeroed)
+        elif not (attached or self.are_attached()):
+            self._attach(self.buffers)
+        if zeroed:  # parameters that got none have none
+            for parameter in self.others:
+                parameter.grad = None
+
+    def _attach(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _copy_out(self, zeroed: bool) -> None:
+        """As autograd: new gradients, or in place what is added to the old ones."""
+        now = [None if zeroed else p.grad for p in self.parameters]
+        targets = [gradient for gradient in now if gradient is not None]
+        sources = [b for g, b in zip(now, self.buffers, strict=True) if g is not None]
+        missing = [b for g, b in zip(now, self.buffers, strict=True) if g is None]
+        clone = clone_all if self._are_whole else partial(map, Tensor.clone)
+        new = iter(clone(missing))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
+        self._attach([next(new) if g is None else g for g in now])
+
+    def uses(self, *, attached: bool) -> list[int]:
+        """How many use each gradient, by itself or by other tensors over its memory.
+
+        Where ``.grad`` is a gradient, that counts for one, or for none in older versions of torch.
+        So it is always counted while it is.
+        """
+        before = [] if attached else self._others_attached()
+        if before:
+            self._attach(self.buffers)
+        found = [*map(getrefcount, self.buffers), *self._memory_uses()]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        return found
+
+    def _others_attached(self) -> list[tuple[Parameter, Tensor | None]]:
+        """Parameters whose ``.grad`` is not their buffer, and what it is; no use of any buffer."""
+        pairs = zip(self.parameters, self.buffers, strict=True)
+        return [(p, p.grad) for p, buffer in pairs if p.grad is not buffer]
+
+    def adopt(self) -> None:
+        """Bring the gradients that there are into the buffers, None as zero, and attach them."""
+        if self.are_attached():
+            return
+        missing, sources, targets = [], [], []
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            gradient = parameter.grad
+            if gradient is buffer:
+                continue
+            if gradient is None:
+                missing.append(buffer)
+            else:
+                sources.append(gradient)
+                targets.append(buffer)
+            if not self.copied:
+                parameter.grad = buffer
+        if not self._are_whole:
+            missing, sources, targets = (list(map(local, t)) for t in (missing, sources, targets))
+        with torch.no_grad():
+            if missing:
+                torch._foreach_zero_(missing)
+            if sources:
+                torch._foreach_copy_(targets, sources)
+
+    def are_attached(self) -> bool:
+        """Whether ``.grad`` is the buffers."""
+        return all(map(is_, map(_gradient, self.parameters), self.buffers))
+
+    def complete(self) -> bool:
+        """Whether the same parameters have gradients as in the capture, whatever hooks did."""
+        return all(p.grad is not None for p in self.parameters) and all(
+            p.grad is None for p in self.others
+        )
+
+
+class KeptGradients:
+    """Notices gradients that somebody keeps past their step: the next replay would overwrite them.
+
+    In eager training each step makes new ones.
+    """
+
+    def __init__(self) -> None:
+        self.are_copied = False  # somebody has kept some: from now on gradients are copies
+        # The gradients that ``.grad`` was when they were looked at last, if it was
+        self.attached: AttachedGradients | None = None
+        self._shown: AttachedGradients | None = None
+        self._uses: list[int] = []
+
+    def show(self, gradients: AttachedGradients | None) -> None:
+        """Note what ``.grad`` is from now on, before anybody sees it; None: nothing of a graph."""
+        if gradients is None and self._shown is not None:
+            self._shown.leave()
+        if gradients is not self._shown:
+            self._shown = None if gradients is None or gradients.copied else gradients
+            self.count()
+
+    def count(self) -> None:
+        """Count anew, since a capture has made users of its own."""
+        shown = self._shown
+        self._uses = shown.uses(attached=shown.are_attached()) if shown is not None else []
+
+    def look(self) -> bool:
+        """Whether somebody keeps what was shown last; to be asked ahead of a replay."""
+        shown, self.attached = self._shown, None
+        if shown is None:
+            return False
+        if shown.are_attached():
+            self.attached = shown
+        now = shown.uses(attached=self.attached is shown)
+        if now == self._uses:
+            return False
+        found = any(map(gt, now, self._uses))
+        self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
+        return found
+
+
+class PersistentGradients:
+    """Gradient buffers outside of every pool, for gradients that outlive a replay.
+
+    Inside a pool, the memory of a gradient is that of an activation which the backward pass has
+    freed and the next forward writes. Steps that accumulate need the gradients of earlier ones, so
+    theirs live here, shared by all graphs.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Parameter, Tensor] = {}
+
+    def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """The buffers of these parameters, made (outside of a capture) where they are missing."""
+        for parameter in parameters:
+            if parameter not in self._buffers:
+                self._buffers[parameter] = empty_gradient(parameter).zero_()
+        return [self._buffers[parameter] for parameter in parameters]
+
+    def clear(self) -> None:
+        """Let go of all buffers: no graph writes them any more."""
+        self._buffers.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientUse:
+    """What becomes of the gradients of a step that is captured."""
+
+    keeps: bool  # they outlive the step
+    adds: bool  # they are added to those of earlier steps
+    holds: bool  # the optimizer step is captured, and reads gradients of earlier steps too
+    copied: bool  # somebody keeps them
+    # The backward pass reduces them over ranks, those of earlier steps with them
+    reduced: bool
+
+
+@dataclass(slots=True)
+class _Target:
+    """Where the gradient of one parameter goes."""
+
+    parameter: Parameter
+    inside: bool  # the optimizer has the parameter
+    buffer: Tensor | None  # outlives a replay; None where no step needs that
+    adds: bool  # the gradient is added to what is in the buffer
+    grows: bool  # autograd itself adds to the buffer, where what is there must be reduced as well
+    held: bool  # the buffer is read, whether it gets a gradient or not
+
+
+class GradientTargets:
+    """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
+
+    Nobody zeroes the gradients of a parameter that the optimizer does not have: they add up.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trainable: Sequence[Parameter],
+        persistent: PersistentGradients,
+        use: GradientUse,
+    ) -> None:
+        self._use = use
+        self._targets = []
+        optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        self.parameters = list({**optimized, **dict.fromkeys(trainable)})
+        for p in self.parameters:
+            inside, known = p in optimized, p.grad is not None
+            outlives = p.requires_grad and (use.keeps or not inside)
+            buffer = persistent.of([p])[0] if outlives else None
+            adds = use.adds or not inside
+            grows = use.reduced and adds and known
+            held = use.holds and inside and known
+            self._targets.append(_Target(p, inside, buffer, adds and not grows, grows, held))
+
+    def begin(self) -> None:
+        """Let ``.grad`` be what a backward pass of the capture adds to."""
+        for target in self._targets:
+            if target.grows:
+                target.parameter.grad = target.buffer
+
+    def keep(self) -> None:
+        """Write or add fresh gradients to their buffers; a part of the captured step."""
+        written: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for target in self._targets:
+            gradient, buffer = target.parameter.grad, target.buffer
+            if buffer is None:
+                continue
+            if gradient is not None and gradient is not buffer:
+                targets, fresh = added if target.adds else written
+                targets.append(local(buffer))
+                fresh.append(local(gradient))
+            if gradient is not None or target.held:
+                target.parameter.grad = buffer
+        with torch.no_grad():
+            if written[0]:
+                torch._foreach_copy_(*written)
+            if added[0]:
+                torch._foreach_add_(*added)
+
+    def attached(self) -> tuple[AttachedGradients, AttachedGradients]:
+        """The gradients as they are now: of the optimizer's parameters, and of the others."""
+        return self._attached(True), self._attached(False)
+
+    def _attached(self, inside: bool) -> AttachedGradients:
+        mine = [target.parameter for target in self._targets if target.inside is inside]
+        used = [(p, p.grad) for p in mine if p.grad is not None]
+        return AttachedGradients(
+            [p for p, _ in used],
+            [g for _, g in used],
+            [p for p in mine if p.grad is None],
+            copied=self._use.copied and inside,
+            in_pool=inside and not (self._use.keeps or self._use.reduced),
+        )

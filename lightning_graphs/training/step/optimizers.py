@@ -1,0 +1,303 @@
+"""An optimizer whose step can be captured, with live hyper-parameters and neutral checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_graphs.core.autograd.gradients import is_dense
+from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.torch import count_for_schedulers, has_step_hooks
+from lightning_graphs.training.costs.memory import gather
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with one kernel for all parameters that takes its learning rate from the device, on
+CUDA and on the CPU."""
+
+
+def capture_obstacle(
+    module: nn.Module, optimizer: Optimizer, device_type: str, *, scaled: bool
+) -> str | None:
+    """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
+    name = type(optimizer).__name__
+    own = getattr(torch.optim, name, None) is type(optimizer)
+    if has_step_hooks(optimizer):
+        return f"{name} has step hooks, which a replay would not call"
+    if not own and not ("capturable" in optimizer.defaults and _steps_as_torch(optimizer)):
+        return f"{name} is not one of torch.optim and does not say that it is capturable"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} was made with differentiable=True"
+    if (sparse := _sparse_embedding(module)) is not None:
+        return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
+        return "parameters are float64, and a captured learning rate has 32 bits"
+    if _fusable(optimizer):
+        return None
+    if _is_sharded(optimizer):
+        return f"over DTensors only a fused step can be captured, and {name} here has none"
+    if scaled:
+        return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
+    if device_type == "cpu":
+        return f"torch has no fused {name} on the CPU, and others read their step on the host"
+    if "capturable" not in optimizer.defaults:
+        return f"{name} has neither capturable=True nor a fused kernel"
+    return None
+
+
+def _steps_as_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+def _sparse_embedding(module: nn.Module) -> str | None:
+    """The name of a layer whose gradients are sparse; None if there is none."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    layers = ((name, m) for name, m in module.named_modules() if isinstance(m, kinds) and m.sparse)
+    return next((name for name, layer in layers if layer.weight.requires_grad), None)
+
+
+def _fusable(optimizer: Optimizer) -> bool:
+    """Whether the fused kernel exists and the user has not asked for another implementation.
+
+    It takes the elements of a parameter to fill their memory.
+    """
+    if not isinstance(optimizer, _FUSED):
+        return False
+    if isinstance(optimizer, torch.optim.SGD) and _is_sharded(optimizer):
+        return False
+    return all(
+        group.get("fused") is not False
+        and not group.get("foreach")
+        and all(p.is_floating_point() for p in group["params"])
+        and (group.get("fused") or all(map(is_dense, group["params"])))
+        for group in optimizer.param_groups
+    )
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Whether its parameters are DTensors: torch has no fused SGD over them.
+
+    Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
+    """
+    return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
+
+
+class CapturableOptimizer:
+    """Keeps an optimizer capturable for the time of a fit, while it looks as it came.
+
+    Capturable means: ``step`` counters on the device and, where torch has one, the fused kernel.
+    The flags that ask for these are in ``param_groups`` only while ``optimizer.step`` computes, in
+    a capture or eagerly: hooks, schedulers, checkpoints and its closure find the user's own.
+    Learning rates stay Python floats there; during a capture they are device tensors, which
+    :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group (betas,
+    momentum, weight decay) are frozen by a capture, and conditions of it.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self._device = device
+        self._fused = _fusable(optimizer)
+        # It runs its fused kernel, and would run another by itself
+        self.runs_other_kernel = self._fused and not all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        # It has its state. A gradient scaler may skip the first steps of a fit.
+        self.has_stepped = bool(optimizer.state)
+        self._is_restored = False
+        self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
+        vars(optimizer)["step"] = self._stand_in(optimizer.step)
+        self._groups = optimizer.param_groups
+        self._state = optimizer.state
+        self._epoch = -1
+        self._lists = [group["params"] for group in self._groups]
+        self._lengths = list(map(len, self._lists))
+        self._members = list(chain.from_iterable(self._lists))
+        self._entries: list[tuple[Any, str, Any]] | None = None
+        self._witnesses: list[tuple[Any, dict[str, Any], list[Any]]] = []
+        self._count = 0
+        self._move_steps(to_host=False)
+        # The kernels on the CPU read a double, those on the GPU a float.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
+        self._filled: list[float] = [float("nan")] * len(self._groups)
+        self._frozen = [
+            (group, key)
+            for group in self._groups
+            for key, value in group.items()
+            if key not in _LIVE and not isinstance(value, Tensor)
+        ]
+
+    def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``optimizer.step``, with the flags set after its closure and taken back at its end."""
+
+        @wraps(step)
+        def stand_in(closure: Callable[[], Any] | None = None) -> Any:
+            if self._is_restored:  # in the middle of a step, which somebody takes once more
+                return step(closure)
+            returned = None
+            if closure is not None:
+                with torch.enable_grad():
+                    returned = closure()
+            with self._flags_exchanged():
+                step()
+            self.has_stepped = True
+            return returned
+
+        count_for_schedulers(self.optimizer, stand_in)
+        return stand_in
+
+    @contextlib.contextmanager
+    def _flags_exchanged(self) -> Iterator[None]:
+        groups = self.optimizer.param_groups
+        given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
+        if self.optimizer.state is not self._state:  # loaded: its counters may be on the host
+            self._move_steps(to_host=False)
+        for group in groups:
+            if "capturable" in group and self._device.type == "cuda":
+                group["capturable"] = True
+            if self._fused and "fused" in group:
+                group["fused"], group["foreach"] = True, False
+        try:
+            yield
+        finally:
+            for group, flags in zip(groups, given, strict=True):
+                group.update(flags)
+
+    def replaced(self, epoch: int) -> bool:
+        """Whether ``load_state_dict``, ``add_param_group`` or a hand put other state in its place.
+
+        Those who put other tensors there do so for a whole group: in the middle of an epoch, one
+        parameter of each stands for the others.
+        """
+        optimizer = self.optimizer
+        if (
+            optimizer.param_groups is not self._groups
+            or optimizer.state is not self._state
+            or len(self._groups) != len(self._rates)
+        ):
+            return True
+        if epoch == self._epoch and self._seems_untouched():
+            return False
+        self._epoch = epoch
+        members = list(chain.from_iterable([group["params"] for group in self._groups]))
+        same = len(members) == len(self._members) and all(map(is_, members, self._members))
+        return not same or self._state_was_replaced()
+
+    def _seems_untouched(self) -> bool:
+        for parameter, state, values in self._witnesses:
+            now = self._state.get(parameter)
+            if now is not state or not all(map(is_, state.values(), values)):
+                return False
+        lists = map(itemgetter("params"), self._groups)
+        return (
+            all(map(is_, lists, self._lists))
+            and list(map(len, self._lists)) == self._lengths
+            and (self._entries is None or len(self._state) == self._count)
+        )
+
+    def gather_state(self) -> None:
+        """Move the state together in memory; to be called before the first capture."""
+        if self._device.type == "cuda":
+            gather(local(value) for value in self._state_now() if isinstance(value, Tensor))
+
+    def remember_state(self) -> None:
+        """From now on other tensors in the place of these are a replacement; at every capture."""
+        self._count = len(self._state)
+        self._entries = [
+            (p, k, value) for p, own in self._state.items() for k, value in own.items()
+        ]
+        firsts = (next(filter(self._state.__contains__, params), None) for params in self._lists)
+        states = ((p, self._state[p]) for p in firsts if p is not None)
+        self._witnesses = [(p, state, list(state.values())) for p, state in states]
+
+    def _state_was_replaced(self) -> bool:
+        if self._entries is None:
+            return False
+        for parameter, key, value in self._entries:
+            if self._state.get(parameter, {}).get(key) is not value:
+                return True
+        self.remember_state()  # a parameter that was unfrozen has made its own
+        return False
+
+    def _state_now(self) -> list[Any]:
+        return list(chain.from_iterable([state.values() for state in self._state.values()]))
+
+    def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
+        """Name and value of everything in the groups that a capture freezes."""
+        values = [(key, group[key]) for group, key in self._frozen]
+        return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
+
+    def refresh(self) -> None:
+        """Bring the learning rates up to date; no work while they stand still."""
+        moved = []
+        for i, group in enumerate(self._groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):  # a scheduler fills it in place
+                self._rates[i].copy_(rate)
+            elif rate != self._filled[i]:
+                self._filled[i] = rate
+                moved.append(i)
+        if len(moved) == 1:
+            self._rates[moved[0]].fill_(self._filled[moved[0]])
+        elif moved:  # two launches for all: numbers travel as arguments of the kernel
+            rates = [self._rates[i] for i in moved]
+            torch._foreach_zero_(rates)
+            torch._foreach_add_(rates, [self._filled[i] for i in moved])
+
+    def live_rates(self) -> list[Tensor]:
+        """The learning rates on the device, a group each: for a capture to read."""
+        self.refresh()
+        return self._rates
+
+    def _move_steps(self, *, to_host: bool) -> None:
+        """Bring the ``step`` counters to the device, or where the optimizer itself keeps them."""
+        if self._device.type != "cuda":
+            return
+        for group in self.optimizer.param_groups:
+            if to_host and not self._counts_on_host(group):
+                continue
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if isinstance(step := state.get("step"), Tensor):
+                    state["step"] = step.to("cpu" if to_host else self._device)
+
+    def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state in the form that it would have without the callback."""
+        on_host = {
+            index
+            for group in state_dict["param_groups"]
+            if self._counts_on_host(group)
+            for index in group["params"]
+        }
+        state = {
+            index: {**entries, "step": entries["step"].cpu()}
+            if index in on_host and isinstance(entries.get("step"), Tensor)
+            else entries
+            for index, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def restore(self) -> None:
+        """Give the optimizer back as it came."""
+        self._is_restored = True
+        vars(self.optimizer).pop("step", None)
+        if self._own_step is not None:
+            vars(self.optimizer)["step"] = self._own_step
+        self._move_steps(to_host=True)
+
+    def _counts_on_host(self, group: Mapping[str, Any]) -> bool:
+        """Whether the optimizer itself keeps the ``step`` counters of a group on the CPU."""
+        on_device = group.get("capturable") or group.get("fused")
+        return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
+
+
+_LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
+_FLAGS = ("capturable", "fused", "foreach")

@@ -1,0 +1,179 @@
+"""Captured steps: their graphs, what replays do beside them, and which one is for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.cache import PlanCache, Worth
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.core.graphed import Stores, set_again
+from lightning_graphs.core.host.half import HostHalf
+from lightning_graphs.training.guards.conditions import Conditions, Phase
+from lightning_graphs.training.host.live_numbers import NumberOnDevice
+from lightning_graphs.training.host.logs import LogRecorder
+from lightning_graphs.training.host.stored import CapturedStores
+from lightning_graphs.training.step.gradients import AttachedGradients
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A captured step."""
+
+    call: CallPlan  # checks a batch against the signature and takes its tensors out
+    inputs: StaticInputs  # the static batch
+    outputs: OutputPlan  # what ``training_step`` returned
+    logs: LogRecorder  # its calls of ``self.log`` and of metrics
+    # What ``.grad`` is after the backward pass, of the optimizer's parameters
+    gradients: AttachedGradients
+    outside: AttachedGradients  # the same, of parameters that the optimizer does not have
+    phase: Phase  # which part of an accumulation window it is
+    forward: CUDAGraph  # replayed in place of ``training_step``
+    # Replayed in place of the backward pass; None if it is part of ``forward``
+    backward: CUDAGraph | None = None
+    # Replayed ahead of the hooks before the optimizer step; None if nothing is unscaled there
+    unscale: CUDAGraph | None = None
+    # Replayed in place of clipping and optimizer step; None if an earlier one does it
+    step: CUDAGraph | None = None
+    steps: bool = False  # whether the optimizer step is captured at all
+    # All of its graphs, in the order of their capture
+    graphs: list[CUDAGraph] = field(default_factory=list)
+    adds: bool = False  # whether its gradients are added to those of earlier steps
+    # What it writes beside parameters and buffers, by name
+    written: dict[str, Tensor] = field(default_factory=dict)
+    # Attributes that each of its graphs sets, by the graph's name in a capture
+    stores: dict[str, Stores] = field(default_factory=dict)
+    # What it finds in places where it stores something, and leaves there; or None
+    places: CapturedStores | None = None
+    uses: int = 0  # how often it was replayed
+    unverified: bool = False  # it is yet to be compared with the eager step
+    # What the gradient scaler knows between ``unscale`` and ``step``
+    scaling: dict[str, Any] = field(default_factory=dict)
+    host: HostHalf | None = None  # what its code computes on the host; None if that is nothing
+    number: int = 0  # the same on all ranks
+    # Numbers of the trainer that its graphs read, to be refreshed before every replay
+    numbers: Sequence[NumberOnDevice] = ()
+
+    def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
+        """Compute on the host what the coming replay needs; whether it goes the captured way."""
+        return self.host is None or self.host.run(batch)
+
+    def fill(self, batch: Sequence[Tensor]) -> None:
+        """Copy the tensors of a batch in, and what steps before have stored."""
+        self.inputs.copy_in(batch)
+        if self.places is not None:
+            self.places.take()
+
+    @property
+    def told(self) -> tuple[Hashable, ...]:
+        """What it depends on beside batch and conditions."""
+        places = () if self.places is None else (self.places.signature,)
+        return (*places, *(() if self.host is None else (self.host.read,)))
+
+    @property
+    def loose(self) -> dict[str, Tensor]:
+        """What it writes beside parameters and buffers now, by name."""
+        return self.written if self.places is None else {**self.written, **self.places.written}
+
+    def rewind_host(self) -> None:
+        """Let the generators of the host be where they were before: there is no replay."""
+        if self.host is not None:
+            self.host.restore()
+
+    def store(self, graph: str) -> None:
+        """Set the attributes that the code in one of its graphs sets."""
+        if graph in self.stores:
+            set_again(self.stores[graph])
+
+    def hand_out(self, *, copies: bool = True) -> Any:
+        """After a replay of ``forward``: set attributes, log, and return what the step returns."""
+        self.store("forward")
+        self.logs.reissue()
+        if self.places is not None:
+            self.places.store()
+        return self.outputs.hand_out() if copies else self.outputs.give_away()
+
+    def adopt(self) -> None:
+        """Bring in the gradients of earlier steps to which this one adds its own."""
+        if self.adds:
+            self.gradients.adopt()
+        self.outside.adopt()
+
+    def attach(self, *, attached: bool = False) -> None:
+        """Make ``.grad`` of every parameter what it is after the backward pass."""
+        self.gradients.attach(zeroed=not self.adds, attached=attached)
+        self.outside.attach()
+
+
+class StepPlans(PlanCache[Signature, StepPlan]):
+    """A cache that is asked with batches."""
+
+    def __init__(
+        self,
+        worth: Worth,
+        release: Callable[[StepPlan], None],
+        capacity: int | None,
+        # Tells what the host has of the tensors of a batch
+        copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
+    ) -> None:
+        super().__init__(
+            worth, attrgetter("uses"), release, capacity=capacity, shape=_without_values
+        )
+        self._copies = copies
+        self.last: StepPlan | None = None  # the plan that was found last
+
+    def find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
+        """The plan for a batch, which is copied in; None if there is none."""
+        last = self.last
+        if last is not None and self._fill(last, batch, conditions):
+            return last
+        for plan in self.plans():
+            if plan is not last and self._fill(plan, batch, conditions):
+                self.last = self.get(plan.call.signature)
+                return plan
+        return None
+
+    def _fill(self, plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
+        """Copy the batch in, if it and the fit are what the plan was captured from."""
+        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
+        if not captured.holds(conditions):
+            return False
+        tensors = plan.call.match((batch,), {})
+        if tensors is None:
+            return False
+        if plan.places is not None and not plan.places.take():
+            return False
+        if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
+            return False
+        plan.inputs.copy_in(tensors)
+        return True
+
+    def add(self, key: Signature, plan: StepPlan) -> None:
+        """Keep a captured plan; see :meth:`PlanCache.add`."""
+        super().add(key, plan)
+        self.last = plan
+
+    def drop_all(self) -> None:
+        """Release every plan; how often each step was seen stays known."""
+        for key in self.keys():
+            self.drop(key)
+
+    def drop(self, key: Signature) -> None:
+        """Release one plan."""
+        self.last = None
+        super().drop(key)
+
+
+def _without_values(signature: Signature) -> Hashable:
+    """What of a signature comes back where the values that a step reads move on."""
+    conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
+    return replace(signature, extra=(conditions.phase, conditions.gradients))

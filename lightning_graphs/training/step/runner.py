@@ -1,0 +1,438 @@
+"""A step's way through the house: eager, captured or replayed, decided for every batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.core.arguments.call_plan import CallPlan
+from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.costs.investment import Moves
+from lightning_graphs.training.costs.memory import MemoryKept, NoRoomError
+from lightning_graphs.training.fit import Fit, Learned
+from lightning_graphs.training.guards.conditions import Conditions
+from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.own_batch import BatchValueRead, BatchValues
+from lightning_graphs.training.guards.watch import FitWatch
+from lightning_graphs.training.lightning_private import (
+    announce_optimizer_step,
+    call_gradient_hooks,
+    is_lightnings_closure,
+    skips_backward,
+    takes_no_closure,
+)
+from lightning_graphs.training.notices import Notices
+from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
+from lightning_graphs.training.statistics import capture_cost, in_words
+from lightning_graphs.training.step.body import StepBody, scaler_of
+from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
+from lightning_graphs.training.step.gradients import KEPT_LATE
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.training.step.plan import StepPlan, StepPlans
+from lightning_graphs.training.step.transfer import copies_on_host
+from lightning_graphs.training.verify.agreement import Agreement
+from lightning_graphs.training.verify.verification import Verification
+
+_WRAPPED = (
+    "the optimizer step runs eagerly: optimizer_step hands a closure of its own to the optimizer, "
+    "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
+    "in a captured step"
+)
+
+
+class StepRunner:
+    """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit."""
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+        self._retry = fit.retry
+        self._progress = fit.progress
+        self._trainer = fit.trainer
+        self._module = fit.module
+        self._calls = fit.retry.calls
+        self._pool = fit.pool
+        self._statistics = fit.statistics
+        self._ranks = fit.ranks
+        self._investment = fit.investment
+        options = fit.options
+        self._agreement = Agreement(fit.module, options, fit.retry.budget, fit.ranks)
+        copies = partial(copies_on_host, fit.trainer)
+        self._cache = StepPlans(fit.investment, self._release, options.max_graphs, copies)
+        self._notices = Notices(options, fit.statistics)
+        self._captures_unseen = True
+        self._moved = ""
+        self._warmup_left = options.warmup_steps
+        self._learned = Learned(fit.module, self._forget_plans)
+        self._kept = self._learned.kept
+        self._values = BatchValues()
+        self._active: StepPlan | None = None
+        self._stepping = False
+        # After a refusal no graph of a step is left; or attributes move on too often
+        self._failing = self.has_failed = False
+        self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
+        # What keeps the optimizer capturable; None if it cannot be captured
+        self.capturable: CapturableOptimizer | None = None
+        self._moves = Moves(fit.trainer)
+        self._optimizer: Optimizer = fit.trainer.optimizers[0]
+        self._obstacle: str | None = None
+        self._bind()
+
+    def _bind(self) -> None:
+        """Look at the optimizer, parameters and modules as they are now."""
+        if self._trainer.optimizers[0] is not self._optimizer:
+            self._optimizer, self._obstacle = self._trainer.optimizers[0], None
+        self._observers = Observers.of(self._trainer, self._module)
+        device_type = self._pool.backend.device_type
+        # Once eager it stays so: it may be in the middle of its own step.
+        obstacle = self._obstacle = self._obstacle or capture_obstacle(
+            self._module,
+            self._optimizer,
+            device_type,
+            scaled=scaler_of(self._trainer.precision_plugin) is not None,
+        )
+        self.capturable = None
+        if obstacle is None:
+            self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
+            if self.capturable.runs_other_kernel:
+                self._statistics.runs_fused(type(self._optimizer).__name__)
+        obstacle = obstacle or self._moves.obstacle
+        if obstacle:
+            self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
+        self._in_graph = None if obstacle else self.capturable
+        own, observers = self._retry.own, self._observers
+        body = StepBody(
+            self._trainer, self._module, own, self._optimizer, self._in_graph, observers
+        )
+        self._capture = StepCapture(self._fit, body, self._learned)
+        self._verification = Verification(
+            self._agreement, body, self._in_graph, self._ranks, self._learned.places
+        )
+        self._watch = FitWatch(self._module, body, self._learned)
+
+    def _forget_plans(self) -> None:
+        """Drop every graph, and not how often steps were seen: none copies in from a new place."""
+        self._cache.drop_all()
+        self._watch.look_again()
+
+    def _release(self, plan: StepPlan) -> None:
+        self._kept.show(None)
+        self._statistics.released(plan.forward)
+        if plan is self._active:  # the rest of its step is still to come: the pool keeps it
+            return
+        self._release_graphs(plan)
+
+    def _release_graphs(self, plan: StepPlan | None) -> None:
+        for graph in () if plan is None else plan.graphs:
+            self._pool.release(graph)
+
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
+        return "graphs" if len(self._cache) else ""
+
+    def close(self) -> None:
+        """Release every graph and give the optimizer back as it came; may be called again."""
+        self._active = None
+        self._cache.clear()
+        self._kept.show(None)
+        self._capture.persistent.clear()
+        vars(self._optimizer).pop("zero_grad", None)
+        if self.capturable is not None:
+            self.capturable.restore()
+            self.capturable = None
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
+        if optimizer is not self._optimizer:
+            if optimizer is not self._trainer.optimizers[0]:
+                return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+            self._rebind(self._watch.reason_to_rebind() or "")  # ahead of its step, not within it
+        # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
+        own = is_lightnings_closure(closure)
+        if not own and not takes_no_closure(closure) and self._in_graph is not None:
+            self._statistics.note(_WRAPPED)
+        self._stepping = own
+        try:
+            if self.capturable is None or not own:
+                return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+            result = closure()
+        finally:
+            self._stepping = False
+            plan, self._active = self._active, None
+        if plan is None or not plan.steps:
+            return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+        if self._observers.before_step:
+            if plan.unscale is not None:
+                if not plan.gradients.complete():
+                    return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+                plan.gradients.adopt()
+                plan.unscale.replay()
+                plan.gradients.attach()  # copies follow in place
+            call_gradient_hooks(self._trainer, self._module, optimizer)
+            self._step_after_hooks(plan)
+        else:
+            announce_optimizer_step(self._trainer, self._module, optimizer)
+        return result
+
+    def _step_after_hooks(self, plan: StepPlan) -> None:
+        """Replay the optimizer step on the gradients that the hooks left."""
+        assert self._in_graph is not None
+        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
+        moved = self._in_graph.hyper_parameters() != captured.hyper_parameters
+        replaced = self._in_graph.replaced(self._trainer.current_epoch)
+        if moved or replaced or not plan.gradients.complete():
+            self._capture.update_eagerly(plan)
+            return
+        plan.gradients.adopt()
+        self._in_graph.refresh()
+        assert plan.step is not None
+        plan.step.replay()
+        if plan.scaling:  # a fused step unscales by itself what nobody has unscaled before it
+            plan.gradients.attach()
+        plan.store("step")
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the hooks of a backward pass; replay it where it is a graph of its own."""
+        plan = self._active
+        if plan is None:
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        vars(self._optimizer).pop("zero_grad", None)
+        plugin = self._trainer.precision_plugin
+        if self._observers.before_backward:  # they see the loss as the plugin has scaled it
+            closure_loss = plugin.pre_backward(closure_loss, self._module)
+        else:  # the base class only calls the hooks; the scale may have moved on in the graph
+            Precision.pre_backward(plugin, closure_loss, self._module)
+        if plan.backward is not None:
+            if self._kept.look():
+                self._statistics.note(KEPT_LATE)
+            plan.adopt()
+            plan.backward.replay()
+            plan.store("backward")
+        # Where the backward pass is no graph of its own, nobody can have changed it since.
+        plan.attach(attached=plan.backward is None and self._kept.attached is plan.gradients)
+        self._kept.show(plan.gradients)
+        closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
+        if not self._stepping:
+            self._active = None
+        return closure_loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Decide for this batch, and run, capture or replay it."""
+        plan = self._plan_for(args, kwargs)
+        self._active = plan
+        if plan is None:
+            return self._eager(args, kwargs)
+        return self._replay(plan)
+
+    # ------------------------------------------------------------------ the three phases
+
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
+        is_outside = bool(kwargs) or skips_backward(self._trainer) or self._investment.is_over
+        ranks = self._ranks
+        if is_outside or self._warmup_left > 0 or not (ranks.ready or ranks.are_ready()):
+            if not is_outside:
+                self._look_ahead(args)
+            ranks.settle(EAGER, False)
+            return None
+        if ranks.units is not None and not ranks.units.shard():
+            ranks.leave(NOT_REDUCED)
+        conditions = self._conditions()
+        plan = self._cache.find(args[0], conditions)
+        if plan is not None:
+            choice, wish = plan.number, plan.unverified and self._investment.affords_verification
+        else:
+            choice, wish = CAPTURE if self._is_due(args, conditions) else EAGER, False
+        choice, verify = GIVE_UP if self._failing else choice, wish
+        if not ranks.are_one:
+            choice, verify = ranks.settle(choice, wish)
+        self.has_failed |= choice == GIVE_UP
+        if plan is not None and choice <= CAPTURE:
+            plan.rewind_host()
+        if choice == CAPTURE:
+            if plan is not None:  # another rank has lost it
+                self._cache.drop(plan.call.signature)
+            return self._captured(args, conditions)
+        if choice <= EAGER or plan is None:
+            return None
+        again = self._agreement.every and self._agreement.is_due
+        return self._verified(plan, args) if verify or again else plan
+
+    def _look_ahead(self, args: tuple[Any, ...]) -> None:
+        """Count a batch of the warm-up, so that the first capture knows what comes back."""
+        with contextlib.suppress(CaptureError):
+            conditions = self._watch.conditions(self._stepping)
+            signature, _ = self._signature_of(args, conditions)
+            if self._investment.measures:
+                self._cache.see(signature)
+
+    def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
+        """Whether the step of this batch is to be captured."""
+        try:
+            signature, _ = self._signature_of(args, conditions)
+        except CaptureError as error:
+            self._refused(None, error)
+            return False
+        if not self._cache.is_due(signature):
+            if not self._cache.is_refused(signature):
+                why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
+                full = self._cache.is_full
+                read = self._values.why
+                self._fails(
+                    self._notices.waiting(signature, why, read, is_new=is_new, at_once=full)
+                )
+            return False
+        # Libraries choose and load their kernels for a shape when it comes for the first time.
+        if self._is_unseen(signature) and (
+            torch.backends.cudnn.benchmark or not self._captures_unseen
+        ):
+            return False
+        return not (conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped)
+
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: Conditions
+    ) -> tuple[Signature, list[Tensor]]:
+        refuse_iterator(args[0])
+        modes = Modes.current(self._pool.backend.device_type)
+        extra = (conditions, *self._learned.places.signature())
+        return self._values.signature(args[0], modes, extra)
+
+    def _is_unseen(self, signature: Signature) -> bool:
+        return self._investment.measures and self._cache.is_new(signature)
+
+    def _captured(self, args: tuple[Any, ...], conditions: Conditions) -> StepPlan | None:
+        """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
+        signature, tensors = self._signature_of(args, conditions)
+
+        def capture() -> StepPlan | None:
+            self._retry.before_capture(args)
+            for plan in self._cache.plans():
+                plan.gradients.lend()
+            self._kept.count()
+            if self._in_graph is not None and not len(self._cache):
+                self._in_graph.gather_state()
+            return self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
+
+        try:
+            with self._investment.paying(), capture_cost(self._pool.backend) as cost:
+                plan = self._ranks.together(capture, self._release_graphs)
+        except GraphError as error:
+            if isinstance(error, BatchValueRead):
+                self._values.read(error)
+            elif self._is_unseen(signature):
+                self._captures_unseen = False
+            else:
+                self._refused(signature, error)
+            return None
+        if plan is None:
+            return None
+        conditions = replace(conditions, attributes=self._watch.attributes())
+        signature = replace(signature, extra=(conditions, *plan.told))
+        plan.call = CallPlan(signature, check_modes=True)
+        plan.number = self._ranks.new_number()
+        self._notices.captured(signature)
+        self._statistics.captured(in_words(signature), plan.graphs, cost)
+        self._cache.add(signature, plan)
+        self._kept.count()
+        plan.fill(tensors)
+        plan.unverified = self._agreement.is_on
+        plan.run_host(partial(copies_on_host, self._trainer, tensors))
+        affords = self._ranks.all(self._investment.affords_verification)
+        return self._verified(plan, args) if affords else plan
+
+    def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
+        """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
+        if self._agreement.is_on:
+            plan.unverified = False
+            self._retry.forget_gradients(plan)
+            self._kept.attached = None
+            try:
+                with self._investment.verifying():
+                    self._verification.check(plan, args)
+            except MemoryKept:
+                self._rebind("code of a step keeps tensors that it has computed")
+                return None
+            except GraphError as error:
+                self._refused(plan.call.signature, error)
+                return None
+        return plan
+
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._statistics.eager += 1
+        if self._progress is not None:
+            self._progress.mirrored = frozenset()
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            with self._learned.logged.watching(self._module):
+                return self._calls.training_step(*args, **kwargs)
+        return self._calls.training_step(*args, **kwargs)
+
+    def _replay(self, plan: StepPlan) -> Any:
+        self._statistics.count_replay(plan.forward)
+        plan.uses += 1
+        self._notices.replayed()
+        self._moves.replayed()
+        if self._in_graph is not None:
+            self._in_graph.refresh()
+        for number in plan.numbers:
+            number.refresh()
+        if plan.backward is None:
+            plan.adopt()
+        plan.forward.replay()
+        if self._ranks.ddp is not None:
+            self._ranks.replayed(reduced=plan.phase.stepping)
+        if not self._observers.own_zero_grad:
+            # Lightning zeroes after the forward pass; the graph has done it and written anew.
+            vars(self._optimizer)["zero_grad"] = _nothing
+        return self._retry.handed_out(plan)
+
+    def _conditions(self) -> Conditions:
+        """The conditions of the coming step, and no graph left that they have made wrong."""
+        reason = self._watch.reason_to_rebind() or self._ranks.lost
+        self._moved = reason
+        if reason:
+            self._rebind(reason)
+        conditions = self._watch.conditions(self._stepping)
+        if self._moves.are_too_many(conditions.hyper_parameters):
+            self._rebind()
+            conditions = self._watch.conditions(self._stepping)
+        return conditions
+
+    def _rebind(self, reason: str = "") -> None:
+        """Drop every graph, and look at the fit anew; the reason, where there is one, is said."""
+        if reason:
+            self._notices.rebound(reason)
+        self._ranks.lost = ""
+        self._cache.clear()
+        if self.capturable is not None:
+            self.capturable.restore()
+        self._bind()
+
+    def _refused(self, signature: Signature | None, error: GraphError) -> None:
+        if signature is not None:
+            self._cache.refuse(signature)
+        # What finds no memory as a whole finds none for the arguments of its submodules.
+        is_branch = self._capture.was_in_a_branch()
+        self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))
+        self._notices.refused(error, has_graphs=not self._failing)
+
+    def _fails(self, failing: bool) -> None:
+        """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
+        self._failing |= failing and self._may_give_up
+        self.has_failed |= self._failing and self._ranks.are_one
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for ``optimizer.zero_grad`` while a captured step has zeroed already."""

@@ -1,0 +1,1 @@
+"""Whether replays compute what eager steps compute."""

@@ -1,0 +1,180 @@
+"""Whether replays compute what eager code does: run both ways from one state, and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lightning_graphs.core.arguments.fingerprints import Fingerprint, Fingerprinter
+from lightning_graphs.core.callsite import stacklevel_of_user
+from lightning_graphs.errors import VerificationError
+from lightning_graphs.training.costs.memory import MemoryBudget, first_line, is_out_of_memory
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.ranks import ONE_RANK, Ranks
+from lightning_graphs.training.verify.differences import (
+    NONE,
+    Difference,
+    Result,
+    Tolerance,
+    difference,
+    size,
+)
+
+_RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
+_REMEDY = (
+    "look for Python values that the step reads, that change between steps and that nobody can see "
+    "(a context variable, the state of a library, a file): make them tensors or attributes"
+)
+_ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class BothWays:
+    """A part of a step that can be run eagerly, and as graphs."""
+
+    eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
+    replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
+    restore: Callable[[], None]  # puts the state back from which both start
+    # Holds a copy of that state, and puts it back at its end
+    kept: Callable[[], AbstractContextManager[None]] = nullcontext
+    # How far, as a Euclidean norm, a tensor of the state is from where it started
+    moved: Callable[[Tensor], float] = lambda _: 0.0
+
+
+class Agreement:
+    """Decides which steps are verified, and compares a part of one with its replay.
+
+    The eager run comes first and leaves a fingerprint of every result. Where the bits of a replay
+    from the same state differ, it runs eagerly once or twice more and replays once more, now with
+    copies of what differs, and asks the :class:`~differences.Tolerance`.
+    Afterwards everything is as before. Hooks do not run, logs do not reach Lightning and metrics
+    are not updated. What the step does to the world outside of module, optimizer and generators (a
+    file that it writes) it does once more for each run.
+    """
+
+    def __init__(
+        self,
+        root: LightningModule,
+        options: Options,
+        budget: MemoryBudget,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        self.root = root
+        self.is_on = options.verify != "off"
+        self.every = options.verify if isinstance(options.verify, int) else 0
+        self.budget = budget
+        self._ranks = ranks
+        self._said: set[str] = set()
+        precision = str(root.trainer.precision_plugin.precision)
+        self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether graphs that were verified before are verified again in this step."""
+        return self.every > 0 and self.root.global_step % self.every == 0
+
+    def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
+        """Compare both ways, or say that there was no memory for it."""
+        try:
+            with ways.kept():
+                self._require(ways, tolerance or self._tolerance)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._say(what, first_line(error))
+        finally:
+            if self.root.device.type == "cuda":
+                torch.cuda.empty_cache()  # of the eager run and the copy of the state
+
+    def _require(self, ways: BothWays, tolerance: Tolerance) -> None:
+        prints = Fingerprinter()
+        expected = ways.eager()
+        names = [result.name for result in expected]
+        known = prints.of([result.value for result in expected])
+        del expected
+        ways.restore()
+        found = ways.replayed()
+        self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
+        now = prints.of([result.value for result in found])
+        del found
+        differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
+        if self._ranks.any(bool(differing)):
+            ways.restore()
+            self._require_values(ways, differing, (prints, names, known), tolerance)
+
+    def _require_values(
+        self,
+        ways: BothWays,
+        differing: set[str],
+        first: tuple[Fingerprinter, list[str], list[Fingerprint]],
+        rule: Tolerance,
+    ) -> None:
+        prints, names, known = first
+        again = ways.eager()
+        now = prints.of([result.value for result in again])
+        steady = [r.name for r in again] == names and now == known
+        held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
+        updates = {r.name: ways.moved(r.value) for r in again if r.name in held and r.gradient}
+        gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
+        del again
+        noise: dict[str, Difference] = {}
+        if self._ranks.any(not steady):
+            ways.restore()
+            third = ways.eager()
+            noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
+            del third
+        ways.restore()
+        results = ways.replayed()
+
+        def judge() -> None:
+            unjudged = set()
+            for result in results:
+                eager = held.get(result.name)
+                if eager is None or result.gradient in unjudged:
+                    continue
+                apart = difference(result.value, eager)
+                runs = noise.get(result.name, NONE)
+                if result.gradient in differing:
+                    allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
+                else:
+                    of_all = gradients if result.is_gradient else 0.0
+                    allowed = rule.allowed(eager, runs.norm, of_all)
+                if not apart.norm <= allowed:
+                    raise self._mismatch(result.name, apart, runs)
+                if result.is_gradient and rule.is_rounding(eager, apart):
+                    unjudged.add(result.name)
+
+        self._ranks.together(judge)
+
+    def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
+        ways = (("the eager step", eager, replayed), ("the replay", replayed, eager))
+        for way, names, others in ways:
+            known = set(others)
+            for name in names:
+                if name not in known:
+                    raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
+
+    def _mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
+        observed = (
+            f"{self._where}, {name} differs by up to {apart.largest:.3g}; two eager runs differ "
+            f"by up to {eager.largest:.3g}"
+        )
+        return VerificationError(_RULE, observed, _REMEDY)
+
+    @property
+    def _where(self) -> str:
+        return f"at step {self.root.global_step}"
+
+    def _say(self, line: str, reason: str) -> None:
+        """Warn, once in a fit for each line, that there was no memory for a check."""
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_warn(f"GraphCapture: {line}: {reason}", stacklevel=stacklevel_of_user())

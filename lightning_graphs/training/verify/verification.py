@@ -1,0 +1,164 @@
+"""Captured steps, and captured optimizer steps by themselves, against the eager ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.tree import substitute
+from lightning_graphs.training.ddp import unseen_by_ddp
+from lightning_graphs.training.guards.frozen import rates_exchanged
+from lightning_graphs.training.guards.held_values import Generators
+from lightning_graphs.training.guards.python_state import Attributes
+from lightning_graphs.training.host.logs import LogRecorder
+from lightning_graphs.training.host.places import Places
+from lightning_graphs.training.interception import replaced
+from lightning_graphs.training.ranks import ONE_RANK, Ranks
+from lightning_graphs.training.step.body import StepBody, without_autocast_cache
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
+from lightning_graphs.training.step.plan import StepPlan
+from lightning_graphs.training.step.transfer import copies_on_host
+from lightning_graphs.training.verify.agreement import Agreement, BothWays
+from lightning_graphs.training.verify.differences import Result
+from lightning_graphs.training.verify.state import Restorable, StepState
+
+
+class Verification:
+    """Runs captured steps both ways from one state, and optimizer steps by themselves."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        body: StepBody,
+        capturable: CapturableOptimizer | None,
+        ranks: Ranks = ONE_RANK,
+        places: Places | None = None,
+    ) -> None:
+        self._places = places
+        self._agreement = agreement
+        self._module = agreement.root
+        self._trainer = agreement.root.trainer
+        self._optimizer = body.optimizer
+        self._body = body
+        self._capturable = capturable
+        self._ranks = ranks
+
+    def _state(self, written: dict[str, Tensor], *others: Restorable) -> StepState:
+        parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
+        return StepState(*parts, written, *others, budget=budget)
+
+    def _rates(self) -> Any:
+        """While this is open, rates are on the device: kernels round others otherwise."""
+        rates = None if self._capturable is None else self._capturable.live_rates()
+        return rates_exchanged(self._trainer, self._optimizer, rates)
+
+    # ------------------------------------------------------------------ a whole step
+
+    def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
+        """Verify a plan with the batch that is about to be trained on."""
+        batch, together = self._tensors(plan, args), self._ranks.together
+        plan.rewind_host()
+        for name in plan.stores:  # another step may have set them otherwise
+            plan.store(name)
+        others = () if plan.host is None else (plan.host,)
+        state = self._state(plan.loose, *others)
+        ways = BothWays(
+            partial(together, partial(self._eager, plan, args, state), exchanges=True),
+            partial(together, partial(self._replayed, plan, args, state), exchanges=True),
+            state.restore,
+            partial(state.kept, together),
+            state.moved,
+        )
+        with self._agreement.budget.nothing_kept():
+            try:
+                self._agreement.compare(ways, "a captured step was not verified")
+            finally:
+                plan.fill(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
+
+    def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+        """Run the step eagerly; what it computed, and what it changed, in place."""
+        if not plan.adds:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        recorder = LogRecorder(self._module)
+        own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
+        arguments = (substitute(args[0], own), *args[1:])
+        budget, is_one = self._agreement.budget, self._ranks.are_one
+        memory = budget.memory_of(plan.forward) if is_one else nullcontext()
+        gradients = plan.gradients.taking_over() if is_one else nullcontext()
+        with self._surroundings(plan, recorder), memory, gradients:
+            before = [] if plan.places is None else plan.places.present()
+            output = self._body.run(arguments, plan.phase, recorder)
+            stored = [] if plan.places is None else plan.places.results_of(before)
+        output.finish_capture()
+        return state.results(output.hand_out()) + stored
+
+    def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+        """The same of a replay."""
+        batch = self._tensors(plan, args)
+        plan.fill(batch)
+        plan.run_host(partial(copies_on_host, self._trainer, batch))
+        if self._capturable is not None:
+            self._capturable.refresh()
+        for number in plan.numbers:
+            number.refresh()
+        for graph in plan.graphs:
+            if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
+                plan.adopt()
+            graph.replay()
+        plan.attach()
+        stored = [] if plan.places is None else plan.places.results()
+        return state.results(plan.outputs.hand_out()) + stored
+
+    @contextlib.contextmanager
+    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
+        """What a capture has around it, but for the stand-ins: here every value is real."""
+        assert self._places is not None, "whole steps have places"
+        with contextlib.ExitStack() as stack:
+            generators = Generators(self._module, host=plan.host)
+            stack.enter_context(self._places.left(generators))
+            stack.enter_context(unseen_by_ddp(self._trainer))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(recorder.recording())
+            stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
+            stack.enter_context(replaced(self._body, "update", self._update))
+            yield
+
+    def _update(self, *args: Any) -> None:
+        with self._rates():
+            StepBody.update(self._body, *args)
+
+    @staticmethod
+    def _tensors(plan: StepPlan, args: tuple[Any, ...]) -> Sequence[Tensor]:
+        tensors: Sequence[Tensor] | None = plan.call.match((args[0],), {})
+        assert tensors is not None, "the plan was found for this batch"
+        return tensors
+
+    # ------------------------------------------------------------------ an optimizer step
+
+    def check_update(self, replay: Callable[[], None]) -> None:
+        """Verify a captured optimizer step on the gradients that there are."""
+        if not self._agreement.is_on:
+            return
+        state = self._state({}, Attributes(self._module), Generators(self._module))
+
+        def eager() -> list[Result]:
+            with self._rates():
+                self._body.update()
+            return state.results(None)
+
+        def replayed() -> list[Result]:
+            replay()
+            return state.results(None)
+
+        ways = BothWays(eager, replayed, state.restore, state.kept, state.moved)
+        self._agreement.compare(ways, "the captured optimizer step was not verified")

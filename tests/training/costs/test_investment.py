@@ -1,0 +1,255 @@
+"""What is worth a capture: decided by given times, and by what comes back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lightning_graphs.core.cache import PlanCache
+from lightning_graphs.training.costs import investment as module
+from lightning_graphs.training.costs.investment import Investment
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.statistics import Statistics
+
+
+class Plan:
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self.uses = 0
+
+
+@dataclass(frozen=True)
+class Times:
+    """What one thing takes, in milliseconds."""
+
+    eager: float = 40.0
+    behind: float = 0.0  # the GPU is still busy once all of it is launched
+    replay: float = 5.0
+    first: float = 100.0  # capture
+    further: float = 100.0
+    refused: float = 0.0  # the capture that shows that the step reads on the host, if it does
+    verification: float = 0.0
+
+
+class Fit:
+    """Steps of given shapes: each takes 40 ms, or 5 ms where it has a graph.
+
+    Attributes:
+        graphs: Shapes that were captured, in order.
+        cache: Their plans.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        times: Times = Times(),
+        **options: Any,
+    ) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        self._times = times
+        self._is_known = not times.refused
+        self.statistics = Statistics()
+        self.steps: Sequence[Any] = ()
+        self.done = 0
+        self.investment = Investment(
+            Options(**options), self.statistics, lambda: len(self.steps) - self.done, timed=True
+        )
+        self.cache: PlanCache[Any, Plan] = PlanCache(
+            self.investment,
+            lambda plan: plan.uses,
+            lambda plan: None,
+            capacity=options.get("max_graphs"),
+        )
+        self.graphs: list[Any] = []
+
+    def run(self, steps: Sequence[Any]) -> Fit:
+        times = self._times
+        self.steps = steps
+        for self.done, shape in enumerate(steps):
+            plan = self.cache.get(shape)
+            if plan is None and self.done >= 3 and self.cache.is_due(shape):
+                plan = self._captured(shape)
+            if plan is None:
+                if self.done < 3:
+                    self.cache.see(shape)
+                self.statistics.eager += 1
+                self.statistics.pace.eager.append(times.eager)
+                self.statistics.pace.behind.append(times.behind)
+                self.now += times.eager / 1e3
+            else:
+                plan.uses += 1
+                self.statistics.replayed += 1
+                self.statistics.pace.replayed.append(times.replay)
+                self.now += times.replay / 1e3
+        return self
+
+    def _captured(self, shape: Any) -> Plan | None:
+        times, investment = self._times, self.investment
+        with investment.paying():
+            if not self._is_known:
+                self._is_known = True
+                self.now += times.refused / 1e3
+                if not investment.goes_on_with_host():
+                    return None
+                investment.tries_again()
+            self.now += (times.further if self.graphs else times.first) / 1e3
+        if times.verification and investment.affords_verification:
+            with investment.verifying():
+                self.now += times.verification / 1e3
+        plan = Plan(shape)
+        self.cache.add(shape, plan)
+        self.graphs.append(shape)
+        return plan
+
+    @property
+    def seconds(self) -> float:
+        return self.now
+
+
+def in_turn(kinds: int, count: int) -> list[int]:
+    """The same sequence in every run, in which each of the kinds comes as often as any other."""
+    return [(i * i * 7 + i * 3 + i // kinds) % kinds for i in range(count)]
+
+
+def test_one_shape_is_captured_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch).run(["x"] * 100)
+    assert fit.graphs == ["x"]
+    assert (fit.statistics.eager, fit.statistics.replayed) == (3, 97)
+
+
+@pytest.mark.parametrize("steps", [15, 20])
+def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    fit = Fit(monkeypatch).run(["x"] * steps)
+    assert fit.graphs == []
+    assert fit.seconds == pytest.approx(steps * 0.04)
+    # 5 steps and 150 ms for a first capture, one and a half times, at 28 ms a replay.
+    assert "fewer steps are left than repay a capture (about 19)" in fit.cache.why_not
+    assert fit.investment.is_over
+
+
+def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch, times=Times(behind=13.3)).run(["x"] * 100)
+    for left, is_over in ((50, False), (10, True)):
+        fit.done = 100 - left
+        assert not fit.cache.is_due("x")
+        assert "fewer steps are left" in fit.cache.why_not
+        assert fit.investment.is_over == is_over
+
+
+def test_a_busy_gpu_gets_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch, times=Times(eager=150.0, behind=110.0)).run(["x"] * 400)
+    assert fit.graphs == []
+    assert "the GPU is busy all the time" in fit.cache.why_not
+
+
+@pytest.mark.parametrize(("kinds", "most"), [(13, 0.40), (60, 0.75)])
+def test_shapes_that_come_back_each_get_a_graph(
+    monkeypatch: pytest.MonkeyPatch, kinds: int, most: float
+) -> None:
+    steps = in_turn(kinds, 400)
+    fit = Fit(monkeypatch).run(steps)
+    assert len(fit.graphs) == len(set(fit.graphs))
+    assert fit.seconds < most * 400 * 0.04
+
+
+def test_a_new_shape_in_each_step_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch).run(range(400))
+    assert fit.graphs == []
+    assert fit.seconds == pytest.approx(400 * 0.04)
+
+
+def shuffled(steps: list[int]) -> list[int]:
+    random.Random(0).shuffle(steps)
+    return steps
+
+
+TEXTS = {168: 38, 176: 30, 160: 24, 184: 17, 192: 17, 208: 15, 152: 14, 224: 8, 216: 8, 200: 7}
+TEXTS |= {256: 5, 240: 4, 248: 4, 144: 3, 136: 2, 304: 2, 232: 2}
+LLAMA = {"eager": 46.0, "replay": 13.0, "verification": 120.0}
+BERT = {"eager": 43.5, "replay": 28.5, "refused": 130.0, "verification": 150.0}
+GPT2 = {"eager": 36.0, "replay": 4.3}
+QUICK, SLOW, SLOWEST = (200.0, 100.0), (400.0, 150.0), (800.0, 690.0)
+# The shapes of the steps; what they take; what captures take; how much of the eager time, at most.
+WHOLE_FITS = {
+    "13 lengths": (shuffled([i % 13 for i in range(400)]), LLAMA, SLOW, 0.5),
+    "13 lengths, quick": (shuffled([i % 13 for i in range(400)]), LLAMA, QUICK, 0.4),
+    "60 lengths": (shuffled([i % 60 for i in range(400)]), LLAMA, SLOW, 0.97),
+    "60 lengths, quick": (shuffled([i % 60 for i in range(400)]), LLAMA, QUICK, 0.8),
+    "new length at each step": (list(range(400)), LLAMA, SLOW, 1.0),
+    "texts": (shuffled([n for n, k in TEXTS.items() for _ in range(k)]), BERT, SLOWEST, 1.02),
+    "ten epochs": (shuffled([n for n, k in TEXTS.items() for _ in range(5 * k)]), BERT, SLOW, 0.75),
+    "mixture of experts": (["x"] * 250, {"eager": 31.0, "replay": 20.0}, SLOW, 0.72),
+    "validation every 20 steps": (["x"] * 300, GPT2, SLOW, 0.2),
+    "15 steps": (["x"] * 15, GPT2, QUICK, 1.0),
+    "GPT-2 350M": (["x"] * 80, {"eager": 300.0, "behind": 250.0, "replay": 298.0}, QUICK, 1.0),
+}
+
+
+@pytest.mark.parametrize("row", WHOLE_FITS)
+def test_whole_fits_gain_or_lose_hardly_anything(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    steps, given, (first, further), most = WHOLE_FITS[row]
+    fit = Fit(monkeypatch, times=Times(first=first, further=further, **given)).run(steps)
+    eager = len(steps) * given["eager"] / 1e3
+    assert fit.seconds <= most * eager * 1.0001
+
+
+def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 40)
+    assert few.graphs == []
+    assert few.seconds == pytest.approx(40 * 0.04 + 0.01)  # the capture that showed it
+    assert Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 100).graphs == ["x"]
+
+
+def test_no_more_graphs_than_allowed_and_none_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch, max_graphs=4).run(in_turn(13, 400))
+    assert len(fit.graphs) == 4
+    assert len(fit.cache) == 4
+
+
+def test_a_graph_that_is_used_no_more_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch, max_graphs=1).run(["x"] * 20 + ["y"] * 200)
+    assert fit.graphs == ["x", "y"]
+    assert [plan.key for plan in fit.cache.plans()] == ["y"]
+
+
+def test_graphs_that_are_always_dropped_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch)
+    add = fit.cache.add
+
+    def dropped(key: Any, plan: Plan) -> None:
+        add(key, plan)
+        fit.cache.clear()
+
+    monkeypatch.setattr(fit.cache, "add", dropped)
+    fit.run(["x"] * 400)
+    assert len(fit.graphs) == 9
+    assert "graphs have to be dropped before they have paid off (9 graphs" in fit.cache.why_not
+
+
+@pytest.mark.parametrize("given", [{"min_repeats": 1}, {"only_if_faster": False}])
+def test_sightings_decide_alone_where_asked(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    fit = Fit(monkeypatch, **given).run(["x"] * 15)
+    assert fit.graphs == ["x"]
+
+
+def test_further_verifications_take_a_fiftieth_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit = Fit(monkeypatch)
+    investment, verified = fit.investment, []
+    for second in range(100):
+        fit.now = float(second)
+        if investment.affords_verification:
+            verified.append(second)
+            with investment.verifying():
+                fit.now += 0.5
+    assert verified[0] == 0
+    assert 100 * 0.02 / 0.5 - 1 <= len(verified) <= 100 * 0.02 / 0.5 + 2

@@ -1,0 +1,109 @@
+"""How much memory may be taken, for a GPU whose allocator says what the test lets it say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_graphs.training.costs.memory import MemoryBudget, NoRoomError
+
+MIB = 2**20
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """MiB that are allocated, were at most, are reserved and are free."""
+    says = {"allocated": 40, "peak": 100, "reserved": 40, "free": 1000, "total": 0, "percent": 100}
+    for name, key in (
+        ("memory_allocated", "allocated"),
+        ("max_memory_allocated", "peak"),
+        ("memory_reserved", "reserved"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda _, key=key: says[key] * MIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (says["free"] * MIB, 10**4 * MIB))
+    monkeypatch.setattr(
+        torch.cuda, "get_per_process_memory_fraction", lambda _: says["percent"] / 100
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: SimpleNamespace(total_memory=says["total"] * MIB),
+    )
+    return says
+
+
+def test_captures_stay_within_their_part_of_the_peak(
+    allocator: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty_cache() -> None:
+        allocator["reserved"] = allocator["allocated"] + allocator.get("pools", 0)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    budget = MemoryBudget(torch.device("cuda"), 0.25)
+    budget.require_room("A captured step")  # what eager steps took beside the state: 60
+    allocator |= {"allocated": 45, "pools": 20, "reserved": 200, "peak": 200}  # that is ours
+    budget.require_room("A captured step")
+    allocator |= {"allocated": 46, "reserved": 200}
+    observed = "66 MiB are taken, a step takes 60 MiB beside, and memory=0.25 allows 125 MiB"
+    with pytest.raises(NoRoomError, match=observed):
+        budget.require_room("A captured step")
+
+
+def test_plenty_is_four_times_the_peak_of_eager_steps(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    assert not budget.is_roomy  # nobody has looked at the peak
+    budget.require_room("A captured step")
+    allocator["free"] = 400
+    assert not budget.is_roomy
+    allocator["free"] = 401
+    assert budget.is_roomy
+    allocator["percent"] = 4  # a cap on the process: 400, of which some is reserved
+    assert not budget.is_roomy
+
+
+@pytest.mark.parametrize("total", [0, 80_000])
+def test_free_memory_is_not_taken_because_it_is_there(
+    allocator: dict[str, int], total: int
+) -> None:
+    allocator |= {"total": total, "peak": 1000}
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step")
+    allocator["reserved"] = 1100
+    # Of 1350; a comparison takes 64 beside.
+    assert budget.room_for(10 * MIB) == 10 * MIB
+    assert budget.room_for(300 * MIB) == 186 * MIB
+    allocator["free"] = 100
+    assert budget.room_for(300 * MIB) == 36 * MIB
+    allocator["free"] = 20
+    assert budget.room_for(300 * MIB) == 0
+
+
+def test_a_cap_of_the_process_is_what_is_free(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step")  # eager steps took 60 beside the state
+    allocator["reserved"] = 100
+    for percent, is_tight in ((3, False), (2, True)):  # of 10,000, of which 100 are reserved
+        allocator["percent"] = percent
+        budget.settle()
+        assert budget.is_tight == is_tight
+
+
+def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int]) -> None:
+    allocator["total"] = 8000
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step")
+    allocator["reserved"] = 440  # and a step takes 60
+    budget.require_room("A captured step")
+    allocator["reserved"] = 441
+    with pytest.raises(NoRoomError, match="allows 500 MiB"):
+        budget.require_room("A captured step")
+
+
+def test_a_cpu_has_no_budget() -> None:
+    budget = MemoryBudget(torch.device("cpu"), 0.0)
+    budget.require_room("A captured step")
+    assert budget.room_for(2**60) == 2**60
+    assert not budget.is_roomy

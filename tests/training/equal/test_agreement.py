@@ -1,0 +1,69 @@
+"""When a replay counts as what eager code computes, and how often each of them runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_graphs import VerificationError
+from lightning_graphs.training.costs.memory import MemoryBudget
+from lightning_graphs.training.options import Options
+from lightning_graphs.training.verify.agreement import Agreement, BothWays
+from lightning_graphs.training.verify.differences import Result
+
+CPU = torch.device("cpu")
+
+
+def agreement() -> Agreement:
+    plugin = SimpleNamespace(precision="32-true")
+    trainer = SimpleNamespace(precision_plugin=plugin)
+    root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
+    return Agreement(root, Options(), MemoryBudget(CPU))
+
+
+def compared(eager: list[float], replayed: list[float]) -> None:
+    """Compare runs that give these values, one after the other."""
+    values = {"eager": iter(eager), "replayed": iter(replayed)}
+
+    def run(way: str) -> list[Result]:
+        return [Result("x", torch.tensor([next(values[way])]))]
+
+    ways = BothWays(lambda: run("eager"), lambda: run("replayed"), lambda: None)
+    agreement().compare(ways, "it was not verified")
+    assert [list(left) for left in values.values()] == [[], []]
+
+
+def test_equal_bits_take_two_runs() -> None:
+    compared([1.0], [1.0])
+
+
+def test_a_rounding_is_accepted() -> None:
+    compared([1.0, 1.0], [1.0 + 2**-20, 1.0 + 2**-20])
+
+
+def test_noise_of_eager_runs_is_asked_for() -> None:
+    compared([1.0, 1.0 + 2**-15, 1.0], [1.0 - 2**-15] * 2)
+    with pytest.raises(VerificationError, match=r"at step 3, x differs by up to 0\.5; two eager"):
+        compared([1.0, 1.0 + 2**-15, 1.0], [1.5, 1.5])
+
+
+def test_without_memory_for_copies_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clone(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("9 MiB are free")
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    with pytest.warns(UserWarning, match="it was not verified: 9 MiB are free"):
+        compared([1.0, 1.0], [2.0])
+
+
+def test_a_result_of_one_way_only_is_named() -> None:
+    ways = BothWays(
+        lambda: [Result("x", torch.ones(1))],
+        lambda: [Result("y", torch.ones(1))],
+        lambda: None,
+    )
+    with pytest.raises(VerificationError, match="at step 3, only the eager step has x"):
+        agreement().compare(ways, "it was not verified")

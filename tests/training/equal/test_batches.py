@@ -1,0 +1,421 @@
+"""Kinds of batches, and shapes that change."""
+
+from __future__ import annotations
+
+import logging
+from collections import UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_graphs.core.arguments.tree import leaves_of
+from tests.training.fits import (
+    GradientTrace,
+    Net,
+    Trace,
+    batches,
+    compare,
+    fit_twice,
+    loader_of,
+    prepare,
+)
+
+Pair = namedtuple("Pair", ["x", "y"])
+TOO_MANY = pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly. max_graphs")
+
+
+@dataclass
+class Sample:
+    x: Tensor
+    y: Tensor
+    name: str = "sample"
+
+
+KINDS: dict[str, tuple[Callable[[dict[str, Any]], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tensor": (
+        lambda b: torch.cat([b["x"], b["y"][:, None].float()], 1),
+        lambda b: (b[:, :8], b[:, 8].long()),
+    ),
+    "tuple": (lambda b: (b["x"], b["y"]), lambda b: (b[0], b[1])),
+    "list": (lambda b: [b["x"], b["y"]], lambda b: (b[0], b[1])),
+    "dict": (lambda b: b, lambda b: (b["x"], b["y"])),
+    "namedtuple": (lambda b: Pair(b["x"], b["y"]), lambda b: (b.x, b.y)),
+    "dataclass": (lambda b: Sample(b["x"], b["y"]), lambda b: (b.x, b.y)),
+    "nested": (
+        lambda b: {"in": [(b["x"], "text", 3), None], "out": {"y": b["y"], "n": 2.5, "ok": True}},
+        lambda b: (b["in"][0][0], b["out"]["y"]),
+    ),
+    "same tensor twice": (
+        lambda b: (b["x"], b["x"], b["y"]), lambda b: (0.5 * b[0] + 0.5 * b[1], b[2]),
+    ),
+    "transposed": (
+        lambda b: {"x": b["x"].t().contiguous().t(), "y": b["y"]}, lambda b: (b["x"], b["y"]),
+    ),
+    "expanded": (
+        lambda b: {"x": b["x"][:, :1].expand(-1, 8), "y": b["y"]}, lambda b: (b["x"], b["y"]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch(backend: str, tmp_path: Path, kind: str) -> None:
+    pack, unpack = KINDS[kind]
+
+    class Packed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = unpack(batch)
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            # Lightning cannot tell the batch size of every kind.
+            self.log("loss", loss, batch_size=8)
+            return loss
+
+    compare(*fit_twice(backend, tmp_path, module=Packed, data=lambda: [pack(b) for b in batches()]))
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_that_are_not_strided(backend: str, tmp_path: Path, kind: str) -> None:
+    """No step with such a batch is a graph; what submodules are given is dense."""
+
+    def packed(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if kind == "sparse":
+            return batch["x"].to_sparse(), batch["y"]
+        return torch.nested.nested_tensor(list(batch["x"][:, None])), batch["y"]
+
+    class Packed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x = batch[0]
+            x = x.to_dense() if kind == "sparse" else torch.nested.to_padded_tensor(x, 0.0)[:, 0]
+            return self.loss({"x": x, "y": batch[1]})
+
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Packed,
+        data=lambda: [packed(b) for b in batches()],
+        capture={"scope": "auto", "on_failure": "eager"},
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
+
+
+def test_training_step_without_batch_idx(backend: str, tmp_path: Path) -> None:
+    class Short(Net):
+        def training_step(self, batch: Any) -> Any:
+            return self.loss(batch)
+
+    compare(*fit_twice(backend, tmp_path, module=Short))
+
+
+def test_training_step_that_changes_its_batch(backend: str, tmp_path: Path) -> None:
+    class Changing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["extra"] = batch.pop("x") * 2
+            return nn.functional.cross_entropy(self.net(batch["extra"]), batch["y"])
+
+    def data() -> Any:
+        return DataLoader(batches(), batch_size=None, collate_fn=dict)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Changing, data=data)
+    compare(eager, captured)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_combined_loader(backend: str, tmp_path: Path, mode: str) -> None:
+    class Combined(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            parts = [p for p in (batch.values() if "a" in batch else [batch]) if p is not None]
+            return torch.stack([self.loss(part) for part in parts]).mean()
+
+    def data() -> Any:
+        loaders = {"a": loader_of(batches(5)), "b": loader_of(batches(7, size=4))}
+        return CombinedLoader(loaders, mode)
+
+    compare(*fit_twice(backend, tmp_path, module=Combined, data=data, max_epochs=4))
+
+
+def test_shuffling_loader(backend: str, tmp_path: Path) -> None:
+    class Pairs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss({"x": batch[0], "y": batch[1]})
+
+    def data() -> Any:
+        first, *rest = batches()
+        x = torch.cat([first["x"], *(b["x"] for b in rest)])
+        y = torch.cat([first["y"], *(b["y"] for b in rest)])
+        return DataLoader(TensorDataset(x, y), batch_size=9, shuffle=True)
+
+    compare(*fit_twice(backend, tmp_path, module=Pairs, data=data, max_epochs=4))
+
+
+def lengths(*sizes: int) -> Callable[[], list[dict[str, Any]]]:
+    """Batches of these numbers of samples."""
+
+    def data() -> list[dict[str, Any]]:
+        return [
+            {key: value[:size] for key, value in batch.items()}
+            for batch, size in zip(batches(len(sizes), size=32), sizes, strict=True)
+        ]
+
+    return data
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_last_batch_smaller(
+    backend: str, tmp_path: Path, accumulate: int, trace: type[Trace]
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lambda: batches(8, last=5), max_epochs=6, trace=trace,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    compare(eager, captured)
+    assert any('batch["x"]' in change for change in captured.statistics.recaptures)
+
+
+def test_several_lengths_get_a_graph_each(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(8, 16, 24, 8, 16, 24, 16, 8, 24, 8), max_epochs=4
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures == 3
+    assert 'batch["x"]: f32[' in captured.statistics.recaptures[0]
+
+
+@pytest.mark.parametrize(("capture_after", "captures"), [(0, 2), (1, 2), (5, 1)])
+def test_capture_after(backend: str, tmp_path: Path, capture_after: int, captures: int) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(8, 8, 8, 8, 4), max_epochs=5,
+        capture={"capture_after": capture_after},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures == captures
+
+
+def test_warmup_steps(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, capture={"warmup_steps": 7, "capture_after": 0}, max_epochs=2
+    )
+    compare(eager, captured)
+    assert (captured.statistics.eager, captured.statistics.replayed) == (7, 13)
+
+
+@TOO_MANY
+def test_no_graph_goes_for_one_that_is_used_no_more(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(4, 8, 4, 8, 12, 12, 4, 8, 12), max_epochs=4,
+        capture={"max_graphs": 2, "capture_after": 0},
+    )  # fmt: skip
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.captures == 2
+    assert captured.statistics.replayed == 23
+    (reason,) = captured.statistics.fallbacks
+    assert "max_graphs=2 allows no more graphs; raise it, or pad" in reason
+
+
+@TOO_MANY
+def test_a_graph_goes_for_one_that_is_used_much_more(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, data=lengths(4, 4, 8, *[12] * 40), max_epochs=1,
+        capture={"max_graphs": 2, "capture_after": 0, "warmup_steps": 1},
+    )  # fmt: skip
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.captures == 3
+    assert captured.statistics.replayed == 19
+
+
+class Flipping(Net):
+    def on_train_epoch_start(self) -> None:
+        self.net[1].train(self.current_epoch % 2 == 0)
+
+
+def test_train_and_eval_flips_during_training(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Flipping, max_epochs=5)
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+    assert "train/eval mode of 1 module" in captured.statistics.recaptures[0]
+
+
+class Noise(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("noise", self.net[3](torch.ones(16, device=loss.device)).sum())
+        return loss
+
+
+def test_dropout_differs_at_every_replay_and_a_seed_reproduces_it(
+    backend: str, tmp_path: Path
+) -> None:
+    runs = [
+        prepare(backend, tmp_path / str(i), True, module=Noise, seed=seed).run()
+        for i, seed in enumerate((1, 1, 2))
+    ]
+    assert runs[0].csv == runs[1].csv
+    assert runs[0].csv != runs[2].csv
+    eager = prepare(backend, tmp_path, False, module=Noise).run()
+    compare(eager, runs[0])
+    column = eager.csv.splitlines()[0].split(",").index("noise")
+    noise = [line.split(",")[column] for line in eager.csv.splitlines()[1:]]
+    assert len(set(noise)) > 4
+
+
+@dataclass
+class Stamped:
+    """A dataclass that has more than its fields."""
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        self.scale = float(self.x[0, 0] > 0) + 1.0
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """Computed when it is first asked for."""
+        return self.x.mean()
+
+
+class StampedDict(dict[str, Any]):
+    """A dict with attributes."""
+
+    def __init__(self, *given: Any, **items: Any) -> None:
+        super().__init__(*given, **items)
+        self.scale = float(self["x"][0, 0] > 0) + 1.0
+
+
+class StampedUserDict(UserDict[str, Any]):
+    """Another one."""
+
+    def __init__(self, *given: Any, **items: Any) -> None:
+        super().__init__(*given, **items)
+        self.scale = float(self["x"][0, 0] > 0) + 1.0
+
+
+class ItemsAreAttributes(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, *given: Any, **items: Any) -> None:
+        super().__init__(*given, **items)
+        self.__dict__ = self
+        self["scale"] = float(self["x"][0, 0] > 0) + 1.0
+
+
+class Scaled(Net):
+    """Reads an attribute that is neither a field nor an item."""
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, Stamped):
+            loss = super().loss({"x": batch.x - batch.mean, "y": batch.y})
+        else:
+            named = isinstance(batch, ItemsAreAttributes)
+            loss = super().loss({"x": batch.x if named else batch["x"], "y": batch["y"]})
+        return loss * batch.scale
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("kind", [Stamped, StampedDict, StampedUserDict, ItemsAreAttributes])
+def test_attributes_of_containers(
+    backend: str, tmp_path: Path, kind: Callable[..., Any], verify: str
+) -> None:
+    def data() -> list[Any]:
+        return [kind(**batch) for batch in batches(16)]
+
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Scaled, data=data, capture={"verify": verify}, validation=0
+    )
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+
+
+class Changing(Net):
+    """Changes containers of its batch, and uses what it has put there."""
+
+    change: Callable[[Any], object]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["x"], batch["y"]
+        type(self).change(batch)
+        leaves = [leaf.double().sum() for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+        factor = float(len(batch) + len(batch.get("meta", "")))
+        return self.loss({"x": x, "y": y}) * factor + 1e-3 * torch.stack(leaves).sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(str(batch))
+
+
+def nested_batches(count: int = 10) -> list[dict[str, Any]]:
+    return [
+        {**batch, "meta": {"ids": [torch.ones(3)], "scale": 1.0, "pair": (torch.zeros(()),) * 2}}
+        for batch in batches(count)
+    ]
+
+
+BATCH_CHANGES: dict[str, Callable[[Any], object]] = {
+    "adds": lambda b: b.update(extra=2.0),
+    "adds a tensor": lambda b: b.update(extra={"twice": [b["x"] * 2, b["y"], 1.0]}),
+    "removes": lambda b: b.pop("y"),
+    "renames": lambda b: b.update(extra=b.pop("x")),
+    "moves a container": lambda b: b.update(inner=b.pop("meta")["ids"]),
+    "exchanges a tensor": lambda b: b.update(x=b["x"] * 2),
+    "exchanges a number": lambda b: b["meta"].update(scale=3.0),
+    "appends": lambda b: b["meta"]["ids"].append(1),
+    "empties": lambda b: b["meta"]["ids"].clear(),
+    "exchanges a tuple": lambda b: b["meta"].update(pair=(b["x"].sum(), b["meta"]["pair"][1])),
+}
+
+
+@pytest.mark.parametrize("kind", BATCH_CHANGES)
+def test_a_step_that_changes_containers_of_its_batch_trains_the_same(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
+    module = type("Changes", (Changing,), {"change": staticmethod(BATCH_CHANGES[kind])})
+    eager, captured = fit_twice(backend, tmp_path, module=module, data=nested_batches, validation=0)
+    compare(eager, captured)
+    loaded = prepare(backend, tmp_path, False, module=Seeing, data=nested_batches, validation=0)
+    replayed = captured.statistics.replayed
+    assert captured.module.seen[-replayed:] == loaded.run().module.seen[-replayed:]
+    assert captured.module.seen[-replayed:] != eager.module.seen[-replayed:]
+    [said] = [m for m in caplog.messages if "training_step changes" in m]
+    assert "hooks see the batch as it was loaded" in said
+
+
+class Seeing(Changing):
+    """Changes nothing."""
+
+    change = staticmethod(len)
+
+
+class LeavesAPrediction(Scaled):
+    """Leaves an attribute and a field in its batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        batch.prediction = batch.x = loss.detach()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Stamped, StampedUserDict])
+def test_a_step_that_leaves_attributes_in_its_batch_trains_the_same(
+    backend: str, tmp_path: Path, kind: Callable[..., Any]
+) -> None:
+    def data() -> list[Any]:
+        return [kind(**batch) for batch in batches(16)]
+
+    eager, captured = fit_twice(
+        backend, tmp_path, module=LeavesAPrediction, data=data, validation=0
+    )
+    compare(eager, captured)

@@ -1,0 +1,573 @@
+"""Optimizers: which are captured, what happens to the others, and what they hold afterwards."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Container
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import nn, optim
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
+from tests.training.fits import (
+    FullTrace,
+    GradientTrace,
+    Net,
+    Trace,
+    batches,
+    compare,
+    fit_twice,
+    prepare,
+)
+
+RATE = 2**-6
+INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+FUSED: dict[str, Callable[[Any], Any]] = {
+    "Adam": lambda p: optim.Adam(p, lr=RATE, fused=True),
+    "Adam with amsgrad": lambda p: optim.Adam(p, lr=RATE, amsgrad=True, fused=True),
+    "Adam with weight decay": lambda p: optim.Adam(p, lr=RATE, weight_decay=0.5, fused=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=RATE, fused=True),
+    "AdamW maximizing": lambda p: optim.AdamW(p, lr=RATE, maximize=True, fused=True),
+    "SGD": lambda p: optim.SGD(p, lr=RATE, fused=True),
+    "SGD with momentum": lambda p: optim.SGD(p, lr=RATE, momentum=0.75, fused=True),
+    "SGD with dampening": lambda p: optim.SGD(
+        p, lr=RATE, momentum=0.75, dampening=0.25, weight_decay=0.125, fused=True
+    ),
+    "SGD with nesterov": lambda p: optim.SGD(p, lr=RATE, momentum=0.75, nesterov=True, fused=True),
+}
+
+OTHERS = [
+    "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+]  # fmt: skip
+
+
+def in_scope(scope: str) -> dict[str, Any]:
+    """The options of a fit whose whole step, or network, is captured."""
+    return {"capture": {"scope": scope, **({"modules": ["net"]} if scope == "modules" else {})}}
+
+
+def made(optimizer: Callable[[Any], Any]) -> Callable[[], Net]:
+    return lambda: Net(lambda module: optimizer(module.parameters()))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizer_is_captured_bit_for_bit(backend: str, tmp_path: Path, name: str) -> None:
+    compare(*fit_twice(backend, tmp_path, module=made(FUSED[name])))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    # A large eps: the bias before BatchNorm has no gradient but rounding errors, for Adam to scale.
+    [(optim.Adam, {"eps": 2**-8}), (optim.AdamW, {"eps": 2**-8}), (optim.SGD, {"momentum": 0.5})],
+)
+def test_optimizer_is_made_fused_and_given_back(
+    backend: str, tmp_path: Path, kind: Any, options: dict[str, float]
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=made(lambda p: kind(p, lr=RATE, **options))
+    )
+    compare(eager, captured, tolerance=1e-4)
+    group = captured.trainer.optimizers[0].param_groups[0]
+    assert group["fused"] is None
+    assert group["foreach"] is None
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace, FullTrace])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizer(backend: str, tmp_path: Path, name: str, trace: type[Trace]) -> None:
+    module = made(lambda p: getattr(optim, name)(p, lr=RATE))
+    eager = prepare(backend, tmp_path, False, module=module, trace=trace).run()
+    captured = prepare(backend, tmp_path, True, module=module, trace=trace)
+    if backend == "cuda" and "capturable" in captured.module.configure_optimizers().defaults:
+        compare(eager, captured.run(), tolerance=1e-4)
+        return
+    with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: .*{name}"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
+    assert len(captured.statistics.fallbacks) == 1
+
+
+def test_optimizer_of_somebody_else(backend: str, tmp_path: Path) -> None:
+    class Signs(optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": RATE})
+
+        def step(self, closure: Any = None) -> Any:
+            loss = closure() if closure is not None else None
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.data.sub_(parameter.grad.sign(), alpha=group["lr"])
+            return loss
+
+    eager = prepare(backend, tmp_path, False, module=made(Signs)).run()
+    captured = prepare(backend, tmp_path, True, module=made(Signs))
+    with pytest.warns(UserWarning, match=r"Signs is not one of torch\.optim"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
+
+
+def test_step_hooks_are_called(backend: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def hooked(parameters: Any) -> Any:
+        optimizer = FUSED["AdamW"](parameters)
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        return optimizer
+
+    eager = prepare(backend, tmp_path, False, module=made(hooked)).run()
+    captured = prepare(backend, tmp_path, True, module=made(hooked))
+    with pytest.warns(UserWarning, match="AdamW has step hooks"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert len(calls) == 40
+
+
+def test_step_hooks_that_come_later_are_called(backend: str, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    class Late(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 8:
+                self.trainer.optimizers[0].register_step_post_hook(lambda *_: calls.append(1))
+
+    eager = prepare(backend, tmp_path, False, module=Late).run()
+    expected, calls[:] = len(calls), []
+    captured = prepare(backend, tmp_path, True, module=Late)
+    with pytest.warns(UserWarning, match="AdamW has step hooks"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert (len(calls), expected) == (12, 12)
+
+
+def test_hyper_parameters_in_a_list_are_seen_moving(backend: str, tmp_path: Path) -> None:
+    class Moving(Net):
+        def on_train_epoch_start(self) -> None:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["betas"] = [0.9 - 0.2 * self.current_epoch, 0.99]
+
+    eager = prepare(backend, tmp_path, False, module=Moving).run()
+    captured = prepare(backend, tmp_path, True, module=Moving).run()
+    compare(eager, captured)
+
+
+NUMBERS: dict[str, Callable[[float], Any]] = {
+    "betas": lambda x: (0.5 + x, 0.9 + x / 8),
+    "eps": lambda x: 2**-8 * (1 + x),
+    "weight_decay": lambda x: max(0.0, x - 0.125),
+    "momentum": lambda x: 0.5 + x,
+    "dampening": lambda x: x,
+}
+
+
+def moving(name: str, hook: str, steps: Container[int]) -> Callable[[], Net]:
+    """Every number of every group moves in this hook, before or after these steps."""
+
+    class Moving(Net):
+        def move(self, *_: Any) -> None:
+            if self.trainer.global_step not in steps:
+                return
+            for i, group in enumerate(self.trainer.optimizers[0].param_groups):
+                for key in NUMBERS.keys() & group.keys():
+                    if key != "momentum" or group[key] != 0:
+                        group[key] = NUMBERS[key]((self.trainer.global_step + i) % 4 / 16)
+
+    def optimizers(module: Any) -> Any:
+        return FUSED[name](
+            [{"params": module.net[:2].parameters()}, {"params": module.net[4].parameters()}]
+        )
+
+    setattr(Moving, hook, Moving.move)
+    return lambda: Moving(optimizers)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step"]
+)
+@pytest.mark.parametrize("name", ["AdamW", "SGD with dampening"])
+def test_numbers_that_move_twice_are_not_frozen(
+    backend: str, tmp_path: Path, name: str, hook: str, scope: str
+) -> None:
+    module = moving(name, hook, {6, 9})
+    eager, captured = fit_twice(backend, tmp_path, module=module, **in_scope(scope))
+    compare(eager, captured)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
+@pytest.mark.parametrize("method", ["training_step", "backward"])
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_numbers_that_the_step_itself_moves_are_refused(
+    backend: str, tmp_path: Path, key: str, method: str
+) -> None:
+    class Own(Net):
+        def move(self, *args: Any) -> Any:
+            self.trainer.optimizers[0].param_groups[0][key] *= 0.75
+            return getattr(Net, method)(self, *args)
+
+    setattr(Own, method, Own.move)
+    eager = prepare(backend, tmp_path, False, module=Own).run()
+    captured = prepare(backend, tmp_path, True, module=Own, capture={"on_failure": "eager"})
+    said = f"the step sets {key} in param_groups|{key} of the optimizer is read at"
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_optimizer_step"])
+@pytest.mark.parametrize("name", FUSED)
+def test_numbers_that_keep_moving_leave_the_graph(
+    backend: str, tmp_path: Path, name: str, hook: str, scope: str
+) -> None:
+    """The optimizer step is eager after the third move; everything else stays in its graph."""
+    options: dict[str, Any] = {"module": moving(name, hook, range(99)), **in_scope(scope)}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    said = "the optimizer step runs eagerly: a scheduler or a hook moves .*cycle_momentum=False"
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert len(captured.statistics.fallbacks) == 1
+    assert captured.statistics.replayed > 10
+
+
+@pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])
+def test_implementation_asked_for_by_the_user(
+    backend: str, tmp_path: Path, option: dict[str, bool]
+) -> None:
+    module = made(lambda p: optim.AdamW(p, lr=RATE, **option))
+    eager = prepare(backend, tmp_path, False, module=module).run()
+    captured = prepare(backend, tmp_path, True, module=module)
+    if backend == "cuda":
+        compare(eager, captured.run(), tolerance=1e-4)
+        return
+    with pytest.warns(UserWarning, match="the optimizer step runs eagerly"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+
+
+def test_learning_rate_given_as_a_tensor(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        rate = torch.tensor(RATE, device=module.device)
+        optimizer = optim.AdamW(module.parameters(), lr=rate, fused=True)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    compare(*fit_twice(backend, tmp_path, module=lambda: Net(optimizers), max_epochs=3))
+
+
+def test_several_parameter_groups(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        groups = [
+            {"params": module.net[0].parameters(), "lr": 2**-5, "weight_decay": 0.25},
+            {"params": module.net[1].parameters(), "lr": 2**-8, "betas": (0.5, 0.75)},
+            {"params": module.net[4].parameters(), "name": "head"},
+        ]
+        return optim.AdamW(groups, lr=2**-7, fused=True)
+
+    compare(*fit_twice(backend, tmp_path, module=lambda: Net(optimizers), gradient_clip_val=0.25))
+
+
+class Partial(Net):
+    """One layer frozen, another never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace, FullTrace])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_frozen_and_unused_parameters(
+    backend: str, tmp_path: Path, trace: type[Trace], accumulate: int
+) -> None:
+    compare(
+        *fit_twice(
+            backend, tmp_path, module=Partial, trace=trace, accumulate_grad_batches=accumulate
+        )
+    )
+
+
+class TwoHeads(Net):
+    """Each kind of batch uses a head of its own, so the other one gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.heads[batch["head"]](self.net(batch["x"]))
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+
+def with_heads(order: str) -> Callable[[], list[dict[str, Any]]]:
+    def data() -> list[dict[str, Any]]:
+        return [{**b, "head": h} for b, h in zip(batches(len(order)), order, strict=True)]
+
+    return data
+
+
+@pytest.mark.parametrize("trace", [Trace, GradientTrace, FullTrace])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_parameters_that_get_a_gradient_at_times(
+    backend: str, tmp_path: Path, trace: type[Trace], accumulate: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=TwoHeads, trace=trace, max_epochs=6, validation=0,
+        accumulate_grad_batches=accumulate, gradient_clip_val=2**-4,
+        data=with_heads("abbaabababba"),
+    )  # fmt: skip
+    compare(eager, captured)
+
+
+def test_parameters_outside_of_the_optimizer(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        return optim.AdamW(module.net[4].parameters(), lr=RATE, fused=True)
+
+    for trace in (Trace, GradientTrace):
+        root = tmp_path / trace.__name__
+        compare(*fit_twice(backend, root, module=lambda: Net(optimizers), trace=trace))
+
+
+def test_unfreezing_during_training_recaptures(backend: str, tmp_path: Path) -> None:
+    class Thawing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.net[0].requires_grad_(True)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Thawing, max_epochs=3)
+    compare(eager, captured)
+    assert captured.statistics.captures == 2
+    assert "net.0.weight" in captured.statistics.recaptures[0]
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=2**-9)
+
+
+def test_parameter_group_added_by_a_finetuning_callback(backend: str, tmp_path: Path) -> None:
+    def optimizers(module: Any) -> Any:
+        used = [p for p in module.parameters() if p.requires_grad]
+        return optim.AdamW(used, lr=RATE, fused=True)
+
+    eager, captured = fit_twice(
+        backend, tmp_path, module=lambda: Net(optimizers), callbacks=lambda: [Thaw()], max_epochs=4
+    )
+    compare(eager, captured)
+    assert len(captured.trainer.optimizers[0].param_groups) == 2
+
+
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_before_optimizer_step"])
+def test_a_hook_that_changes_or_removes_gradients(backend: str, tmp_path: Path, hook: str) -> None:
+    class Meddling(Net):
+        def meddle(self, *_: Any) -> None:
+            step = self.trainer.global_step
+            self.net[0].weight.grad.mul_(0.5)
+            self.net[4].weight.grad = self.net[4].weight.grad * 2
+            if step % 4 == 0:
+                self.net[4].bias.grad = None
+
+    setattr(Meddling, hook, Meddling.meddle)
+    compare(*fit_twice(backend, tmp_path, module=Meddling, max_epochs=3))
+
+
+def test_optimizer_state_loaded_during_training(backend: str, tmp_path: Path) -> None:
+    class Rewinding(Net):
+        def on_train_epoch_start(self) -> None:
+            optimizer = self.trainer.optimizers[0]
+            if self.current_epoch == 1:
+                self.state = optimizer.state_dict()
+            if self.current_epoch == 2:
+                optimizer.load_state_dict(self.state)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Rewinding, max_epochs=4)
+    compare(eager, captured)
+
+
+class Sharpness(optim.SGD):
+    """Calls its closure twice: at the weights, and at the worst ones nearby."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        weights = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        moves = [0.5 * p.grad.clone() for p in weights]
+        with torch.no_grad():
+            torch._foreach_add_(weights, moves)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            torch._foreach_sub_(weights, moves)
+        super().step()
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+def test_a_closure_that_is_called_twice(
+    backend: str, tmp_path: Path, scope: str, accumulated: int
+) -> None:
+    class Sharp(Net):
+        def configure_optimizers(self) -> Any:
+            return Sharpness(self.parameters(), lr=0.1)
+
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=Sharp,
+        capture={"scope": scope, "on_failure": "eager"},
+        accumulate_grad_batches=accumulated,
+    )
+    assert captured.statistics.replayed > 0
+    compare(eager, captured, replayed=False)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_state_that_is_replaced_between_two_graphs(
+    backend: str, tmp_path: Path, added: bool
+) -> None:
+    class Replacing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = nn.Parameter(torch.ones(1))
+
+        def on_after_backward(self) -> None:
+            optimizer = self.trainer.optimizers[0]
+            if self.global_step == 10:
+                if added:
+                    optimizer.add_param_group({"params": [self.late]})
+                else:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        def configure_optimizers(self) -> Any:
+            return optim.AdamW(self.net.parameters(), lr=0.01, fused=True)
+
+    compare(*fit_twice(backend, tmp_path, module=Replacing))
+
+
+class FreshMoments(Net):
+    """Before the step with this number, puts new moments in the place of those of the last bias."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(lambda m: optim.AdamW(m.parameters(), lr=RATE, fused=True))
+        self.step = step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.step:
+            state = self.trainer.optimizers[0].state[self.net[4].bias]
+            state["exp_avg"] = torch.ones_like(state["exp_avg"])
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_state_of_one_parameter_is_looked_at_when_an_epoch_begins(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    module, capture = lambda: FreshMoments(10), {"scope": scope}
+    compare(*fit_twice(backend, tmp_path, module=module, capture=capture, max_epochs=3))
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+def test_learning_rates_reach_the_device_in_two_operators_at_most(groups: int) -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(groups)]
+    optimizer = optim.AdamW([{"params": [w], "lr": 0.1 * i} for i, w in enumerate(weights)])
+    capturable = CapturableOptimizer(optimizer, torch.device("cpu"))
+    for step in range(3):
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.3 / (i + step + 1)
+        with Operators() as operators:
+            rates = capturable.live_rates()
+        assert [rate.item() for rate in rates] == [g["lr"] for g in optimizer.param_groups]
+        assert 0 < len(operators.names) <= 2
+        with Operators() as operators:
+            capturable.refresh()
+        assert operators.names == []
+
+
+class Operators(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "auto"])
+@pytest.mark.parametrize("fused", [None, True])
+def test_a_fused_kernel_that_nobody_asked_for_is_said_once(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool | None, scope: str
+) -> None:
+    class Default(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if scope == "auto":
+                loss.item()  # so that submodules are captured after all
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
+
+    with caplog.at_level(logging.INFO, logger=INFO.name):
+        capture = {"scope": scope, "on_failure": "eager"}
+        prepare(backend, tmp_path, True, module=Default, capture=capture).run()
+    said = [r.getMessage() for r in caplog.records if "runs its fused kernel" in r.getMessage()]
+    assert len(said) == (fused is None)
+
+
+class SparseEmbedding(Net):
+    """Gradients of another size in every step, which torch's fused kernels refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: optim.SGD(module.parameters(), lr=RATE))
+        self.embedding = nn.Embedding(3, 8, sparse=True)
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss({**batch, "x": batch["x"] + self.embedding(batch["y"])})
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_sparse_gradients_leave_the_optimizer_as_it_is(backend: str, tmp_path: Path) -> None:
+    capture = {"scope": "auto", "on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, module=SparseEmbedding, capture=capture)
+    compare(eager, captured, replayed=False)
+    said = "`embedding` has sparse gradients, whose memory is another one in every step"
+    assert any(said in line for line in captured.statistics.fallbacks)
+    assert captured.statistics.replayed > 0  # of the submodules
+
+
+@pytest.mark.parametrize(("dtype", "is_captured"), [(torch.float32, True), (torch.float64, False)])
+def test_rates_of_32_bits_step_no_parameters_of_64(dtype: torch.dtype, is_captured: bool) -> None:
+    net = nn.Linear(2, 2, dtype=dtype)
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = kind(net.parameters(), lr=0.1)
+        obstacle = capture_obstacle(net, optimizer, "cuda", scaled=False)
+        assert (obstacle is None) == is_captured
+        assert is_captured or "float64" in str(obstacle)

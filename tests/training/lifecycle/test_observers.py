@@ -1,0 +1,62 @@
+"""Who looks at a step while it is under way, and who takes part in moving its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from lightning_graphs.training.guards.observers import Observers, moves_batches_itself
+from tests.training.fits import Net
+
+
+class Augmenting(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Moving(LightningDataModule):
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Looking(Callback):
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Looks at gradients."""
+
+
+class Zeroing(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def _trainer(*callbacks: Callback) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "expected"),
+    [(Net, None, False), (Augmenting, None, True), (Net, Moving, True)],
+)
+def test_code_of_the_user_that_moves_batches(module: Any, data: Any, expected: bool) -> None:
+    trainer = _trainer()
+    if data is not None:
+        trainer.datamodule = data()
+    assert moves_batches_itself(trainer, module()) is expected
+
+
+def test_observers_are_named_with_their_hooks() -> None:
+    nobody = Observers.of(_trainer(), Net())
+    assert (nobody.before_backward, nobody.before_step, nobody.own_zero_grad) == ((), (), False)
+    somebody = Observers.of(_trainer(Looking()), Zeroing())
+    assert somebody.before_backward == ("Zeroing.optimizer_zero_grad",)
+    assert somebody.before_step == ("Looking.on_after_backward",)
+    assert somebody.own_zero_grad

@@ -1,0 +1,194 @@
+"""The doctor and the run agree: where nothing stands in the way, the steps are replayed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.equal.test_host_half import BRANCHING, SERVED
+from tests.training.examined import examined, line, rows
+from tests.training.fits import Net, batches, compare, prepare
+
+WEIGHTS = [1.0, 2.0, 3.0]
+
+
+class Weighted(Net):
+    """The host makes tensors of numbers, and moves some that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.ones(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = torch.tensor(WEIGHTS, device=self.device)
+        ramp = torch.arange(3).float().to(self.device)
+        logits = self.net(batch["x"]).float()
+        factors = weights * self.table.to(self.device) * ramp
+        return nn.functional.cross_entropy(logits * factors, batch["y"])
+
+
+def _kept(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+class Hooked(Net):
+    """Hooks compute in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(_kept)
+        self.net[4].bias.register_hook(lambda gradient: gradient * 0.5)
+
+
+class Adversarial(Net):
+    """Two networks, each called several times, with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+
+    def configure_optimizers(self) -> Any:
+        nets = (self.generator, self.discriminator)
+        return [torch.optim.Adam(net.parameters(), lr=2**-10) for net in nets], []
+
+    def _judged(self, x: Tensor, real: float) -> Tensor:
+        scores = self.discriminator(x)
+        return nn.functional.softplus(-scores if real else scores).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        noise = torch.randn_like(batch["x"])
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self._judged(self.generator(noise), 1.0)
+        self.log("g_loss", loss)
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        loss = self._judged(batch["x"], 1.0) + self._judged(self.generator(noise).detach(), 0.0)
+        self.log("d_loss", loss)
+        self.manual_backward(loss)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+
+
+class Bootstrapped(Net):
+    """A target network that follows, bound anew at each step (BYOL)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for mine, own in zip(self.target.parameters(), self.net.parameters(), strict=True):
+            mine.data = 0.75 * mine.data + 0.25 * own.data
+        with torch.no_grad():
+            wanted = self.target(batch["x"])
+        loss = (self.net(batch["x"]) - wanted).square().mean() + self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+def _activations(module: Any, batch: Any) -> Tensor:
+    return module.net(batch["x"]).argmax()
+
+
+def _weights(module: Any, batch: Any) -> Tensor:
+    return (module.net[0].weight > 0).sum()
+
+
+def _rounded(module: Any, batch: Any) -> Tensor:
+    """The device may round a sum in another way."""
+    return batch["x"].sum() > 0
+
+
+def _changed(module: Any, batch: Any) -> Tensor:
+    labels = batch["y"].clone()
+    labels[:1] = module.net(batch["x"])[:1, 0].long()
+    return labels.max()
+
+
+class Mixed(Net):
+    """Numbers that Python and NumPy draw, and those of the trainer, in arithmetic and branches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = np.random.beta(0.4, 0.4)
+        scale = torch.tensor(1 + np.sqrt(random.random()), device=self.device)
+        ramp = 0.5 * (1 + math.cos(math.pi * (self.global_step / 100)))
+        self.log("share", float(share))
+        x = share * batch["x"] + (1 - share) * batch["x"].flip(0)
+        loss = self.loss({**batch, "x": x}) * scale.float() * ramp
+        return loss * 2 if random.random() < 0.25 else loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+class TestAgreement:
+    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
+    def test_nothing_stands_in_the_way_of_what_is_replayed(
+        self, backend: str, tmp_path: Path, module: Any
+    ) -> None:
+        options: dict[str, Any] = {"module": module, "data": lambda: batches(20), "validation": 0}
+        capture = {"scope": "auto", "on_failure": "eager"}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed > 0
+        watched = examined(backend, tmp_path, capture=capture, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis is not None
+        assert watched.capture.diagnosis.obstacles == []
+
+    @pytest.mark.parametrize("module", [*SERVED, *BRANCHING], ids=lambda kind: kind.__name__)
+    def test_what_a_replay_asks_the_host_is_no_obstacle(
+        self, backend: str, tmp_path: Path, module: Any
+    ) -> None:
+        """Runs capture these modules, see the tests of the host half."""
+        options: dict[str, Any] = {"module": module, "data": lambda: batches(6), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis is not None
+        assert watched.capture.diagnosis.obstacles == []
+
+    def test_a_value_that_never_comes_back(self, backend: str, tmp_path: Path) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.loss(batch) * batch["x"].max().item()  # read
+
+        fit = examined(backend, tmp_path, module=Reading, validation=0)
+        (row,) = rows(fit, "changing-shape")
+        assert row.effect == "eager step"
+        number = line(Reading.training_step, "read")
+        assert f"test_doctor_agrees.py:{number} in training_step" in row.observed
+        capture = {"scope": "modules"}
+        between = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        assert rows(between, "changing-shape") == []
+        assert [row.effect for row in rows(between, "host-read")] == ["stays eager between them"]
+
+    @pytest.mark.parametrize("capture", [{}, {"backend": "auto"}], ids=["own", "auto"])
+    @pytest.mark.parametrize("read", [_activations, _weights, _rounded, _changed])
+    def test_what_only_the_device_has_is_one(
+        self, backend: str, tmp_path: Path, read: Callable[..., Tensor], capture: dict[str, Any]
+    ) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                return loss * (1.0 if read(self, batch).item() > -1e9 else 2.0)  # read
+
+        fit = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        found = rows(fit, "host-read")
+        number = line(Reading.training_step, "read")
+        assert [(row.line, row.effect) for row in found] == [(number, "eager step")]

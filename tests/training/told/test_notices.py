@@ -1,0 +1,269 @@
+"""What is said of shapes that take turns, and of attributes that keep changing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.training.equal.test_batches import lengths
+from tests.training.fits import Net, batches, compare, fit_twice, prepare
+
+INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+Lines = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    """The lines of the log that contain a text."""
+    caplog.set_level(logging.INFO, logger=INFO.name)
+    return lambda part: [r.getMessage() for r in caplog.records if part in r.getMessage()]
+
+
+def taking_turns(*sizes: int, max_graphs: int, **options: Any) -> dict[str, Any]:
+    capture = {"max_graphs": max_graphs, "capture_after": 0, "warmup_steps": 1}
+    return {"data": lengths(*sizes), "capture": {**capture, **options}}
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly. max_graphs")
+def test_shapes_that_take_turns_in_too_few_graphs(
+    backend: str, tmp_path: Path, lines: Lines
+) -> None:
+    options = taking_turns(4, 8, 12, 16, 20, max_graphs=2)
+    eager, captured = fit_twice(backend, tmp_path, max_epochs=8, **options)
+    compare(eager, captured, replayed=False)
+    statistics = captured.statistics
+    assert statistics.captures == 2
+    assert statistics.replayed >= 2 * 7
+    assert len(lines("captured another graph")) == 1
+    (reason,) = statistics.fallbacks
+    assert reason.startswith("steps run eagerly: max_graphs=2 allows no more graphs; raise it")
+
+
+def test_enough_graphs_for_all_shapes(backend: str, tmp_path: Path, lines: Lines) -> None:
+    options = taking_turns(*range(4, 16), max_graphs=12)
+    eager, captured = fit_twice(backend, tmp_path, max_epochs=16, **options)
+    compare(eager, captured)
+    assert captured.statistics.captures == 12
+    assert len(captured.statistics.recaptures) == 11
+    said = lines("captured another graph")
+    assert len(said) == 8
+    assert said[-1].endswith("further ones are listed in the report")
+
+
+class Thawing(Net):
+    """A parameter moves before every epoch, so that all graphs are dropped."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].weight.data = self.net[0].weight.data.clone()
+
+
+@pytest.mark.parametrize(("steps", "captures"), [(2, 9), (30, 12)])
+def test_graphs_that_are_dropped_must_have_been_repaid(
+    backend: str, tmp_path: Path, steps: int, captures: int
+) -> None:
+    options = taking_turns(*[4] * steps, max_graphs=2, on_failure="eager")
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Thawing, max_epochs=12, validation=0, **options
+    )
+    compare(eager, captured, replayed=captures == 12)
+    assert captured.statistics.captures == captures
+
+
+class Stepwise(Net):
+    """Reads an attribute that moves on after every so many batches."""
+
+    every = 1
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.share = 0.5 + 2.0 ** -(
+            1 + self.trainer.fit_loop.epoch_loop.total_batch_idx // type(self).every
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.share
+
+
+def moving(every: int) -> type[Stepwise]:
+    return type("Stepwise", (Stepwise,), {"every": every})
+
+
+KEEPS_CHANGING = r"a step runs eagerly: (?s:.*)gets no graph(?s:.*)self\.share: \d\.\d+ -> 0\.\d+"
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_an_attribute_that_keeps_changing_is_named_once(
+    backend: str, tmp_path: Path, lines: Lines, every: int
+) -> None:
+    options: dict[str, Any] = {
+        "module": moving(every),
+        "data": lambda: lengths(*[8] * (50 if every == 1 else 120))(),
+        "capture": {"warmup_steps": 1, "on_failure": "eager"},
+    }
+    with pytest.warns(UserWarning, match=KEEPS_CHANGING):
+        eager, captured = fit_twice(backend, tmp_path, max_epochs=1, **options)
+    compare(eager, captured, replayed=False)
+    (reason,) = captured.statistics.fallbacks
+    assert "keep the value in a buffer that a hook fills" in reason
+    assert len(lines("captured another graph")) <= 8
+    assert captured.statistics.captures == (1 if every == 1 else 10)
+
+
+def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path) -> None:
+    capture = {"max_graphs": 1, "warmup_steps": 1, "capture_after": 0}
+    eager, captured = fit_twice(
+        backend, tmp_path, module=moving(21), data=lambda: lengths(*[4] * 100)(), max_epochs=1,
+        capture=capture,
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures == 5
+
+
+SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
+
+
+@SAYS
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+@pytest.mark.parametrize("steps", [1, 3, 4, 5])
+def test_a_fit_that_ends_before_its_first_graph_says_why(
+    backend: str, tmp_path: Path, scope: str, steps: int
+) -> None:
+    fit = prepare(
+        backend, tmp_path, True, capture={"scope": scope}, max_steps=steps, validation=0
+    ).run()
+    report = fit.capture.report
+    assert (report.replayed, report.eager) == (0, steps)
+    (reason,) = report.fallbacks
+    assert reason.startswith("steps run eagerly: ")
+    if steps <= 3:
+        assert f"the fit ended after {steps} " in reason
+        assert "warmup_steps=3" in reason
+
+
+@SAYS
+def test_a_fast_dev_run_says_why(backend: str, tmp_path: Path) -> None:
+    fit = prepare(backend, tmp_path, True, fast_dev_run=True, logger=False, validation=0).run()
+    (reason,) = fit.capture.report.fallbacks
+    assert "the fit ended after 1 step," in reason
+
+
+class Moments(Callback):
+    """After which step something was said."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        [graphs] = [one for one in trainer.callbacks if hasattr(one, "statistics")]
+        if graphs.statistics.fallbacks and not self.steps:
+            self.steps.append(trainer.global_step)
+
+
+def never_back(kind: str) -> list[dict[str, Any]]:
+    if kind == "lengths":
+        return lengths(*range(4, 44))()
+    return [{**batch, "boxes": [torch.ones(4)] * i} for i, batch in enumerate(batches(40))]
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize(("kind", "remedy"), [("lengths", "pad "), ("boxes", "tensors of")])
+def test_batches_of_which_none_comes_back_are_said_after_eight(
+    backend: str, tmp_path: Path, scope: str, kind: str, remedy: str
+) -> None:
+    moments = Moments()
+    fit = prepare(
+        backend, tmp_path, True, data=lambda: never_back(kind), capture={"scope": scope},
+        callbacks=lambda: [moments], validation=0, max_epochs=1,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=rf"The last two steps differ: .*\n  remedy: .*{remedy}"):
+        fit.run()
+    assert moments.steps == [3 + 8]
+    (reason,) = fit.capture.report.fallbacks
+    assert len(reason) < 400
+
+
+class Reading(nn.Linear):
+    """Reads a value on the host."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2 if x.sum().item() > 100 else x
+
+
+class ManyReads(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Reading(8, 8)) for _ in range(6)))
+
+
+def test_the_same_refusal_of_many_modules_is_said_once(
+    backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, lines: Lines
+) -> None:
+    capture = {"scope": "auto", "on_failure": "eager"}
+    fits = fit_twice(backend, tmp_path, module=ManyReads, capture=capture, validation=0)
+    compare(*fits, replayed=False)
+    said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
+    assert len(said) == 1
+    whole, modules = fits[1].capture.report.fallbacks
+    assert whole.startswith("cannot capture the whole step; capturing submodules instead: ")
+    assert modules.startswith("`net`, `net.0`, `net.0.1` and 10 more run eagerly: ")
+    (graphs,) = lines("graphs for")
+    assert graphs.endswith("graphs for net.*.0 (6)")
+
+
+class Branching(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 2 if loss.item() > 0.5 else loss
+
+
+@pytest.mark.parametrize("scope", ["auto", "step", "modules"])
+@pytest.mark.parametrize("module", [Branching, ManyReads, moving(1)])
+def test_a_warning_has_two_lines_at_most(
+    backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, lines: Lines,
+    module: Any, scope: str,
+) -> None:  # fmt: skip
+    capture = {"scope": scope, "on_failure": "eager"}
+    data = {"data": lambda: batches(50), "max_epochs": 1, "validation": 0}
+    fit = prepare(backend, tmp_path, True, module=module, capture=capture, **data).run()
+    said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
+    assert all(len(text.splitlines()) <= 2 for text in said)
+    reasons = fit.capture.report.fallbacks
+    refused = [text for text in said if "\n" in text]
+    assert refused or (scope, module) == ("modules", Branching) or module.__name__ == "Stepwise"
+    for text in refused:
+        what, remedy = text.splitlines()
+        assert "test_notices.py:" in what or "self.share" in what
+        assert remedy.startswith("  remedy: ")
+    assert sum("\n  observed: " in reason for reason in reasons) >= len(refused)
+    assert not lines("become graphs, since")
+
+
+class Replaced(Net):
+    """Exchanges the memory of a parameter after every step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[0].weight.data = self.net[0].weight.data.clone()
+
+
+@SAYS
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_the_same_reason_to_capture_again_is_said_once(
+    backend: str, tmp_path: Path, lines: Lines, scope: str
+) -> None:
+    capture = {"scope": scope, "on_failure": "eager", "capture_after": 0}
+    fits = fit_twice(
+        backend, tmp_path, module=Replaced, data=lambda: batches(60), max_epochs=1, capture=capture
+    )
+    compare(*fits, replayed=False)
+    said, reasons = lines("recapturing"), fits[1].capture.report.recaptures
+    assert len(said) == len(set(reasons)) < len(reasons)
+    (table,) = lines("steps replayed")
+    shown = table.partition("Recaptures:\n")[2].splitlines()
+    assert shown == [f"  {text} ({reasons.count(text)} times)" for text in dict.fromkeys(reasons)]

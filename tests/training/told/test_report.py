@@ -1,0 +1,219 @@
+"""The report of a real fit: its figures, what is said, what is logged."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_graphs import GraphCapture, core
+from lightning_graphs.core.inspect import inspect
+from lightning_graphs.reporting import GraphRecord, render, summary_line
+from lightning_graphs.training.statistics import CaptureCost, Statistics
+from tests.training.fits import Fit, batches, csv_of, prepare
+from tests.training.told.test_notices import Thawing
+
+INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+
+def fitted(backend: str, root: Path, **options: Any) -> Fit:
+    """Two epochs of ten batches, the last of each short; more where the options say so."""
+    given: dict[str, Any] = {"data": lambda: batches(10, last=3), "max_epochs": 4, **options}
+    return prepare(backend, root, True, **given).run()
+
+
+class TestOfAFit:
+    def test_counts_are_those_of_the_fit(self, backend: str, tmp_path: Path) -> None:
+        fit = fitted(backend, tmp_path)
+        report = fit.capture.report
+        # Whole batches: three to warm up, two seen, then captured. The short one of each epoch
+        # comes last: in the first two epochs it is seen, in the third captured.
+        assert (report.eager, report.replayed) == (7, 33)
+        assert [record.signature for record in report.graphs] == [
+            "x f32[8,8], y i64[8]",
+            "x f32[3,8], y i64[3]",
+        ]
+        assert [record.replays for record in report.graphs] == [31, 2]
+        assert [(r.scope, r.captures, r.parts) for r in report.graphs] == [("step", 1, 1)] * 2
+        assert report.backend == backend
+        assert len(report.recaptures) == 1
+        assert report.fallbacks == ()
+        for record in report.graphs:
+            assert record.nodes is not None
+            assert record.kernels is not None
+            assert record.nodes >= record.kernels > 10
+            assert record.capture_ms > 0
+            assert (record.pool_mib is None) is (backend == "emulated")
+
+    def test_first_steps_are_timed_and_no_more(self, backend: str, tmp_path: Path) -> None:
+        report = fitted(backend, tmp_path).capture.report
+        # The first eager step and the one that captured are left out.
+        whole = [(time.step, time.kind) for time in report.times]
+        assert whole == [(i, "eager") for i in (1, 2, 3, 4)] + [
+            (i, "replay") for i in (6, 7, 8, 10, 11, 12, 13, 14)
+        ]
+        assert min(time.ms for time in report.times) > 0
+        timed, late = report.graphs
+        assert (timed.eager_ms or 0) > 0
+        assert (timed.replay_ms or 0) > 0
+        assert (late.eager_ms, late.replay_ms) == (None, None)
+
+    def test_a_replay_passes_no_stopwatch_afterwards(self, backend: str, tmp_path: Path) -> None:
+        fit = prepare(backend, tmp_path, True, max_epochs=3)
+        handlers: list[str] = []
+
+        def note(trainer: Any, *_: Any) -> None:
+            handlers.append(type(vars(trainer.strategy)["training_step"].__self__).__name__)
+
+        fit.trace.on_train_batch_end = note  # type: ignore[method-assign]
+        fit.run()
+        assert handlers[:5] == ["StepTiming"] * 5
+        assert handlers[-5:] == ["EagerRetry"] * 5
+
+    def test_accumulation_has_a_record_for_each_phase(self, backend: str, tmp_path: Path) -> None:
+        fit = prepare(backend, tmp_path, True, accumulate_grad_batches=2, max_epochs=4).run()
+        words = sorted(record.signature for record in fit.capture.report.graphs)
+        assert words == [
+            "x f32[8,8], y i64[8]; stepping, window of 2",
+            "x f32[8,8], y i64[8]; zeroing, window of 2",
+        ]
+        assert all(record.replay_ms for record in fit.capture.report.graphs)
+
+    def test_a_signature_captured_again_keeps_its_record(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        fit = fitted(backend, tmp_path, capture={"capture_after": 0}, module=Thawing)
+        report = fit.capture.report
+        assert sum(record.captures for record in report.graphs) == fit.statistics.captures > 2
+        assert sum(record.replays for record in report.graphs) == report.replayed
+
+    def test_no_graph_outlives_the_fit(self, backend: str, tmp_path: Path) -> None:
+        fit = fitted(backend, tmp_path)
+        assert fit.statistics._alive == {}
+
+    def test_a_report_is_a_snapshot(self) -> None:
+        statistics = Statistics()
+        statistics.graphs.append(GraphRecord(signature="x", replays=3))
+        report = statistics.report()
+        statistics.graphs[0].replays = 4
+        statistics.fallbacks.append("a reason")
+        assert (report.graphs[0].replays, report.fallbacks) == (3, ())
+
+    def test_the_busiest_graphs_are_inspected_where_their_templates_live(self) -> None:
+        statistics, cell = Statistics(), torch.zeros(4)
+        graphs = [core.CUDAGraph(keep_graph=True, backend="emulated") for _ in range(3)]
+        for name, graph in zip("abc", graphs, strict=True):
+            with core.graph(graph):
+                cell.add_(1).mul_(2)
+            statistics.captured(name, [graph], CaptureCost(ms=2.0))
+        for graph, count in zip(graphs, (1, 2, 0), strict=True):
+            for _ in range(count):
+                statistics.count_replay(graph)
+        statistics.inspect()
+        a, b, c = statistics.report().graphs
+        assert (a.graphs, b.graphs, c.graphs) == ((), (inspect(graphs[1]),), ())
+        assert [(r.nodes, r.kernels, r.capture_ms) for r in (a, b, c)] == [(2, 2, 2.0)] * 3
+        statistics.released(graphs[0])
+        statistics.released(graphs[1])
+        statistics.count_replay(graphs[2])
+        statistics.inspect()
+        assert [r.replays for r in statistics.graphs] == [1, 2, 1]
+        assert statistics.replayed == 4
+
+    def test_before_any_fit_the_report_is_empty(self) -> None:
+        report = GraphCapture().report
+        assert (report.graphs, report.replayed, report.backend) == ((), 0, "")
+        assert summary_line(report) == "GraphCapture: 0 graphs"
+
+
+class TestSaid:
+    @pytest.mark.parametrize(
+        ("options", "step"),
+        [({}, 5), ({"min_repeats": 0, "warmup_steps": 1}, 1), ({"only_if_faster": True}, (5, 3))],
+    )
+    def test_a_line_at_the_start_says_when_to_expect_a_graph(
+        self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+        options: Any, step: Any,
+    ) -> None:  # fmt: skip
+        with caplog.at_level(logging.INFO, logger=INFO.name):
+            prepare(backend, tmp_path, True, capture=options, max_steps=1).run()
+        said = [r.getMessage() for r in caplog.records if "GraphCapture" in r.getMessage()]
+        step = step[backend == "cuda"] if isinstance(step, tuple) else step
+        steps = "step" if step == 1 else "steps"
+        assert (
+            said[0] == f"GraphCapture: the first graph comes after {step} {steps} at the earliest"
+        )
+
+    def test_a_line_once_settled_and_a_table_at_the_end(
+        self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with caplog.at_level(logging.INFO, logger=INFO.name):
+            fit = fitted(backend, tmp_path)
+        said = [r.getMessage() for r in caplog.records if "GraphCapture" in r.getMessage()]
+        nodes = fit.capture.report.graphs[0].nodes
+        lines = [text for text in said if text.startswith("GraphCapture: 1 graph, ")]
+        assert len(lines) == 1
+        assert lines[0].startswith(f"GraphCapture: 1 graph, {nodes} nodes")
+        assert ("captured in " in lines[0]) is (backend == "cuda")
+        assert said[-1] == f"GraphCapture:\n{render(fit.capture.report)}"
+        assert "33 steps replayed, 7 eager." in said[-1]
+
+    def test_a_failing_fit_shows_no_table(
+        self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        fit = prepare(backend, tmp_path, True)
+
+        def fail(*_: Any) -> None:
+            raise OSError("the disk is full")
+
+        fit.trace.on_train_epoch_end = fail  # type: ignore[method-assign]
+        with (
+            caplog.at_level(logging.INFO, logger=INFO.name),
+            pytest.raises(OSError, match="the disk is full"),
+        ):
+            fit.run()
+        assert not [r for r in caplog.records if "steps replayed" in r.getMessage()]
+        assert fit.capture.report.replayed > 0
+
+
+class TestLoggers:
+    def test_figures_are_columns_beside_the_users_own(self, backend: str, tmp_path: Path) -> None:
+        plain = fitted(backend, tmp_path / "plain")
+        logged = fitted(backend, tmp_path / "logged", capture={"log_metrics": True})
+        assert "graphs/" not in plain.csv
+        rows = list(csv.DictReader(io.StringIO(csv_of(logged.trainer))))
+        ours = [row for row in rows if row["graphs/captures"]]
+        assert len(ours) == 2
+        report = logged.capture.report
+        final = {n: float(v) for n, v in ours[-1].items() if n.startswith("graphs/") and v}
+        assert final == pytest.approx(report.metrics())
+        assert final["graphs/replayed_steps"] == 33
+        assert final["graphs/eager_steps"] == 7
+        assert int(ours[-1]["step"]) == logged.trainer.global_step == 40
+        theirs = [
+            {n: v for n, v in row.items() if not n.startswith("graphs/")}
+            for row in rows
+            if not row["graphs/captures"]
+        ]
+        assert theirs == list(csv.DictReader(io.StringIO(plain.csv)))
+
+
+class TestShown:
+    def test_json(self, backend: str, tmp_path: Path) -> None:
+        report = fitted(backend, tmp_path).capture.report
+        assert json.loads(report.to_json())["replayed"] == report.replayed > 0
+
+    def test_plot(self, backend: str, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        report = fitted(backend, tmp_path).capture.report
+        bars = [bar for group in report.plot().axes[0].containers for bar in group]
+        drawn = {round(bar.get_center()[0]): bar.get_height() for bar in bars}
+        timed = {time.step: time.ms for time in report.times}
+        assert len(timed) > 10
+        assert drawn == (timed if backend == "cuda" else {})
