@@ -171,12 +171,12 @@ def test_of_a_module_that_cannot_be_captured_its_children_are(backend: str, tmp_
                                   "head"]  # fmt: skip
     assert len(statistics.fallbacks) == 1
     assert "`blocks.1` runs eagerly" in statistics.fallbacks[0]
-    assert "test_modules_limits.py:" in statistics.fallbacks[0]
+    assert "test_limits.py:" in statistics.fallbacks[0]
 
 
 def test_nothing_is_installed_where_one_capture_fails(backend: str, tmp_path: Path) -> None:
     fit = prepare(backend, tmp_path, True, module=PartlyReading, capture=BLOCKS, validation=0)
-    with pytest.raises(Exception, match=r"test_modules_limits.py:\d+"):
+    with pytest.raises(Exception, match=r"test_limits.py:\d+"):
         fit.run()
     assert all("forward" not in vars(module) for module in fit.module.modules())
     assert fit.statistics.captures == 0
@@ -475,5 +475,5 @@ def test_calls_whose_shapes_follow_from_values_are_left_out(
     assert {found[f"module {name}"] for name in statistics.modules} == {statistics.replayed}
     experts, routed = statistics.fallbacks[-2:]
     assert "`routed` and what calls it run eagerly: it contains an operator" in routed
-    assert "test_modules_limits.py:" in routed
+    assert "test_limits.py:" in routed
     assert "calls of `routed.experts.0` and 3 others run eagerly" in experts
