@@ -21,7 +21,7 @@ if torch.cuda.device_count() < 2:
     collect_ignore += ["gpu/test_ddp.py", "gpu/test_fsdp.py"]
 
 _ROWS = 3
-"""So many rows of a table of fits run on a CPU by default: nine minutes on two cores."""
+"""So many rows of a table of fits run on a CPU by default: eight to nine minutes on two cores."""
 _BACKENDS = ["emulated"]
 if torch.cuda.is_available():
     _BACKENDS.append("cuda")

@@ -104,7 +104,7 @@ class Choice:
         for call in alone:
             if call.module in graphed:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
-            else:
+            elif not call.shaped_by:  # which is told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
         return found
 
