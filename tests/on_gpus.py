@@ -31,21 +31,20 @@ _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 def chosen() -> list[Path]:
     """The longest files first: those of several GPUs, then by size."""
-    several = [ROOT / "tests" / name for name in sorted(OF_SEVERAL_GPUS)]
+    found = [p for p in (ROOT / "tests").rglob("test_*.py") if p.name not in OF_THE_CPU]
     if torch.cuda.device_count() < 2:
-        several = []
-    tests = (ROOT / "tests").rglob("test_*.py")
-    further = [p for p in tests if p.name not in OF_THE_CPU and p not in several]
-    further = [
-        p for p in further if p.relative_to(ROOT / "tests").as_posix() not in OF_SEVERAL_GPUS
-    ]
-    return several + sorted(further, key=lambda path: -path.stat().st_size)
+        found = [path for path in found if not takes_several(path)]
+    return sorted(found, key=lambda path: (not takes_several(path), -path.stat().st_size))
 
 
-def run(path: Path, gpu: int, logs: Path, until: float) -> tuple[Path, Counter[str]]:
+def takes_several(path: Path) -> bool:
+    return path.relative_to(ROOT / "tests").as_posix() in OF_SEVERAL_GPUS
+
+
+def run(path: Path, gpu: int, logs: Path, until: float) -> Counter[str]:
     """One file on one GPU, or on all of them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if path.relative_to(ROOT / "tests").as_posix() not in OF_SEVERAL_GPUS:
+    if not takes_several(path):
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
     log = logs / f"{path.relative_to(ROOT).as_posix().replace('/', '.')}.log"
     command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
@@ -65,7 +64,7 @@ def run(path: Path, gpu: int, logs: Path, until: float) -> tuple[Path, Counter[s
         found["error"] = 1
     name = path.relative_to(ROOT)
     print(f"{name}: {last} [{time.monotonic() - started:.0f} s]", flush=True)
-    return path, found
+    return found
 
 
 def main() -> int:
@@ -81,7 +80,7 @@ def main() -> int:
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     total: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
-        for _, found in pool.map(
+        for found in pool.map(
             lambda pair: run(*pair, options.logs, until), zip(files, gpus, strict=False)
         ):
             total += found

@@ -236,7 +236,7 @@ class GraphCapture(Callback):
             raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
-            found = (trainer, pl_module, calls, statistics, budget)
+            found = (trainer, calls, statistics, budget)
             retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
             runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))

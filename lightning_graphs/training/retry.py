@@ -123,7 +123,6 @@ class EagerRetry:
     def __init__(
         self,
         trainer: Trainer,
-        module: LightningModule,
         own: StrategyCalls,
         statistics: Statistics,
         budget: MemoryBudget,
@@ -132,7 +131,7 @@ class EagerRetry:
         is_alone: bool,  # no other rank waits for this one; where others do, it is raised, too
     ) -> None:
         self._trainer = trainer
-        self._module = module
+        self._module = module = trainer.lightning_module
         self.own = own  # the strategy's own methods
         self._statistics = statistics
         self.budget = budget  # what memory may be taken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -27,11 +26,3 @@ def _quiet_lightning() -> Iterator[None]:
     logger.setLevel(logging.WARNING)
     yield
     logger.setLevel(before)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    """Captures begin with a pass of their own once anything was compiled in the process."""
-    yield
-    if "torch._dynamo.utils" in sys.modules:
-        sys.modules["torch._dynamo.utils"].counters.clear()

@@ -35,23 +35,13 @@ OF_SHAPES = frozenset({"ones_like", "zeros_like", "full_like", "new_ones", "new_
 SMALL = 2**20  # elements that the host computes for each step, at most
 _TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
 """Operators that may choose otherwise among equal values on another device."""
-_SELECTIONS = frozenset(
-    {"_to_copy", "clone", "where", "index", "gather", "cat", "stack", "amax", "amin", "max", "min"}
-    | {"maximum", "minimum", "abs", "neg", "masked_fill", "flip", "roll", "index_select"}
-    | {
-        "constant_pad_nd",
-        "clamp",
-        "zeros",
-        "ones",
-        "full",
-        "scalar_tensor",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-    }
-    | {"add", "sub", "rsub", "mul", "div"}  # rounded once, as IEEE 754 has it
-    | {"copy", "fill", "zero", "index_put", "scatter", "new_zeros", "new_ones", "new_full"}
-)
+_SELECTIONS = OF_SHAPES | {
+    *("_to_copy", "clone", "copy", "fill", "zero", "zeros", "ones", "full", "scalar_tensor"),
+    *("where", "index", "index_put", "index_select", "gather", "scatter", "masked_fill"),
+    *("cat", "stack", "flip", "roll", "constant_pad_nd", "abs", "neg", "clamp"),
+    *("amax", "amin", "max", "min", "maximum", "minimum"),
+    *("add", "sub", "rsub", "mul", "div"),  # rounded once, as IEEE 754 has it
+}
 """Operators that compute the same for floating-point numbers on every device."""
 
 

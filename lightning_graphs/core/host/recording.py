@@ -83,7 +83,7 @@ class HostRecording(OperatorMode):
         self._read_in_place: list[Tensor] = []
         self._makes_on_host = False
         self._device_draws = False
-        self.tape = self._tape = HostTape()
+        self.tape = HostTape()
         # Gives what reads the present value of data with live numbers in it; None of other data
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
         self.in_backward = False  # whether the backward pass copies from the host, too
@@ -92,12 +92,12 @@ class HostRecording(OperatorMode):
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
             if copy is not None:
                 shadow = copy.detach()
-                self._tape.input(shadow, i)
+                self.tape.input(shadow, i)
                 self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
     def finish(self) -> HostHalf | None:
         """What replays need, at the end of all captures; None where that is nothing."""
-        tape = self._tape
+        tape = self.tape
         if self._needed > self._arena.nbytes:
             full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
             full.needed = self._needed
@@ -142,7 +142,7 @@ class HostRecording(OperatorMode):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(args[0], {**kwargs, "device": None})
-            return self._of_a_known_shape(call.func, self._tape.run(call))
+            return self._of_a_known_shape(call.func, self.tape.run(call))
         if any(map(self._is_host, call.written)):
             return call.run()  # a host read: refused as ever
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
@@ -171,7 +171,7 @@ class HostRecording(OperatorMode):
 
     def _is_host(self, tensor: Tensor) -> bool:
         if self._emulated:
-            return self._tape.knows(tensor)
+            return self.tape.knows(tensor)
         return tensor.device.type == "cpu"
 
     def _makes(self, kwargs: Mapping[str, Any]) -> bool:
@@ -195,15 +195,13 @@ class HostRecording(OperatorMode):
         outputs = list(tensors_in(result))
         if name_of(call.func) in OF_SHAPES:
             call = OperatorCall.of(call.func, *call.mapped(self._of_shape))
-        changes = any(
-            self._tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None
-        )
+        changes = any(self.tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None)
         if (
             all(self._shadow(t) is not None for t in call.inputs)
             and is_exact(call.func, outputs, SMALL if changes else 16 * SMALL)
-            and all(self._tape.made(self._shadow(t)) for t in call.written)
+            and all(self.tape.made(self._shadow(t)) for t in call.written)
         ):
-            self._stand_in(outputs, self._tape.run(self._in_shadow(call)))
+            self._stand_in(outputs, self.tape.run(self._in_shadow(call)))
             return result
         for tensor in call.written:
             if (shadow := self._shadow(tensor)) is not None:
@@ -217,7 +215,7 @@ class HostRecording(OperatorMode):
         """A constant of the host with the shape of a tensor of the device."""
         with out_of_sight():
             constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        self._tape.constant(constant)
+        self.tape.constant(constant)
         return constant
 
     def _stand_in(self, tensors: Sequence[Tensor], result: Any) -> None:
@@ -240,7 +238,7 @@ class HostRecording(OperatorMode):
             return _UNKNOWN
         if any(self._shadow(t) is None for t in call.inputs):
             return _UNKNOWN
-        found = self._tape.run(self._in_shadow(call))
+        found = self.tape.run(self._in_shadow(call))
         if not shapes:
             return found
         found = self._of_a_known_shape(func, found)
@@ -250,7 +248,7 @@ class HostRecording(OperatorMode):
         """Let replays compare the shapes of a result, where these follow from values."""
         if func._schema.name in SHAPES:
             for tensor in tensors_in(result):
-                self._tape.compare(shape, tensor)
+                self.tape.compare(shape, tensor)
         return result
 
     # ------------------------------------------------------------------ to the device
@@ -261,14 +259,14 @@ class HostRecording(OperatorMode):
         def moved(tensor: Tensor) -> Tensor:
             if not self._is_host(tensor):
                 return tensor
-            changes = self._tape.know(func, tensor).register is not None
+            changes = self.tape.know(func, tensor).register is not None
             if tensor.dim() == 0 and func not in _TRANSFERS:
                 if not changes:  # kernels take it as a constant; a rehearsal reads it
                     if self._emulated:
                         self._read_in_place.append(tensor)
                     return tensor
                 if any(t.is_floating_point() and t.dtype != tensor.dtype for t in on_device):
-                    self._tape.refuse(f"{func} rounds a number of the host otherwise on the device")
+                    self.tape.refuse(f"{func} rounds a number of the host otherwise on the device")
             return self._copied(tensor, {})
 
         return moved
@@ -282,8 +280,8 @@ class HostRecording(OperatorMode):
             static = self._static(value)
             if self._emulated:  # there the captured code runs
                 static.copy_(value)
-        if self._tape.changes(value):
-            self._tape.copy(static, value)
+        if self.tape.changes(value):
+            self.tape.copy(static, value)
         else:
             self._constants.append((static, value))
         result = static.clone()
@@ -291,7 +289,7 @@ class HostRecording(OperatorMode):
         return result
 
     def _on_host(self, func: OpOverload, tensor: Tensor, **kwargs: Any) -> Any:
-        return self._tape.run(OperatorCall.of(func, (tensor,), kwargs))
+        return self.tape.run(OperatorCall.of(func, (tensor,), kwargs))
 
     def _static(self, value: Tensor) -> Tensor:
         """Memory on the device for a tensor of this shape."""
@@ -321,8 +319,8 @@ class HostRecording(OperatorMode):
             return None
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
-        if name in FROM_PYTHON and any(self._tape.changes(t) for t in tensors_in(data)):
-            self._tape.refuse(f"{name} of a tensor that changes from step to step")
+        if name in FROM_PYTHON and any(self.tape.changes(t) for t in tensors_in(data)):
+            self.tape.refuse(f"{name} of a tensor that changes from step to step")
         if name in FROM_PYTHON and not isinstance(data, Tensor):
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
@@ -351,9 +349,9 @@ class HostRecording(OperatorMode):
             shadow = self._shadow(lengths) if isinstance(lengths, Tensor) else None
             if shadow is None or targets.dtype is torch.int32:
                 return lengths
-            self._tape.know(aten._ctc_loss.Tensor, shadow)
+            self.tape.know(aten._ctc_loss.Tensor, shadow)
             with out_of_sight():
-                self._tape.compare(numbers, shadow)
+                self.tape.compare(numbers, shadow)
                 return shadow.tolist()
 
         return (log_probs, targets, *map(told, given[:2]), *given[2:])
@@ -385,12 +383,12 @@ class HostRecording(OperatorMode):
         if not isinstance(tensor, Tensor) or (name != "tolist" and not self._is_host(tensor)):
             return None
         shadow: Tensor | None = self._shadow(tensor)
-        if shadow is None or not self._tape.changes(shadow):
+        if shadow is None or not self.tape.changes(shadow):
             return shadow
         if name in ("data_ptr", "__dlpack__"):
-            self._tape.refuse(f"{name} of a tensor that changes from step to step")
+            self.tape.refuse(f"{name} of a tensor that changes from step to step")
         with out_of_sight():
-            self._tape.compare(numbers, shadow)
+            self.tape.compare(numbers, shadow)
         return shadow
 
     def _from_python(
@@ -405,7 +403,7 @@ class HostRecording(OperatorMode):
         """A tensor of Python's numbers: a constant, unless it is made to be logged."""
         caller: str = sys._getframe(3).f_globals.get("__name__", "")
         if caller.partition(".")[0] in _LOGGING:
-            self._tape.refuse("a number that is logged, and may be another one in each step")
+            self.tape.refuse("a number that is logged, and may be another one in each step")
         device = kwargs.get("device")
         if device is None and name == "new_tensor":
             device = args[0].device
@@ -413,7 +411,7 @@ class HostRecording(OperatorMode):
         if name == "new_tensor":
             host["dtype"] = kwargs.get("dtype") or args[0].dtype
         grad = bool(host.pop("requires_grad", False))
-        value = self._tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])
+        value = self.tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])
         # On a CPU, what names the device by an object means that of the module.
         on_host = device is None or torch.device(device).type == "cpu"
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))

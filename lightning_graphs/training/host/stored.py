@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import operator
 from collections import deque
@@ -36,7 +37,7 @@ FILLED = Obstacle(
 )
 
 
-class Place:
+class Place(abc.ABC):
     """Where something is kept.
 
     Args:
@@ -46,13 +47,13 @@ class Place:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    @abc.abstractmethod
     def now(self) -> Any:
         """What is there."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def put(self, value: Any) -> None:
         """Keep this there."""
-        raise NotImplementedError
 
     def is_still(self, now: Any, given: Any) -> bool:
         """Whether what is there is what was put there."""

@@ -137,9 +137,8 @@ class StepCapture:
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self._trainer):
                     raise
-                if self._learned.places.learn(self._learned.places.found):
-                    continue
-                if self._learn_conversions():
+                places = self._learned.places
+                if places.learn(places.found) or self._learn_conversions():
                     continue
                 if isinstance(error, LeftBehindError):
                     raise
