@@ -108,6 +108,8 @@ def render(report: Report) -> str:
 
 def html(report: Report) -> str:
     """The same for a notebook."""
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in _table(report)]
+    head, *rows = _table(report) or [[]]
+    cells = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     body = "".join(f"<tr>{row}</tr>" for row in cells)
     return f"<table>{body}</table><pre>{escape(chr(10).join(_notes(report)))}</pre>"
