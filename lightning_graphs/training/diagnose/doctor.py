@@ -170,7 +170,8 @@ class Doctor:
         self.diagnosis.steps += 1
         batch, *rest = args
         watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
-        attributes, generators = Attributes(self._module), Generators(self._module)
+        # The observer sees what torch draws.
+        attributes, generators = Attributes(self._module), Generators(self._module, seen=())
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
         with self._watching(), outside.followed():
@@ -272,6 +273,8 @@ class Doctor:
             return  # one remedy mends both
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
+        if obstacle is DRAWN and self._has_host_half:
+            return  # replays draw, too
         ahead = self._observer.answered or obstacle in (HOST_COPY, HOST_DATA)
         if ahead and self._has_host_half:
             self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")

@@ -76,6 +76,17 @@ class DrawnPlaces(Plain):
         return x[torch.randperm(x.shape[0], device="cpu").to(x.device)].detach()
 
 
+class DrawnFromItsOwn(Plain):
+    """A generator of the module's, as programs have it that draw the same noise each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((8,), generator=self.generator).to(x.device) + 0.5
+
+
 class FilledInPlace(Plain):
     def scale(self, x: Tensor) -> Tensor:
         noise = torch.zeros(8, device="cpu")
@@ -247,7 +258,7 @@ class ABranch(Plain):
 
 
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
-DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
+DRAWN = [Draw, ADrawnNumber, DrawnPlaces, DrawnFromItsOwn, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
 READ = [AMask, Lengths, Places, Unique, AsList, Shifted, Global, IndexedByAList, ConstantMask]
 SPOKEN = [Spoken, SpokenWithPadding]

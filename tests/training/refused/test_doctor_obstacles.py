@@ -262,6 +262,33 @@ class TestSingleObstacles:
         assert [r.effect for r in rows(fit, "python-state")] == ["stays eager between them"]
         assert not fit.capture.diagnosis.obstacles
 
+    def test_draws_of_the_host_beside_submodules(self, backend: str, tmp_path: Path) -> None:
+        class Noisy(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + torch.rand(x.shape[-1:], device="cpu").to(x.device)  # inside
+
+        class Mixing(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[3] = Noisy()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                share = torch.rand((), device="cpu")  # between
+                return self.loss(batch) * share
+
+        options: dict[str, Any] = {"module": Mixing, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = examined(backend, tmp_path, capture={"scope": "modules"}, **options)
+        compare(eager, fit, replayed=False)
+        between, inside = line(Mixing.training_step, "between"), line(Noisy.forward, "inside")
+        effects = {(r.operator, r.line): r.effect for r in rows(fit, "python-state")}
+        assert effects == {
+            ("aten.rand.default", between): "stays eager between them",
+            ("aten.rand.default", inside): "eager step",
+        }
+        whole = examined(backend, tmp_path / "whole", **options)
+        assert not whole.capture.diagnosis.obstacles
+
     def test_manual_optimization(self, backend: str, tmp_path: Path) -> None:
         class Reads(nn.Module):
             def forward(self, x: Tensor) -> Tensor:
