@@ -28,6 +28,7 @@ from lightning_graphs.core.obstacles import (
 )
 from lightning_graphs.core.private.torch import (
     announced_as_cuda_capture,
+    current_autograd_node,
     is_compiled,
     module_hooks,
     version_of,
@@ -273,10 +274,10 @@ class Doctor:
             return  # one remedy mends both
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
-        if obstacle is DRAWN and self._has_host_half:
-            return  # replays draw, too
-        ahead = self._observer.answered or obstacle in (HOST_COPY, HOST_DATA)
-        if ahead and self._has_host_half:
+        made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
+        if (made or self._observer.answered) and self._has_host_half:
+            if obstacle is DRAWN:
+                return  # replays draw, too
             self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")
         elif not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")

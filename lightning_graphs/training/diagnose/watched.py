@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Recorder, tensors_in
+from lightning_graphs.core.backends.recorder import (
+    Operation,
+    OperatorCall,
+    OperatorMode,
+    Recorder,
+    tensors_in,
+)
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
@@ -146,7 +152,7 @@ class Observer(Recorder):
             self.answered = answered = self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             with self.looking_away():  # the operators inside of it are the same obstacle
-                result = func(*args, **kwargs)
+                result = OperatorMode.call(self, func, args, kwargs)
             return self._tell(result, answered)
         device = kwargs.get("device")
         self._makes_on_host = not self._on_gpu and name in FACTORIES and device in (None, "cpu")
@@ -221,6 +227,7 @@ class Observer(Recorder):
                 if strided and (found := self._forbidden.get(self.know(tensor).id)):
                     self.refuse(str(call.func), found)
         if self._draws_on_host(call):
+            self.answered = current_autograd_node() is None
             self.refuse(str(call.func), DRAWN)
             return
         self.answered = self._is_known(call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,14 @@ class Clipping(Net):
         return self.loss(batch)
 
 
+def _of_numbers(gradient: Tensor) -> Tensor:
+    return torch.tensor([1.0, 0.5, 0.25], device=gradient.device)  # made
+
+
+def _drawn(gradient: Tensor) -> Tensor:
+    return torch.rand(3, device="cpu").to(gradient.device)  # made
+
+
 class TestSingleObstacles:
     @pytest.mark.parametrize(
         ("module", "name"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
@@ -207,6 +215,27 @@ class TestSingleObstacles:
 
         (row,) = rows(examined(backend, tmp_path, module=Reading), "host-read")
         assert (row.line, row.count) == (line(ReadsInBackward.backward, "in backward"), 3)
+
+    @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+    @pytest.mark.parametrize("made", [_of_numbers, _drawn])
+    def test_the_host_does_nothing_ahead_of_a_backward_pass(
+        self, backend: str, tmp_path: Path, made: Callable[[Tensor], Tensor]
+    ) -> None:
+        class Hooking(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[4].bias.register_hook(lambda gradient: gradient * made(gradient))
+
+        options: dict[str, Any] = {"module": Hooking, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = examined(backend, tmp_path, **options)
+        compare(eager, fit, replayed=False)
+        is_seen = backend == "cuda" or made is not _drawn  # a CPU has one memory, and one generator
+        found = {(r.line, r.effect) for r in fit.capture.diagnosis.findings}
+        assert found == ({(line(made, "made"), "eager step")} if is_seen else set())
+        fit = prepare(backend, tmp_path, True, capture={"on_failure": "eager"}, **options).run()
+        compare(eager, fit, replayed=False)
+        assert (fit.statistics.replayed == 0) == is_seen
 
     def test_metrics_are_none_unless_their_value_is_used(
         self, backend: str, tmp_path: Path
