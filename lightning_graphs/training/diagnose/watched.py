@@ -173,7 +173,7 @@ class Observer(Recorder):
     def _host_has(self, tensors: Iterable[Tensor]) -> bool:
         return all(
             t.layout is torch.strided
-            and ((self._on_gpu and not t.is_cuda) or self.know(t).id in self._on_host)
+            and ((self._on_gpu and t.device.type == "cpu") or self.know(t).id in self._on_host)
             for t in tensors
         )
 
