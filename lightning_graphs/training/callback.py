@@ -243,12 +243,11 @@ class GraphCapture(Callback):
             investment = Investment(
                 options, statistics, partial(steps_left, trainer), timed=name == "cuda"
             )
+            budget = MemoryBudget(device, options.memory)
             raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
-            # NCCL's thread holds what was reduced until it looks again: nobody could tell what a
-            # step keeps.
-            budget = MemoryBudget(device, options.memory, shares=ranks.are_one)
+            budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             found = (trainer, calls, statistics, budget)
             retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)

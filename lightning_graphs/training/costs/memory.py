@@ -84,23 +84,13 @@ class MemoryKept(Exception):
 
 
 class MemoryBudget:
-    """How much memory of a GPU all that is ours may take; on a CPU nobody counts.
+    """How much memory of a GPU all that is ours may take; on a CPU nobody counts."""
 
-    Attributes:
-        shares: Eager steps that are compared with a graph may take its memory.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        share: float | Literal["auto"] = "auto",
-        *,
-        shares: bool = True,
-    ) -> None:
+    def __init__(self, device: torch.device, share: float | Literal["auto"] = "auto") -> None:
         self._device = device if device.type == "cuda" else None
         self._share = _AUTO if share == "auto" else share
         self._peak = self._activations = 0
-        self.shares = shares
+        self.shares = True  # eager steps that are compared with a graph may take its memory
         # Eager code beside graphs finds hardly any memory, as far as :meth:`settle` knows
         self.is_tight = False
 

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.backends.recorder import (
-    Operation,
-    OperatorCall,
-    OperatorMode,
-    Recorder,
-    tensors_in,
-)
+from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Recorder, tensors_in
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
@@ -152,7 +146,7 @@ class Observer(Recorder):
             self.answered = answered = self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             with self.looking_away():  # the operators inside of it are the same obstacle
-                result = OperatorMode.call(self, func, args, kwargs)
+                result = super(Recorder, self).call(func, args, kwargs)
             return self._tell(result, answered)
         device = kwargs.get("device")
         self._makes_on_host = not self._on_gpu and name in FACTORIES and device in (None, "cpu")
@@ -215,8 +209,8 @@ class Observer(Recorder):
             return False
         if not self._on_gpu:
             return self._makes_on_host
-        where = [tensor.device for tensor in call.inputs] or [call.kwargs.get("device")]
-        return all(device is None or device.type == "cpu" for device in where)
+        made: torch.device = call.kwargs.get("device") or torch.device("cpu")
+        return all(d.type == "cpu" for d in [t.device for t in call.inputs] or [made])
 
     def _check(self, call: OperatorCall) -> None:
         if is_collective(call.func):

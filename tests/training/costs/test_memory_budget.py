@@ -107,7 +107,8 @@ def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int])
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_only_memory_of_graphs_must_be_let_go_of(allocator: dict[str, int], shares: bool) -> None:
-    budget = MemoryBudget(torch.device("cuda"), shares=shares)
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.shares = shares
     with pytest.raises(MemoryKept) if shares else nullcontext(), budget.nothing_kept():
         allocator["allocated"] += 1
     with budget.nothing_kept():
