@@ -199,13 +199,24 @@ class GraphCapture(Callback):
         )
 
     @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the capture stream the current one.
+
+        From here on programs fetch gradient nodes and keep them, and torch before 2.13 binds a node
+        to the stream that is current then.
+        """
+        if self._stream is not None:
+            device = trainer.strategy.root_device
+            self._fit.enter_context(_side_stream(device, self._stream))
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Move the training loop onto the capture stream and take over the strategy's methods.
+        """Take over the strategy's methods, on the capture stream.
 
         Raises:
             CaptureError: the fit cannot be captured, and ``on_failure="raise"``.
         """
-        own_stream = self._stream  # DDP was made on it
+        own_stream = self._stream  # DDP and gradient nodes were made on it
         self._release()
         self.statistics = Statistics()
         if self.options.diagnose:
@@ -236,6 +247,7 @@ class GraphCapture(Callback):
             raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
+            budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             found = (trainer, calls, statistics, budget)
             retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)

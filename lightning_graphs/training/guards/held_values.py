@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
 from lightning_graphs.core.generators import comparable
-from lightning_graphs.core.host.half import HostHalf
 from lightning_graphs.core.private.torch import tables_of, version_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -163,8 +162,10 @@ def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
 class Generators:
     """The states of the random generators that Python code on the host draws from.
 
-    Those of Python, numpy and torch, those that the module holds, and those that are added; but for
-    those that a host half draws from.
+    Those of Python, numpy and torch, those that the module holds, and those that are added.
+
+    Args:
+        seen: Generators whose draws somebody sees: these and all of torch's are left out.
     """
 
     def __init__(
@@ -172,12 +173,12 @@ class Generators:
         module: LightningModule,
         held: Iterable[tuple[str, Any]] | None = None,
         *,
-        host: HostHalf | None = None,
+        seen: Iterable[Any] | None = None,
     ) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
-        self._with_torch = host is None and module.device.type != "cpu"
-        others = {getattr(g, "name", "") for g in (() if host is None else host.generators)}
+        self._with_torch = seen is None and module.device.type != "cpu"
+        others = {getattr(generator, "name", "") for generator in seen or ()}
         found = [generator for _, generator in shared_generators() if generator.name not in others]
         if self._with_torch:
             name = "torch's generator of the CPU"

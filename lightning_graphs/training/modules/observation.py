@@ -203,8 +203,6 @@ class WatchedForward(Entry):
 class _ShapesOfValues(OperatorMode):
     """Calls ``found`` with every operator whose output shape depends on values."""
 
-    sees_functions = False
-
     def __init__(self, found: Callable[[Any], None]) -> None:
         super().__init__()
         self._found = found
