@@ -70,13 +70,11 @@ OLD_GRADIENTS = Obstacle(
 
 def refuse_frozen(name: str) -> NoReturn:
     """Raise for a Python value that changes from step to step and is read in a captured one."""
-    observed = f"{name} is read at {CallSiteFinder().here().describe()}"
-    raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+    raise COUNTER.refused_here(f"{name} is read")
 
 
 def _refuse_stored(name: str) -> NoReturn:
-    observed = f"{name} is set at {CallSiteFinder().here().describe()}"
-    raise CaptureError(STORED.rule, observed, STORED.remedy)
+    raise STORED.refused_here(f"{name} is set")
 
 
 class StandIn(abc.ABC):
@@ -332,8 +330,7 @@ def _is_comparable(value: Any) -> bool:
 
 
 def _refuse_old_gradients(name: str) -> NoReturn:
-    observed = f"{name} at {CallSiteFinder().here().describe()}"
-    raise CaptureError(OLD_GRADIENTS.rule, observed, OLD_GRADIENTS.remedy)
+    raise OLD_GRADIENTS.refused_here(name)
 
 
 @contextlib.contextmanager

@@ -26,10 +26,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.values import Absence
-from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.torch import out_of_sight
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import (
     FrozenNumber,
     Places,
@@ -308,8 +306,7 @@ def _infix(left: Any, symbol: str, right: Any) -> str:
 
 def refuse_drawn(name: str) -> NoReturn:
     """Raise for something that is drawn on the host, and used as no replay can follow."""
-    observed = f"{name} is used at {CallSiteFinder().here().describe()}"
-    raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+    raise DRAWN.refused_here(f"{name} is used")
 
 
 def _constant(value: Any) -> Callable[[], Any]:

@@ -20,7 +20,6 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.held_values import held_in
 from lightning_graphs.training.host.progress import ProgressValues
@@ -54,8 +53,7 @@ class Deferred(StandIn):
         self.value: Any = None
 
     def refuse(self) -> NoReturn:
-        observed = f"the value of {self.name} is used in training_step"
-        raise CaptureError(METRIC_VALUE.rule, observed, METRIC_VALUE.remedy)
+        raise METRIC_VALUE.refused(f"the value of {self.name} is used in training_step")
 
     def now(self) -> Any:
         return self.value
@@ -124,8 +122,7 @@ LOGGED_INSIDE = Obstacle(
 
 def refuse_log(*_: Any, **__: Any) -> NoReturn:
     """Stand for ``self.log`` where nothing could call it again."""
-    observed = f"self.log is called at {CallSiteFinder().here().describe()}"
-    raise CaptureError(LOGGED_INSIDE.rule, observed, LOGGED_INSIDE.remedy)
+    raise LOGGED_INSIDE.refused_here("self.log is called")
 
 
 @dataclass(eq=False)
@@ -259,8 +256,9 @@ class LogRecorder:
         """Copy what the progress bar shows to the host; a part of the captured step."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
-                observed = f"a tensor given to {name} is changed in place afterwards"
-                raise CaptureError(METRIC_EARLY.rule, observed, METRIC_EARLY.remedy)
+                raise METRIC_EARLY.refused(
+                    f"a tensor given to {name} is changed in place afterwards"
+                )
         self._versions.clear()
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]
@@ -338,11 +336,9 @@ class LoggedNumbers:
     def refuse_changing(self, name: str) -> None:
         """Refuse to capture a number that is logged under this name and changes."""
         if name in self.changing:
-            raise CaptureError(
-                LOGGED_NUMBER.rule,
+            raise LOGGED_NUMBER.refused(
                 f"self.log({name!r}, ...) logged different numbers during warm-up, at "
-                f"{self.changing[name].describe()}",
-                LOGGED_NUMBER.remedy,
+                f"{self.changing[name].describe()}"
             )
 
 

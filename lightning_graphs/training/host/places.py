@@ -130,8 +130,7 @@ class Places:
             observed = f"training_step changes {', '.join(names[:3])}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
-            observed = f"training_step draws from {', '.join(drawn)}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+            raise DRAWN.refused(f"training_step draws from {', '.join(drawn)}")
 
     def capturing(self) -> CapturedStores | None:
         """What a capture finds in these places, and leaves there; None if there are none."""

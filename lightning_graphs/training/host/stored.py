@@ -278,15 +278,13 @@ class CapturedStores:
         """See what the code has left; what it stores after this is refused."""
         if any(tensor.grad is not None for tensor in self._own):
             name = self._read[0].name
-            observed = f"a gradient reaches {name}, which is bound anew"
-            raise CaptureError(STORED.rule, observed, STORED.remedy)
+            raise STORED.refused(f"a gradient reaches {name}, which is bound anew")
         now = [place.now() for place, _ in self._given]
         if self._looked is not None:
             pairs = zip(self._given, now, self._looked, strict=True)
             later = [place.name for (place, _), a, b in pairs if not place.is_still(a, b)]
             if later:
-                observed = f"{later[0]} is set after the forward pass"
-                raise CaptureError(STORED.rule, observed, STORED.remedy)
+                raise STORED.refused(f"{later[0]} is set after the forward pass")
             return
         self._looked = now
         rebound = set()
@@ -316,8 +314,7 @@ class CapturedStores:
         for leaf in leaves_of([value for _, value in self._outgoing]):
             if not isinstance(leaf, Tensor):
                 if not (is_plain(leaf) or isinstance(leaf, StandIn)):
-                    observed = f"it stores a {type(leaf).__qualname__}"
-                    raise CaptureError(STORED.rule, observed, STORED.remedy)
+                    raise STORED.refused(f"it stores a {type(leaf).__qualname__}")
             elif id(leaf) in given:
                 self._slots.append(("given", given[id(leaf)]))
             else:

@@ -126,10 +126,9 @@ class Baked:
                 self._generators.restore()
         if changed:
             names = ", ".join(changed[:3])
-            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
+            raise STORED.refused(f"its forward changes {names}")
         if drawn:
-            observed = f"its forward draws from {', '.join(drawn)}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+            raise DRAWN.refused(f"its forward draws from {', '.join(drawn)}")
         return result
 
     def share(self, sites: Sequence[Site]) -> None:
