@@ -62,8 +62,8 @@ def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> di
     for old, value in further.items():
         if old not in OLD_NAMES:
             near = difflib.get_close_matches(old, given, n=1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}{hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(given)}."
+            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}. {hint}")
         options[OLD_NAMES[old]] = value
         written[OLD_NAMES[old]] = f"{old}={value!r}"
     for (name, value), new in OLD_VALUES.items():
