@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.arguments.tree import flatten, leaves_of, substitute
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import Absence, attributes_of, is_plain
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
@@ -25,7 +25,7 @@ from lightning_graphs.core.private.torch import clone_all, version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import STORED
-from lightning_graphs.training.verify.differences import Result
+from lightning_graphs.training.verify.differences import Result, results_in
 
 FILLED = Obstacle(
     "A captured step runs no Python code: lists that it fills go on, and what is computed from "
@@ -383,15 +383,15 @@ class CapturedStores:
     def results(self) -> list[Result]:
         """After a replay: what would be stored."""
         self.write_back()
-        return _results(self._built(self._sources))
+        return [r for place, value in self._built(self._sources) for r in _results(place, value)]
 
     def results_of(self, before: Sequence[Any]) -> list[Result]:
         """After an eager step: what it has stored where a replay does."""
-        found = []
+        found: list[Result] = []
         for (place, _), then in zip(self._outgoing, before, strict=True):
-            now = place.now()[then:] if isinstance(place, Growing) else place.now()
-            found.append((place, _detached(now)))
-        return _results(found)
+            now = place.now()
+            found += _results(place, now[then:] if isinstance(place, Growing) else now)
+        return found
 
     def present(self) -> list[Any]:
         """What :meth:`results_of` has to know of the places before a step."""
@@ -404,13 +404,5 @@ def _detached_tree(value: Any) -> Any:
     return substitute(value, found)
 
 
-def _results(values: Iterable[tuple[Place, Any]]) -> list[Result]:
-    found: list[tuple[str, Any]] = []
-    for place, value in values:
-        flatten(value, f"stored `{place.name}`", found)
-    return [
-        Result(name, leaf)
-        if isinstance(leaf, Tensor)
-        else Result(f"{name} = {leaf!r}", torch.empty(0))
-        for name, leaf in found
-    ]
+def _results(place: Place, value: Any) -> list[Result]:
+    return results_in(value, f"stored `{place.name}`")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.arguments.tree import flatten, substitute
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
 from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
@@ -22,7 +22,7 @@ from lightning_graphs.training.modules.capture import ObservedState
 from lightning_graphs.training.modules.observation import ObservedCall
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.differences import Result, Tolerance
+from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
 from lightning_graphs.training.verify.state import Kept
 
 
@@ -156,18 +156,11 @@ class _CallRun:
         state = ObservedState(call, self.device.type)
         with torch.inference_mode(False), state.restored(), without_hooks(self._parameters):
             returned = forward(*args, **kwargs)
-            leaves: list[tuple[str, Any]] = []
-            flatten(returned, "output", leaves)
-            outputs = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+            outputs = [leaf for leaf in leaves_of(returned) if isinstance(leaf, Tensor)]
             with torch.autocast(self.device.type, enabled=False):
                 gradients = self._pull_back(outputs, tensors, direct=direct)
         module = f"of `{call.name}`"
-        found = [
-            Result(f"{name} {module}", leaf.detach())
-            if isinstance(leaf, Tensor)
-            else Result(f"{name} = {leaf!r} {module}", torch.empty(0))
-            for name, leaf in leaves
-        ]
+        found = results_in(returned, "output", f" {module}")
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
         found += [Result(f"tensor `{name}`", t) for name, t in self._site.written.items()]
         # Kernels outside of torch, and `x.data`, write an argument unseen.
