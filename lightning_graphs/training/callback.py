@@ -28,7 +28,13 @@ from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.notices import FitReporter
-from lightning_graphs.training.options import OldNames, OptionError, Options, in_present_names
+from lightning_graphs.training.options import (
+    OPTIONS,
+    OldNames,
+    OptionError,
+    Options,
+    in_present_names,
+)
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import Runner, runner_for, why_no_whole_step
@@ -105,23 +111,8 @@ class GraphCapture(Callback):
         diagnose: bool = False,
         **old_names: Unpack[OldNames],
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in OPTIONS}
         super().__init__()
-        given = dict(
-            scope=scope,
-            modules=modules,
-            exclude=exclude,
-            validation=validation,
-            warmup_steps=warmup_steps,
-            min_repeats=min_repeats,
-            max_graphs=max_graphs,
-            on_failure=on_failure,
-            backend=backend,
-            verify=verify,
-            memory=memory,
-            only_if_faster=only_if_faster,
-            log_metrics=log_metrics,
-            diagnose=diagnose,
-        )
         self.options = Options(**in_present_names(given, old_names))
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,14 +49,9 @@ OLD_VALUES: Mapping[tuple[str, str], bool] = MappingProxyType(
 
 
 def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names and with the values that they have now; a warning names those.
+    """Options under the names and with the values that they have now; a warning names the others.
 
-    Args:
-        given: Options by their present names.
-        further: By any other name.
-
-    Raises:
-        TypeError: a name was never one.
+    A name that was never one is a ``TypeError``, as Python's own.
     """
     options, written = dict(given), dict[str, str]()
     for old, value in further.items():
@@ -144,6 +139,9 @@ class Options:
     def by_submodules(self) -> bool:
         """Whether graphs of submodules are asked for, and not tried after whole steps."""
         return self.scope == "modules" or bool(self.modules or self.exclude)
+
+
+OPTIONS = tuple(field.name for field in fields(Options))
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

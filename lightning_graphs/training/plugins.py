@@ -31,9 +31,6 @@ def callbacks() -> list[Callback]:
 
     An empty value, ``0``, ``false``, ``off`` and ``no`` ask for none, everything else for that of
     :func:`capture_of`.
-
-    Raises:
-        OptionError: the value is none of these, or an option is unknown or impossible.
     """
     value = os.environ.get(VARIABLE, "").strip()
     if value.lower() in _OFF:

@@ -33,6 +33,7 @@ from lightning_graphs.training.interception import StepHandler, StrategyCalls, r
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import loss_of, scaler_of
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.state import Kept, StepState
 
@@ -81,7 +82,6 @@ class StepBegin:
         ]
 
     def restore(self) -> None:
-        """Put everything back."""
         self._tensors.restore()
         for parameter, gradient, trainable in self._parameters:
             parameter.requires_grad_(trainable)
@@ -101,12 +101,19 @@ class StepBegin:
         self._put_logs_back()
 
 
-class HoldsMemory(StepHandler, Protocol):
+class Runner(StepHandler, Protocol):
     """What runs the steps of a fit."""
 
     @property
     def held(self) -> str:
         """What may leave too little memory for eager code that runs now; empty if nothing."""
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        """What keeps the optimizer capturable at present; None if its step runs eagerly."""
+
+    def close(self) -> None:
+        """Release every graph and give back what was changed; may be called again."""
 
 
 class EagerRetry:
@@ -149,7 +156,7 @@ class EagerRetry:
         self._reason = ""
         self._update_fits = -1  # beside the graphs of so many captures
 
-    def attach(self, runner: HoldsMemory, switch_off: Callable[[str], None]) -> None:
+    def attach(self, runner: Runner, switch_off: Callable[[str], None]) -> None:
         """Take the place of what runs the steps."""
         self._runner = runner
         self._switch_off = switch_off
