@@ -26,7 +26,6 @@ from lightning_graphs.training.host.stored import (
     Memory,
     Number,
     Place,
-    is_state,
     signature_of,
 )
 
@@ -148,7 +147,7 @@ class Places:
         """What is in these places now, for those that steps read."""
         if not self._places:
             return ()
-        return (signature_of([p for p in self if is_state(p) and self._is_read(p)])[0],)
+        return (signature_of([p for p in self if p.is_state() and self._is_read(p)])[0],)
 
 
 def _is_tree(value: Any) -> bool:
