@@ -18,7 +18,7 @@ from lightning_graphs.errors import CaptureError, GraphError, ReplayError, Verif
 from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
-from lightning_graphs.training.modules.capture import ObservedState
+from lightning_graphs.training.modules.capture import as_observed
 from lightning_graphs.training.modules.observation import ObservedCall
 from lightning_graphs.training.modules.sites import CapturedCalls, Site
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
@@ -128,7 +128,6 @@ class _CallRun:
     # ------------------------------------------------------------------ the two ways
 
     def eager(self) -> list[Result]:
-        """Run the module's own forward, and its backward pass."""
         try:
             return self._run(self._site.graphed.original, direct=False)
         except RuntimeError as error:
@@ -142,7 +141,6 @@ class _CallRun:
             ) from error
 
     def replayed(self) -> list[Result]:
-        """Replay the graphs of both."""
         backward = self._backward
         direct = backward is not None and backward.direct is not None
         with self._site.graphed.alone():
@@ -153,8 +151,8 @@ class _CallRun:
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
-        state = ObservedState(call, self.device.type)
-        with torch.inference_mode(False), state.restored(), without_hooks(self._parameters):
+        observed = as_observed(call, self.device.type)
+        with torch.inference_mode(False), observed, without_hooks(self._parameters):
             returned = forward(*args, **kwargs)
             outputs = [leaf for leaf in leaves_of(returned) if isinstance(leaf, Tensor)]
             with torch.autocast(self.device.type, enabled=False):
