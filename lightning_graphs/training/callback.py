@@ -129,13 +129,7 @@ class GraphCapture(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what no batch could make possible.
-
-        Raises:
-            OptionError: the backend is not one for the trainer's device, or the trainer has
-                another ``GraphCapture``.
-            CaptureError: the strategy cannot be captured, and ``on_failure="raise"``.
-        """
+        """Refuse what no batch could make possible."""
         if stage != "fit" or self._has_given_way(trainer):
             return
         same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
@@ -177,11 +171,7 @@ class GraphCapture(Callback):
         return True
 
     def on_after_setup(self, fabric: object, module: object) -> None:
-        """Refuse a Fabric, which would call no other hook by itself.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse a Fabric, which would call no other hook by itself."""
         raise UnsupportedError(
             "GraphCapture is a callback of a Trainer, whose loop it knows.",
             "Fabric(callbacks=[GraphCapture()])",
@@ -191,11 +181,7 @@ class GraphCapture(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Move the training loop onto the capture stream and take over the strategy's methods.
-
-        Raises:
-            CaptureError: the fit cannot be captured, and ``on_failure="raise"``.
-        """
+        """Move the training loop onto the capture stream and take over the strategy's methods."""
         own_stream = self._stream  # DDP was made on it
         self._release()
         self.statistics = Statistics()
@@ -212,9 +198,9 @@ class GraphCapture(Callback):
             if name == "cuda":
                 stream = stack.enter_context(_side_stream(device, own_stream))
                 progress = ProgressValues(trainer)
-                _install(stack, progress)
+                stack.enter_context(progress.installed())
                 if not moves_batches_itself(trainer, pl_module):
-                    _install(stack, BatchTransfer(trainer))
+                    stack.enter_context(BatchTransfer(trainer).installed())
             stack.enter_context(cheap_contexts(trainer))
             stack.enter_context(flattened_once())
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
@@ -253,7 +239,7 @@ class GraphCapture(Callback):
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         strategy, reason = trainer.strategy, _reason_to_stay_out(trainer, self.options)
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
-            _install(self._fit, BatchTransfer(trainer))
+            self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module)
         doctor = Doctor(trainer, module, calls_of(strategy), self.options, reason, why)
         self._fit.callback(doctor.finish)
@@ -337,11 +323,6 @@ def _refused(reason: str) -> CaptureError:
         reason,
         "change that, or write scope='modules', or on_failure='eager' to train without graphs",
     )
-
-
-def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) -> None:
-    part.install()
-    stack.callback(part.remove)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from lightning_graphs.training.guards.held_values import (
     held_in,
     held_in_value,
 )
-from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
+from lightning_graphs.training.interception import StepHandler, StrategyCalls, nothing, replaced
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import loss_of, scaler_of
@@ -297,7 +297,7 @@ class EagerRetry:
         self._give_up(reason)
         now = now or keep()
         begin.restore()
-        with replaced(self._module, "log", _nothing):
+        with replaced(self._module, "log", nothing):
             returned = self.own.training_step(*begin.args)
         fresh = loss_of(returned) / self._trainer.accumulate_grad_batches
         del returned
@@ -333,7 +333,7 @@ class EagerRetry:
         def keep() -> None:
             nonlocal undo
             if self._begin is not None and not _takes_no_memory(optimizer):
-                undo = _nothing
+                undo = nothing
                 state = StepState(self._trainer, self._module, optimizer, {}, budget=self.budget)
                 state.keep()
                 undo = state.restore
@@ -364,7 +364,3 @@ def _takes_no_memory(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in groups) and all(
         parameter in optimizer.state for parameter in parameters
     )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for what must not happen: ``self.log`` in a forward pass that is run again."""

@@ -23,6 +23,7 @@ from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.own_batch import BatchValueRead, BatchValues
 from lightning_graphs.training.guards.watch import FitWatch
+from lightning_graphs.training.interception import nothing
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -395,7 +396,7 @@ class StepRunner:
             self._ranks.replayed(reduced=plan.phase.stepping)
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
-            vars(self._optimizer)["zero_grad"] = _nothing
+            vars(self._optimizer)["zero_grad"] = nothing
         return self._retry.handed_out(plan)
 
     def _conditions(self) -> Conditions:
@@ -432,7 +433,3 @@ class StepRunner:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
         self.has_failed |= self._failing and self._ranks.are_one
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for ``optimizer.zero_grad`` while a captured step has zeroed already."""
