@@ -45,7 +45,6 @@ class Notices:
             self._statistics.recaptured(f"captured another graph, because {change}", change)
 
     def rebound(self, reason: str) -> None:
-        """Say why every graph was dropped."""
         self._statistics.recaptured(f"recapturing, because {reason}", reason)
 
     def waiting(
@@ -222,7 +221,6 @@ class FitReporter:
         statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
 
     def tell(self) -> None:
-        """Show the table, on rank 0."""
         rank_zero_info(f"GraphCapture:\n{render(self._statistics.report())}")
 
     def _log(self) -> None:

@@ -104,7 +104,6 @@ class LooseTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
         return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
 
     @contextlib.contextmanager
@@ -212,6 +211,5 @@ class Generators:
         return [name for name, now, then in states if now != then]
 
     def restore(self) -> None:
-        """Put the states back."""
         for generator, state in self._states:
             generator.set_state(state)

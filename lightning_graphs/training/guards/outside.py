@@ -239,7 +239,6 @@ class OutsideValues:
         return CallSite()
 
     def restore(self) -> None:
-        """Put everything back."""
         self._contents.restore()
 
     def empty_caches(self) -> None:

@@ -132,7 +132,6 @@ class LiveArray(LiveNumber):
     """Stands for an array that is drawn, or for what follows from it."""
 
     def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
-        """What a function makes of it, and of numbers."""
         read, value = self.follow(function, *others)
         return standing(self.numbers, self.numbers.unique(name), read, value)
 

@@ -92,7 +92,6 @@ class StepNumbers:
     # ------------------------------------------------------------------ what code gets
 
     def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
-        """What stands for a number of the trainer."""
         value = read()
         if type(value) is bool:
             return self.guarded(name, read, value)
@@ -101,7 +100,6 @@ class StepNumbers:
         return LiveNumber(self, name, read, value, lasts)
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
-        """What stands for a counter of the trainer."""
         return self.number(name, read, lasts=name == LASTING)
 
     def argument(self, value: Any) -> Any:
@@ -234,7 +232,6 @@ class LiveNumber(Followed, FrozenNumber):
         return functools.partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
-        """What a function of Python makes of it and of other numbers."""
         if len(name) > _LONGEST:
             self.refuse()
         numbers = [n for n in (self, *others) if isinstance(n, LiveNumber)]
@@ -249,12 +246,10 @@ class LiveNumber(Followed, FrozenNumber):
         return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
 
     def is_true(self) -> Any:
-        """Whether it is, which is a guard."""
         found = self.computed(f"bool({self.name})", bool)
         return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function makes of arguments, of which this is one."""
         if function in _PLAIN and type(self.value) is function:
             return self
         place = next(i for i, argument in enumerate(args) if argument is self)

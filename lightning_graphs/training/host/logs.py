@@ -267,7 +267,6 @@ class LogRecorder:
             self._mirrored = self._progress.capture(values)
 
     def reissue(self) -> None:
-        """Make the recorded calls again, on the values that the replay computed."""
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         if self._progress is not None:
@@ -320,7 +319,6 @@ class LoggedNumbers:
         self.changing: dict[str, CallSite] = {}
 
     def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
-        """Look at the numbers that a module logs."""
         return log_exchanged(module, self._watched)
 
     def _watched(
@@ -334,7 +332,6 @@ class LoggedNumbers:
             log(name, value, *args, **kwargs)
 
     def refuse_changing(self, name: str) -> None:
-        """Refuse to capture a number that is logged under this name and changes."""
         if name in self.changing:
             raise LOGGED_NUMBER.refused(
                 f"self.log({name!r}, ...) logged different numbers during warm-up, at "

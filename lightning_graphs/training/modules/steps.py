@@ -115,7 +115,6 @@ class ModuleGraphs:
         self.held = ""
 
     def close(self) -> None:
-        """Release every graph and give every module its forward back; may be called again."""
         self._stop_observing()
         for forward in self._forwards.values():
             forward.remove()
