@@ -71,13 +71,6 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
         return by_name
     kinds = {type(module) for module in named.values()}
     classes = {kind for kind in kinds if pattern in (kind.__name__, _path(kind))}
-    if len(classes) > 1:
-        paths = " or ".join(sorted(map(_path, classes)))
-        raise OptionError(
-            "A class is named by its dotted path where several have the same name.",
-            f"{option} has {pattern!r}, which is {paths}",
-            "write one of those",
-        )
     if classes:
         return {name for name, module in named.items() if type(module) in classes}
     alike = [re.sub(r"\b\d+\b", "*", name) for name in named]
