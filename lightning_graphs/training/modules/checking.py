@@ -19,19 +19,14 @@ from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import as_observed
-from lightning_graphs.training.modules.observation import ObservedCall
-from lightning_graphs.training.modules.sites import CapturedCalls, Site
+from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
 from lightning_graphs.training.verify.state import Kept
 
 
-class CallDiffers(VerificationError):
+class CallDiffers(CallRefused, VerificationError):
     """The graphs of one call compute something else than the call itself."""
-
-    def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
-        super().__init__(rule, observed, remedy)
-        self.call = call
 
 
 class CallChecks:

@@ -178,10 +178,10 @@ class GraphedForward(Entry):
                     with baked.watched([self._module]):
                         site = capture_alone(call, stage.means, baked)
                     self._verify(site)
-            except (CallRefused, CallDiffers):
+            except CallRefused:
                 self._without_autograd.refuse(signature)
                 raise
-        except (CaptureError, CallDiffers) as error:
+        except CaptureError as error:
             if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
             stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)

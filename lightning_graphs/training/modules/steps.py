@@ -354,11 +354,11 @@ class ModuleGraphs:
                 self._statistics.note("a step runs eagerly", error)
                 self._cache.refuse((kind, self._read(kind)))
                 return None
-            except (CallRefused, CallDiffers) as error:
-                is_named = bool(self._options.modules) or isinstance(error, CallDiffers)
-                if self._options.on_failure == "raise" and is_named:
+            except CallRefused as error:
+                differs = isinstance(error, CallDiffers)
+                if self._options.on_failure == "raise" and (self._options.modules or differs):
                     raise
-                follows = isinstance(error, CallRefused) and _may_follow_values(error)
+                follows = not differs and _may_follow_values(error)
                 if follows and not (self._looks_at_shapes or has_compiled_anything()):
                     self._looks_at_shapes = True  # another step shows all that it is about
                     self._observe(kind)
