@@ -123,9 +123,8 @@ class Options:
             )
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
-        _require_bool("validation", self.validation)
-        _require_bool("only_if_faster", self.only_if_faster)
-        _require_bool("log_metrics", self.log_metrics)
+        for name in ("validation", "only_if_faster", "log_metrics", "diagnose"):
+            _require_bool(name, getattr(self, name))
         for name in ("modules", "exclude"):
             if self.scope == "step" and (names := getattr(self, name)):
                 raise OptionError(
@@ -133,7 +132,6 @@ class Options:
                     f"scope='step', {name}={list(names)!r}",
                     f"write scope='modules', or leave out {name}",
                 )
-        _require_bool("diagnose", self.diagnose)
 
     @property
     def by_submodules(self) -> bool:

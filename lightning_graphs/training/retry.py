@@ -195,7 +195,8 @@ class EagerRetry:
                 raise
             reason = first_line(error)
         self._statistics.eager, self._statistics.replayed = counted[0] + 1, counted[1]
-        self._undo()
+        if self._begin is not None:
+            self._begin.restore()
         self._give_up(reason)
         return self.own.training_step(*args, **kwargs)
 
@@ -206,10 +207,6 @@ class EagerRetry:
             again = self._size == largest
             self._fits[self._beside] = self._size, times + 1 if again else 1
         self._begin, self._beside, self._running = None, None, False
-
-    def _undo(self) -> None:
-        if self._begin is not None:
-            self._begin.restore()
 
     def handed_out(self, plan: StepPlan) -> Any:
         """What a step returns that was replayed.

@@ -103,13 +103,9 @@ def _present() -> Iterator[tuple[Any, str, str]]:
     yield LightningModule, "print", "self.print"
     for path in _CALLS:
         module, *outer, name = path.split(".")
-        owner = functools.reduce(_attribute, outer, sys.modules.get(module))
+        owner = functools.reduce(lambda o, n: getattr(o, n, None), outer, sys.modules.get(module))
         if hasattr(owner, "__dict__") and hasattr(owner, name):  # some programs have no console
             yield owner, name, _NAMES.get(path, path)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, None)
 
 
 _Used = Callable[[str, FrameType | None], None]

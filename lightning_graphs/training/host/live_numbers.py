@@ -325,10 +325,6 @@ def _present(read: Callable[[], Any], _: object) -> Any:
         return Absence.ABSENT
 
 
-def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda a, b: function(b, a)
-
-
 def _of_numbers(method: Callable[[LiveNumber, Any], Any]) -> Callable[[LiveNumber, Any], Any]:
     """A binary operation that leaves tensors, and all else, to the other operand."""
 
@@ -345,7 +341,7 @@ def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
         return self.computed(_infix(self, symbol, other), function, other)
 
     def back(self: LiveNumber, other: Any) -> Any:
-        return self.computed(_infix(other, symbol, self), _swapped(function), other)
+        return self.computed(_infix(other, symbol, self), lambda a, b: function(b, a), other)
 
     return _of_numbers(forth), _of_numbers(back)
 

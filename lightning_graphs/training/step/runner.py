@@ -350,8 +350,8 @@ class StepRunner:
         plan.fill(tensors)
         plan.unverified = self._agreement.is_on
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
-        affords = self._ranks.all(self._investment.affords_verification)
-        return self._verified(plan, args) if affords else plan
+        is_too_much = self._ranks.any(not self._investment.affords_verification)
+        return plan if is_too_much else self._verified(plan, args)
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
@@ -393,7 +393,7 @@ class StepRunner:
             plan.adopt()
         plan.forward.replay()
         if self._ranks.ddp is not None:
-            self._ranks.replayed(reduced=plan.phase.stepping)
+            self._ranks.ddp.require_forward_param_sync = plan.phase.stepping  # reduced by then
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = nothing
