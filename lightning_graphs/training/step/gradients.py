@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_graphs.core.arguments.held import refuse_sparse_gradients
 from lightning_graphs.core.autograd.gradients import empty_gradient
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
@@ -123,7 +124,10 @@ class AttachedGradients:
 
     @contextlib.contextmanager
     def taking_over(self) -> Iterator[None]:
-        """While an eager step runs, move its gradients to the buffers: they take no more memory."""
+        """While an eager step runs, move its gradients to the buffers: they take no more memory.
+
+        Buffers that were lent stay as they are: their memory is free for that step.
+        """
 
         def move(buffer: Tensor, parameter: Tensor) -> None:
             gradient = parameter.grad
@@ -132,7 +136,8 @@ class AttachedGradients:
             if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
                 parameter.grad = buffer.copy_(gradient)
 
-        pairs = zip(self.parameters, self.buffers, strict=True) if self.in_pool else ()
+        takes_over = self.in_pool and not self._has_lent
+        pairs = zip(self.parameters, self.buffers, strict=True) if takes_over else ()
         with contextlib.ExitStack() as hooks:
             for parameter, buffer in pairs:
                 hook = parameter.register_post_accumulate_grad_hook(partial(move, buffer))
@@ -342,6 +347,7 @@ class GradientTargets:
 
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
+        refuse_sparse_gradients([target.parameter.grad for target in self._targets])
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for target in self._targets:
