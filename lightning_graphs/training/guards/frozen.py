@@ -42,6 +42,7 @@ _LASTING = frozenset(
 )
 """What stays as it is for a whole fit, or is looked at elsewhere."""
 
+_CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
@@ -308,7 +309,8 @@ def _note(
     value = _found_in(trainer, key)
     if isinstance(value, MethodType):
         return
-    if not (key in _LOADERS or _is_comparable(value)):
+    is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
+    if not (key in _LOADERS or is_comparable):
         on_read(f"trainer.{key}")
     elif reads is not None and key == "callbacks":
         for index, callback in enumerate(value):
@@ -321,12 +323,6 @@ def _note(
 
 def _found_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
-
-
-def _is_comparable(value: Any) -> bool:
-    return (
-        is_plain(value) or is_object(value) or isinstance(value, (dict, list, set, tuple, Tensor))
-    )
 
 
 def _refuse_old_gradients(name: str) -> NoReturn:

@@ -295,7 +295,8 @@ class QuickLog:
     ) -> None:
         """``LightningModule.log``, which is the first argument."""
         known = self._known.get(name) if self._is_stepping() and not rest else None
-        if known is not None and known.options == options and _is_scalar(value):
+        is_same = known is not None and known.options == options
+        if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:
             known.log(value)
             return
         log(name, value, *rest, **options)
@@ -350,7 +351,3 @@ def _tensor_of(number: Any, device: torch.device) -> Tensor:
 
 
 _PLAIN = (bool, int, str, type(None))
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
