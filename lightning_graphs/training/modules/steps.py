@@ -19,6 +19,7 @@ from lightning_graphs.training.costs.memory import SETTLED, NoRoomError
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import moved_values
+from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -78,7 +79,8 @@ class ModuleGraphs:
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
         own = OwnCode(module)
-        words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
+        kinds = map(type, [*module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
+        words = OutsideValues(module, own).words_of(kinds)
         asks = not module.automatic_optimization or bool(words & _ASKING)
         # Graphs write gradients of which autograd knows nothing.
         self.watches_requests = direct = not (asks or reduced)
