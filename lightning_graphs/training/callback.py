@@ -216,7 +216,8 @@ class GraphCapture(Callback):
             found = (trainer, calls, statistics, budget)
             retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
-            runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))
+            fit = Fit(trainer, pl_module, options, pool, *parts)
+            runner = runner_for(fit)
             stack.callback(runner.close)
 
             def switch_off() -> None:
@@ -227,7 +228,7 @@ class GraphCapture(Callback):
                 self._runner = None
 
             self.statistics.backend = name
-            reporter = FitReporter(trainer, options, statistics, retry, switch_off, ranks)
+            reporter = FitReporter(fit, switch_off)
             retry.attach(runner, reporter.switch_off)
             intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy, calls)
