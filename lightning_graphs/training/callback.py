@@ -36,8 +36,8 @@ from lightning_graphs.training.options import (
     in_present_names,
 )
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry
-from lightning_graphs.training.scopes import Runner, runner_for, why_no_whole_step
+from lightning_graphs.training.retry import EagerRetry, Runner
+from lightning_graphs.training.scopes import runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.transfer import BatchTransfer
 

@@ -145,7 +145,7 @@ def present(value: Any) -> Any:
     return tree_map_only(StandIn, lambda stand_in: stand_in.now(), value)
 
 
-Places = Sequence[tuple[dict[str, Any], str, Any]]
+NumberPlaces = Sequence[tuple[dict[str, Any], str, Any]]
 """Tables, a key of each, and what is to be there for a while."""
 
 
@@ -196,7 +196,7 @@ def group_places(
     keys: Sequence[Collection[str]],  # of each group, those that move without another capture
     # Makes a stand-in, of its name and what gives the number
     number: Callable[[str, Callable[[], Any]], Any],
-) -> Places:
+) -> NumberPlaces:
     """Where other numbers of parameter groups stand, with a stand-in for each."""
 
     def stand_in(index: int, key: str) -> Any:
@@ -216,7 +216,7 @@ def _of_group(name: str, index: int) -> str:
 
 
 @contextlib.contextmanager
-def numbers_exchanged(optimizer: Optimizer, places: Places) -> Iterator[None]:
+def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
     """While capturing, these numbers and what parameter groups hold are nobody's to set."""
     groups = optimizer.param_groups
     before = [(table, key, table[key]) for table, key, _ in places]

@@ -30,7 +30,7 @@ from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.torch import out_of_sight
 from lightning_graphs.training.guards.frozen import (
     FrozenNumber,
-    Places,
+    NumberPlaces,
     group_places,
     rate_places,
     refuse_stand_ins,
@@ -115,7 +115,7 @@ class StepNumbers:
         # Of each parameter group, the numbers that may move without another capture
         keys: Sequence[Collection[str]],
         rates: Sequence[Tensor] | None,  # stand for learning rates that are tensors
-    ) -> Places:
+    ) -> NumberPlaces:
         """Where numbers of the optimizer and of schedulers stand, with what stands for them."""
 
         def rate(name: str, read: Callable[[], Any], index: int) -> Any:
