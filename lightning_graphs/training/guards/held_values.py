@@ -93,7 +93,9 @@ class LooseTensors:
                     self._buffers[f"{name}.{key}"] = buffer
                     found.append(buffer)
         for label, tensor in _tensors_in(value):
-            if id(tensor) not in self._known and _counts_writes(tensor):
+            counts_writes = not (tensor.is_inference() or tensor.is_nested)
+            counts_writes = counts_writes and tensor.layout is torch.strided
+            if id(tensor) not in self._known and counts_writes:
                 self._known.add(id(tensor))
                 self._named.append((name + label, tensor))
                 self._versions.append(version_of(tensor))
@@ -103,7 +105,6 @@ class LooseTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
         return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
 
     @contextlib.contextmanager
@@ -136,10 +137,6 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
         for label, _, held in entries(value) or []:
             if isinstance(held, Tensor):
                 yield label, held
-
-
-def _counts_writes(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_inference() or tensor.is_nested)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -213,6 +210,5 @@ class Generators:
         return [name for name, now, then in states if now != then]
 
     def restore(self) -> None:
-        """Put the states back."""
         for generator, state in self._states:
             generator.set_state(state)
