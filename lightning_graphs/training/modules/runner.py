@@ -44,17 +44,14 @@ class ModuleRunner:
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable; None if its step runs eagerly."""
         return self._update.capturable if self._update is not None else None
 
     @property
     def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
         update = self._update
         return self._graphs.held or ("update" if update is not None and update.is_new else "")
 
     def close(self) -> None:
-        """Release every graph and give every module its forward back; may be called again."""
         if self._update is not None:
             self._update.close()
             self._update = None
@@ -90,7 +87,7 @@ class ModuleRunner:
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
         try:
-            with self._graphs.observing(), self._requests():
+            with self._graphs.observing(closure_loss), self._requests():
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             stage.stepping = stepping
