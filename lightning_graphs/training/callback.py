@@ -105,23 +105,9 @@ class GraphCapture(Callback):
         diagnose: bool = False,
         **old_names: Unpack[OldNames],
     ) -> None:
+        names = Options.__dataclass_fields__
+        given = {name: value for name, value in locals().items() if name in names}
         super().__init__()
-        given = dict(
-            scope=scope,
-            modules=modules,
-            exclude=exclude,
-            validation=validation,
-            warmup_steps=warmup_steps,
-            min_repeats=min_repeats,
-            max_graphs=max_graphs,
-            on_failure=on_failure,
-            backend=backend,
-            verify=verify,
-            memory=memory,
-            only_if_faster=only_if_faster,
-            log_metrics=log_metrics,
-            diagnose=diagnose,
-        )
         self.options = Options(**in_present_names(given, old_names))
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None
