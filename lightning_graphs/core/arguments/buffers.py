@@ -55,7 +55,7 @@ class StaticInputs:
                 i: given[i].detach() if i in given else _empty_like(tensors[i])
                 for i in sorted(set(firsts))
             }
-            spans = {i: _overlap_span(b) for i, b in own.items() if b.numel()}
+            spans = {i: overlap_span(b) for i, b in own.items() if b.numel()}
             targets = {i: linear(own[i], n) if n else own[i] for i, n in spans.items()}
         self._every = _CopyPlan(own, targets)
         missing = {i: buffer for i, buffer in targets.items() if i not in given}
@@ -89,7 +89,7 @@ class _CopyPlan:
         # A foreach call with one tensor of another kind among them copies all of them one by one.
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, target in memory.items():
-            dense = _extent(target) == target.numel()
+            dense = extent(target) == target.numel()
             kinds[target.device, target.dtype, dense].append(i)
         self._leaves: list[int] = []
         self._groups: list[tuple[slice, list[Tensor]]] = []
@@ -343,19 +343,19 @@ def _empty_like(tensor: Tensor) -> Tensor:
     )
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Elements from the first to the last one in memory, both counted."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in sizes)
 
 
-def _overlap_span(tensor: Tensor) -> int:
+def overlap_span(tensor: Tensor) -> int:
     # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                return _extent(tensor)
+                return extent(tensor)
             reach += stride * (size - 1)
     return 0
 

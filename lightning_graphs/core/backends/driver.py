@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,18 +19,6 @@ from lightning_graphs.errors import GraphError, UnsupportedError
 
 Grid = tuple[int, int, int]
 
-_UNSUPPORTED = frozenset(
-    {
-        "CUDA_ERROR_STUB_LIBRARY",
-        "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER",
-        "CUDA_ERROR_NO_DEVICE",
-        "CUDA_ERROR_NOT_FOUND",
-        "CUDA_ERROR_NOT_SUPPORTED",
-        "CUDA_ERROR_SYSTEM_NOT_READY",
-        "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-        "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-    }
-)
 _KINDS = {
     "KERNEL": "kernel",
     "MEMCPY": "memcpy",
@@ -78,10 +67,11 @@ def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
     status, *values = result
     if int(status) != 0:
         name = str(getattr(status, "name", f"CUDA error {int(status)}"))
-        rule = f"{call} must succeed."
-        if name in _UNSUPPORTED:
-            raise UnsupportedError(rule, name, "use a newer NVIDIA driver, or another device")
-        raise GraphError(rule, name, "check that graph and stream are alive and on this device")
+        raise GraphError(
+            f"{call} must succeed.",
+            name,
+            "check that graph and stream are alive and on this device, or use a newer driver",
+        )
     if len(values) == 1:
         return values[0]
     return tuple(values) or None
@@ -141,17 +131,18 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
 def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
     """Every node of a graph in order of creation, and its edges as pairs of positions."""
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
-    count = _count(raw_graph)
-    handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
-    nodes = list(map(_describe, handles))
+    nodes = list(map(_describe, _handles(raw_graph)))
     return nodes, _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
     """Number of nodes by kind; names are not looked at."""
+    return Counter(_KINDS.get(_label(handle), "empty") for handle in _handles(raw_graph))
+
+
+def _handles(raw_graph: int) -> Sequence[Any]:
     count = _count(raw_graph)
-    handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
-    return Counter(_KINDS.get(_label(handle), "empty") for handle in handles)
+    return _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
 
 
 def _label(handle: Any) -> str:
