@@ -42,13 +42,9 @@ GENERATED = ("<frozen ", "<eval_with_key>")
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A line of the user's code.
+    """A line of the user's code."""
 
-    Attributes:
-        file: Path of the source file, or ``"?"`` where no frame of the user's was on the stack.
-    """
-
-    file: str = "?"
+    file: str = "?"  # where no frame of the user's was on the stack
     line: int = 0  # line number, from 1
     function: str = "?"  # name of the function the line is in
 
@@ -70,13 +66,11 @@ class CallSiteFinder:
     """Finds the innermost frame that is the user's, remembering which files are not.
 
     A finder lives as long as one recording; the verdict on a file is taken once.
-
-    Args:
-        until: Code of the function that calls what is observed: outside of it lie lines such as
-            ``trainer.fit``, which are the user's and explain nothing.
     """
 
     def __init__(self, until: types.CodeType | None = None) -> None:
+        # Outside of what calls the observed code lie lines such as ``trainer.fit``, which are the
+        # user's and explain nothing.
         self._until = until
         self._is_library: dict[str, bool] = {}
 

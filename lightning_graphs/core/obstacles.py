@@ -22,21 +22,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A reason why something cannot be captured.
+    """A reason why something cannot be captured."""
 
-    Attributes:
-        rule: What capture demands, in one sentence.
-        remedy: What to write instead.
-        kind: A short name that programs can rely on.
-        code: The remedy as a line or two of code.
-        rehearsal: Whether it stands in the way of a rehearsal only, and not on a GPU.
-    """
-
-    rule: str
-    remedy: str
-    kind: str
-    code: str
-    rehearsal: bool = False
+    rule: str  # what capture demands, in one sentence
+    remedy: str  # what to write instead
+    kind: str  # a short name that programs can rely on
+    code: str  # the remedy as a line or two of code
+    rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
 
 
 HOST_READ = Obstacle(

@@ -37,15 +37,12 @@ class StaticInputs:
     Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
     overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
     share one. Construct it outside of a capture, on the stream that will copy.
-
-    Args:
-        tensors: Tensor leaves of a signature; copied, never kept.
-        given: Buffers that exist already, by the index of their leaf.
     """
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor],  # copied, never kept
+        # Buffers that exist already, by the index of their leaf
         given: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         firsts = alias_groups(tensors)
@@ -150,18 +147,14 @@ class AddressGuard:
 
     @classmethod
     def of_module(
-        cls, module: nn.Module, prefix: str = "", exempt: Collection[tuple[int, Any]] = ()
+        cls,
+        module: nn.Module,
+        prefix: str = "",  # put before every name, such as ``"model."``
+        # What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a tensor whose
+        # memory may be, and ``"data"``
+        exempt: Collection[tuple[int, Any]] = (),
     ) -> AddressGuard:
-        """Watches every parameter, buffer and submodule where the module keeps it.
-
-        So those that are replaced or added are seen, too.
-
-        Args:
-            module: The module; submodules shared between parents are watched in every parent.
-            prefix: Put before every name, such as ``"model."``.
-            exempt: What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a
-                tensor whose memory may be, and ``"data"``.
-        """
+        """Watches parameters, buffers and submodules where they are kept, new ones as well."""
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
             inside = f"{path}." if path else ""

@@ -31,26 +31,18 @@ class CallPlan:
 
     Containers are taken apart by generated code, at 40 % of the time of a walk; only kinds that
     live in torch's pytree registry are opened through the registry.
-
-    Args:
-        signature: What calls must equal.
-        check_modes: Whether grad mode, autocast and inference mode are compared too.
-
-    Attributes:
-        match: ``match(args, kwargs)`` returns the tensor leaves, or None for any other call.
-        source: The generated code, to be read.
     """
 
     def __init__(self, signature: Signature, *, check_modes: bool = True) -> None:
         self.signature = signature
-        self._check_modes = check_modes
+        self._check_modes = check_modes  # grad mode, autocast and inference mode count, too
         code = _Code()
         if check_modes:
             code.modes(signature.modes)
         code.arguments(signature.tree)
         code.leaves(signature.leaves)
         code.aliases(signature.specs, signature.aliases)
-        self.source = code.text()
+        # The tensor leaves of a call; None for one that differs
         self.match: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor] | None]
         self.match = code.compiled()
 

@@ -60,16 +60,12 @@ def is_plain(value: Any) -> bool:
 
 
 def exact(value: Any) -> Hashable:
-    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0.
-
-    Raises:
-        TypeError: it cannot be hashed.
-    """
+    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, complex):
         return value.real.hex(), value.imag.hex()
-    hash(value)
+    hash(value)  # or TypeError
     key: Hashable = value
     return key
 
@@ -212,12 +208,8 @@ def walk(
 ) -> Iterator[tuple[str, Any]]:
     """Name and value of what a value holds, levels deep, itself first.
 
-    Plain values, tensors and classes are left out. Containers of many entries are data, into which
-    nobody looks.
-
-    Args:
-        inside: Label, key and value of what is directly in a value.
-        modules: Goes on with modules; they are left out without it.
+    Plain values, tensors and classes are left out, and modules without ``modules``, which goes on
+    with them. Containers of many entries are data, into which nobody looks.
     """
     if id(value) in seen or is_plain(value) or isinstance(value, (torch.Tensor, type)):
         return

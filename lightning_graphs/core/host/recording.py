@@ -50,13 +50,9 @@ _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 
 
 class ArenaFull(CaptureError):
-    """The memory for what goes to the device was too small.
+    """The memory for what goes to the device was too small."""
 
-    Attributes:
-        needed: Bytes that are enough.
-    """
-
-    needed = 0
+    needed = 0  # bytes that are enough
 
 
 class HostRecording(OperatorMode):
