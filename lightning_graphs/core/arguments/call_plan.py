@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.leaves import Constant, Leaf, Same, SameInside, TensorSpec
+from lightning_graphs.core.arguments.leaves import Constant, Leaf, SameInside, TensorSpec
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import (
     Node,
@@ -22,7 +22,7 @@ from lightning_graphs.core.arguments.tree import (
     has_more,
     is_registered,
 )
-from lightning_graphs.core.arguments.values import attributes_of, slots_of
+from lightning_graphs.core.arguments.values import Identity, attributes_of, slots_of
 from lightning_graphs.errors import CaptureError, SignatureError
 
 
@@ -194,10 +194,8 @@ class _Code:
             self._unpack(node.children, f"{variable}.values()")
 
     def _constant(self, variable: str, leaf: Constant) -> None:
-        if isinstance(leaf.key, SameInside):
+        if isinstance(leaf.key, SameInside | Identity):
             self._require(f"{self._bind(leaf.key.matches)}({variable})")
-        elif isinstance(leaf.key, Same):
-            self._require(f"{variable} is {self._bind(leaf.key.value)}")
         elif leaf.key is None or isinstance(leaf.key, bool):
             self._require(f"{variable} is {leaf.key}")
         elif issubclass(leaf.kind, float | complex):
