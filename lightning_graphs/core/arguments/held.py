@@ -229,7 +229,7 @@ def refuse_rebound_tensors(names: Sequence[str]) -> None:
 def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
     if any(g is not None and g.layout is not torch.strided for g in gradients):
         raise CaptureError(
-            "The gradients of a graphed callable are dense: they need fixed addresses.",
+            "A graph writes dense gradients only: they need fixed addresses.",
             "a sparse gradient",
             "nn.Embedding(..., sparse=False)",
         )

@@ -113,6 +113,7 @@ class MemoryBudget:
         if not self._peak:
             self._peak = torch.cuda.max_memory_allocated(self._device)
             self._activations = self._peak - taken
+            torch.cuda.empty_cache()  # graphs take from a pool, never what lies cached
         if torch.cuda.memory_reserved(self._device) + self._activations > self._limit:
             torch.cuda.empty_cache()  # what is left is in use, or in pools: eager steps cannot
             taken = torch.cuda.memory_reserved(self._device)
