@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,20 +12,8 @@ from torch import Tensor
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.uncapturable import obstacle_in
 from lightning_graphs.training.modules.runner import ModuleRunner
-from lightning_graphs.training.retry import HoldsMemory
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.runner import StepRunner
-
-
-class Runner(HoldsMemory, Protocol):
-    """What runs the steps of a fit."""
-
-    @property
-    def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable at present."""
-
-    def close(self) -> None:
-        """Release every graph and give back what was changed; may be called again."""
 
 
 def _module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
@@ -107,3 +95,7 @@ class AutoRunner:
             runner.close()
             self._runner = _module_runner(self._fit, warmed_up=True)
         return self._runner
+
+
+Runner = StepRunner | ModuleRunner | AutoRunner
+"""What runs the steps of a fit."""
