@@ -351,7 +351,8 @@ class HeldValues:
         if count is None or not depth or len(self._values) + count > most:
             self._values.append((name, Identity(value, count)))
             return
-        self._values.append((name, _Kind(type(value), count)))
+        # Its entries are values of their own.
+        self._values.append((name, Identity(type(value), count)))
         get = table.get if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
             if name + label in self._left_out:
@@ -372,17 +373,6 @@ def _plain(value: Any) -> PlainValue | Identity:
         return PlainValue(type(value), exact(value), value)
     except TypeError:
         return Identity(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A container or object whose entries are values of their own."""
-
-    kind: type
-    count: int
-
-    def __repr__(self) -> str:
-        return f"{self.kind.__name__} of {self.count}"
 
 
 class Identity:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lightning_graphs.core.inspect import GraphInfo, GraphNode
+from lightning_graphs.core.private.torch import demangle
 from lightning_graphs.errors import GraphError, UnsupportedError
-
-Grid = tuple[int, int, int]
 
 _KINDS = {
     "KERNEL": "kernel",
@@ -37,17 +38,6 @@ _KINDS = {
 }
 _MEMORY_TYPES = {1: "H", 2: "D", 3: "A", 4: "U"}
 _CAPTURE_ACTIVE = 1
-
-
-class NodeRecord(NamedTuple):
-    """One node as the driver describes it; its name is mangled for C++ kernels."""
-
-    handle: int
-    kind: str
-    name: str
-    bytes: int = 0
-    grid: Grid | None = None
-    block: Grid | None = None
 
 
 def driver() -> ModuleType:
@@ -128,11 +118,17 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
     return int(graph), _count(int(graph))
 
 
-def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
-    """Every node of a graph in order of creation, and its edges as pairs of positions."""
+def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
+    """Nodes in order of creation, and edges; the Python scopes are those of the first nodes."""
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
-    nodes = list(map(_describe, _handles(raw_graph)))
-    return nodes, _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
+    handles = _handles(raw_graph)
+    named = (*scopes, *[""] * (len(handles) - len(scopes)))
+    nodes = (
+        _describe(i, handle, scope)
+        for i, (handle, scope) in enumerate(zip(handles, named, strict=False))
+    )
+    edges = _edges(raw_graph, {int(handle): i for i, handle in enumerate(handles)})
+    return GraphInfo("cuda", tuple(nodes), tuple(sorted(edges)))
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
@@ -169,25 +165,25 @@ def _edges(graph: int, position: dict[int, int]) -> list[tuple[int, int]]:
     ]
 
 
-def _describe(handle: Any) -> NodeRecord:
+def _describe(index: int, handle: Any, scope: str) -> GraphNode:
     label = _label(handle)
-    node = NodeRecord(int(handle), _KINDS.get(label, "empty"), label.lower())
+    node = GraphNode(index, _KINDS.get(label, "empty"), label.lower(), scope=scope)
     if label == "KERNEL":
         params = _call("cuGraphKernelNodeGetParams", handle)
         grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
         block = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
-        return node._replace(name=_kernel_name(params), grid=grid, block=block)
+        return replace(node, name=demangle(_kernel_name(params)), grid=grid, block=block)
     if label == "MEMCPY":
         params = _call("cuGraphMemcpyNodeGetParams", handle)
         ends = (int(params.srcMemoryType), int(params.dstMemoryType))
         source, target = (_MEMORY_TYPES.get(end, "?") for end in ends)
         size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
-        return node._replace(name=f"memcpy {source} to {target}", bytes=size)
+        return replace(node, name=f"memcpy {source} to {target}", bytes=size)
     if label == "MEMSET":
         params = _call("cuGraphMemsetNodeGetParams", handle)
-        return node._replace(bytes=params.elementSize * params.width * max(1, params.height))
+        return replace(node, bytes=params.elementSize * params.width * max(1, params.height))
     if label == "MEM_ALLOC":
-        return node._replace(bytes=int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize))
+        return replace(node, bytes=int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize))
     return node
 
 
