@@ -134,8 +134,10 @@ class Contents:
 
     def restore(self) -> None:
         for _, _, container, before in self._containers:
-            same = _holds_the_same if isinstance(container, dict) else _same
-            if not same(container, before):
+            if isinstance(container, dict):
+                if any(_differs(container, before, key) for key in {**before, **container}):
+                    _refill(container, before)
+            elif not _same(container, before):
                 _refill(container, before)
         for _, owner, key, before in list(self._places()):
             if not is_still(bound(owner, key), before):
