@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.private.torch import generator_identity
+from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -29,6 +31,14 @@ class Obstacle:
     kind: str  # a short name that programs can rely on
     code: str  # the remedy as a line or two of code
     rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
+
+    def refused(self, observed: str) -> CaptureError:
+        """The error for what was observed."""
+        return CaptureError(self.rule, observed, self.remedy)
+
+    def refused_here(self, what: str) -> CaptureError:
+        """The error for what the user's line does that is being executed."""
+        return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
 
 
 HOST_READ = Obstacle(

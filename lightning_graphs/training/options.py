@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import TypedDict
@@ -49,21 +49,16 @@ OLD_VALUES: Mapping[tuple[str, str], bool] = MappingProxyType(
 
 
 def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names and with the values that they have now; a warning names those.
+    """Options under the names and with the values that they have now; a warning names the others.
 
-    Args:
-        given: Options by their present names.
-        further: By any other name.
-
-    Raises:
-        TypeError: a name was never one.
+    A name that was never one is a ``TypeError``, as Python's own.
     """
     options, written = dict(given), dict[str, str]()
     for old, value in further.items():
         if old not in OLD_NAMES:
             near = difflib.get_close_matches(old, given, n=1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}{hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(given)}."
+            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}. {hint}")
         options[OLD_NAMES[old]] = value
         written[OLD_NAMES[old]] = f"{old}={value!r}"
     for (name, value), new in OLD_VALUES.items():
@@ -100,44 +95,16 @@ class Options:
     diagnose: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
-                listed = ", ".join(map(repr, choices))
-                raise OptionError(
-                    f"{name} must be one of {listed}.",
-                    f"{name}={value!r}",
-                    f"write one of {listed}",
-                )
-        for name, (least, why) in _LEAST.items():
-            value = getattr(self, name)
-            if not _is_whole(value, least) and (value is not None or name == "warmup_steps"):
-                kind = "" if type(value) is int else f", a {type(value).__name__}"
-                raise OptionError(
-                    f"{name} must be a whole number of at least {least}: {why}.",
-                    f"{name}={value!r}{kind}",
-                    f"write {name}={least} or more",
-                )
-        for name in _SWITCHES:
-            if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(
-                    f"{name} must be True or False.",
-                    f"{name}={value!r}",
-                    f"write {name}=True or {name}=False",
-                )
-        for name in ("modules", "exclude"):
-            value = getattr(self, name)
-            if not _are_names(() if value is None and name == "modules" else value):
-                raise OptionError(
-                    f"{name} must be a list of names of submodules, of patterns or of classes.",
-                    f"{name}={value!r}",
-                    f'write {name}=["encoder.layers.*"]',
-                )
-            if value and self.scope == "step":
-                raise OptionError(
-                    f"{name} names submodules, and scope='step' captures whole steps.",
-                    f"scope='step', {name}={list(value)!r}",
-                    f"write scope='modules', or leave out {name}",
-                )
+        _require_one_of("scope", self.scope, ("auto", "step", "modules"))
+        _require_one_of("on_failure", self.on_failure, ("eager", "raise"))
+        _require_one_of("backend", self.backend, ("auto", "cuda", "emulated"))
+        _require_at_least(
+            "warmup_steps", self.warmup_steps, 1, "eager steps make the optimizer's state"
+        )
+        if self.min_repeats is not None:
+            _require_at_least("min_repeats", self.min_repeats, 0, "it counts sightings")
+        if self.max_graphs is not None:
+            _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
         if isinstance(self.verify, bool):  # YAML reads ``off`` as False
             object.__setattr__(self, "verify", "first" if self.verify else "off")
         elif self.verify not in ("first", "off") and not _is_whole(self.verify, 1):
@@ -154,6 +121,17 @@ class Options:
                 f"memory={memory!r}",
                 "write memory=0.35 for a third more than eager steps take",
             )
+        _require_names("modules", () if self.modules is None else self.modules)
+        _require_names("exclude", self.exclude)
+        for name in ("validation", "only_if_faster", "log_metrics", "diagnose"):
+            _require_bool(name, getattr(self, name))
+        for name in ("modules", "exclude"):
+            if self.scope == "step" and (names := getattr(self, name)):
+                raise OptionError(
+                    f"{name} names submodules, and scope='step' captures whole steps.",
+                    f"scope='step', {name}={list(names)!r}",
+                    f"write scope='modules', or leave out {name}",
+                )
 
     @property
     def by_submodules(self) -> bool:
@@ -161,23 +139,48 @@ class Options:
         return self.scope == "modules" or bool(self.modules or self.exclude)
 
 
-_CHOICES = {
-    "scope": get_args(Scope),
-    "on_failure": get_args(OnFailure),
-    "backend": get_args(BackendChoice),
-}
-_LEAST = {
-    "warmup_steps": (1, "eager steps make the optimizer's state"),
-    "min_repeats": (0, "it counts sightings"),
-    "max_graphs": (1, "it counts graphs"),
-}
-_SWITCHES = ("validation", "only_if_faster", "log_metrics", "diagnose")
+OPTIONS = tuple(field.name for field in fields(Options))
+
+
+def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise OptionError(
+            f"{name} must be one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
+        )
+
+
+def _require_names(name: str, value: object) -> None:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(isinstance(entry, str) and entry for entry in value)
+    ):
+        raise OptionError(
+            f"{name} must be a list of names of submodules, of patterns or of classes.",
+            f"{name}={value!r}",
+            f'write {name}=["encoder.layers.*"]',
+        )
+
+
+def _require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(
+            f"{name} must be True or False.",
+            f"{name}={value!r}",
+            f"write {name}=True or {name}=False",
+        )
 
 
 def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _are_names(value: object) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and all(isinstance(entry, str) and entry for entry in value)  # type: ignore[attr-defined]
+def _require_at_least(name: str, value: object, least: int, why: str) -> None:
+    if not _is_whole(value, least):
+        kind = "" if type(value) is int else f", a {type(value).__name__}"
+        raise OptionError(
+            f"{name} must be a whole number of at least {least}: {why}.",
+            f"{name}={value!r}{kind}",
+            f"write {name}={least} or more",
+        )

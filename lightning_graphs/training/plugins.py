@@ -6,7 +6,6 @@ for every trainer that anybody makes, so nothing is imported here before graphs 
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +31,6 @@ def callbacks() -> list[Callback]:
 
     An empty value, ``0``, ``false``, ``off`` and ``no`` ask for none, everything else for that of
     :func:`capture_of`.
-
-    Raises:
-        OptionError: the value is none of these, or an option is unknown or impossible.
     """
     value = os.environ.get(VARIABLE, "").strip()
     if value.lower() in _OFF:
@@ -54,48 +50,51 @@ def capture_of(value: str) -> GraphCapture:
     Raises:
         OptionError: it is none of these, or an option is unknown or impossible.
     """
-    import yaml
-
     from lightning_graphs.training.callback import GraphCapture
-    from lightning_graphs.training.options import OLD_NAMES, OptionError, Options
+    from lightning_graphs.training.options import OptionError
 
-    is_file = "\n" not in value and Path(value).suffix.lower() in _FILES
-    place = value if is_file else VARIABLE
+    text, place = _text_of(_WORDS.get(value.lower(), value))
+    options = _options_in(text, place)
     try:
-        text = (
-            Path(value).read_text(encoding="utf-8") if is_file else _WORDS.get(value.lower(), value)
-        )
-        options: dict[str, Any] = yaml.safe_load(text) or {}  # JSON is YAML
+        return GraphCapture(**options)
+    except TypeError as error:  # an option that there never was
+        rule = "A configuration must hold options of GraphCapture only."
+        raise OptionError(rule, f"{place}: {error}", "correct its name") from None
+    except OptionError as error:
+        raise OptionError(error.rule, f"{place}: {error.observed}", error.remedy) from None
+
+
+def _text_of(value: str) -> tuple[str, str]:
+    """The options as they are written, and where."""
+    from lightning_graphs.training.options import OptionError
+
+    if "\n" in value or Path(value).suffix.lower() not in _FILES:
+        return value, VARIABLE
+    try:
+        return Path(value).read_text(encoding="utf-8"), value
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError(
             f"{VARIABLE} must name a file that can be read.",
             f"{Path(value).absolute()}: {error}",
             "correct the path, which starts from the working directory",
         ) from None
+
+
+def _options_in(text: str, place: str) -> dict[str, Any]:
+    """Options by name. JSON is read as the YAML that it is."""
+    import yaml
+
+    from lightning_graphs.training.options import OptionError
+
+    try:
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{place}, line {mark.line + 1}" if mark is not None else place
-        raise OptionError(
-            "Options of GraphCapture must be written in YAML or JSON.",
-            f"{where}: {getattr(error, 'problem', None) or error}",
-            "correct it",
-        ) from None
-    if not isinstance(options, dict):
+        rule = "Options of GraphCapture must be written in YAML or JSON."
+        raise OptionError(rule, f"{place}: {' '.join(str(error).split())}", "correct it") from None
+    if not (values is None or (isinstance(values, dict) and all(type(n) is str for n in values))):
         raise OptionError(
             f"{VARIABLE} must be 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )
-    known = list(Options.__dataclass_fields__)
-    for name in options:
-        if name not in (*known, *OLD_NAMES):
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise OptionError(
-                "A configuration must hold options of GraphCapture only.",
-                f"{place}: {name}",
-                f"write {near[0]}" if near else f"write one of {', '.join(known)}",
-            )
-    try:
-        return GraphCapture(**options)
-    except OptionError as error:
-        raise OptionError(error.rule, f"{place}: {error.observed}", error.remedy) from None
+    return values or {}
