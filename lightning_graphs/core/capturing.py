@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from lightning_graphs.core.autograd.gradients import (
 )
 from lightning_graphs.core.autograd.lending import ReplayOrder, SharedArgument, Source
 from lightning_graphs.core.autograd.nodes import (
+    UsesApart,
     ahead_of_casts,
     gradients_behind,
     has_python_nodes,
@@ -101,6 +102,8 @@ class CallableCapture:
         self._settings = settings
         self.draws = False  # random numbers, on a GPU
         self.gradient_strides: Mapping[int, tuple[int, ...]] = {}  # of outputs, where known
+        # Arguments, by their index among the tensors, that eager code uses in between, too
+        self.used_elsewhere: Collection[int] = ()
         self._given = contents_of(args, kwargs)
         self._function = function
         self._held = Held(function)
@@ -133,7 +136,7 @@ class CallableCapture:
     def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
         backward = self._made.backward_pass
-        if backward is None or leaf not in backward.input_positions:
+        if backward is None or backward.input_positions.count(leaf) != 1:
             return None
         buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
         return (buffer, backward.handed) if buffer is not None else None
@@ -263,38 +266,44 @@ class CallableCapture:
 
     def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
         static, lenders = self._output_gradients(outputs)
-        # Where the inputs of the targets stand among the tensor leaves of the call.
-        ids = [id(tensor) if tensor.requires_grad else 0 for tensor in self._tensors]
-        positions = tuple(ids.index(one) for one in dict.fromkeys(ids) if one)
+        may_write = self._registers_hooks or has_python_nodes(outputs)  # into gradients
+        shared = () if may_write else self.used_elsewhere
+        uses = UsesApart(outputs, [self._tensors[leaf] for leaf in shared])
+        ids = list(map(id, self._tensors))
+        inputs = targets[: len(targets) - len(self._made.parameters)]
+        given = [tensor for tensor in inputs for _ in range(uses.number.get(tensor, 1))]
         direct = None
         if self._settings.direct:
             refuse_parameter_hooks(self._named())
             buffers = self._settings.gradient_buffers(self._made.parameters)
             direct = DirectGradients(self._made.parameters, buffers)
-        to_autograd = len(positions) if direct is not None else len(targets)
-        handed = LentGradients(targets[:to_autograd])
+        parameters = () if direct is not None else tuple(self._made.parameters)
+        to_autograd = [*given, *parameters]
+        handed = LentGradients(to_autograd)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         asked: list[Tensor | GradientEdge] = [*targets]
         apart: list[Tensor] = []
-        if self._registers_hooks or has_python_nodes(outputs):  # they may write into gradients
+        if may_write:
             apart = targets
         elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
-            asked[to_autograd:] = ahead_of_casts(outputs, targets[to_autograd:])
-        with self._made.pool.capture() as captured, rewinding_refused(self.draws):
-            gradients = gradients_behind(
+            asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
+        with self._made.pool.capture() as captured, rewinding_refused(self.draws), uses.taken():
+            found = gradients_behind(
                 outputs, asked, static, hooked=self._made.parameters, apart=apart
             )
-            self._check_gradients(gradients)
-            handed.capture(gradients[:to_autograd])
+            self._check_gradients(found)
+            pairs = zip(targets, found, strict=True)
+            gradients = [part for target, whole in pairs for part in uses.of(target, whole)]
+            handed.capture(gradients[: len(to_autograd)])
             if direct is not None:
-                direct.capture(gradients[to_autograd:])
+                direct.capture(gradients[len(to_autograd) :])
         return BackwardPass(
             captured,
             OutputGradients(static, lenders),
             reach,
-            tuple(targets[:to_autograd]),
-            positions,
-            () if direct is not None else tuple(self._made.parameters),
+            tuple(to_autograd),
+            tuple(ids.index(id(tensor)) for tensor in given),
+            parameters,
             handed,
             direct,
             self._made.order.place(),

@@ -50,7 +50,8 @@ class BackwardPass:
     output_gradients: OutputGradients  # its static inputs, one for each output that requires grad
     reach: tuple[frozenset[Tensor], ...]  # the leaves of autograd that each of these depends on
     targets: tuple[Tensor, ...]  # the leaves whose gradients autograd is given, in their order
-    input_positions: tuple[int, ...]  # of inputs that require grad, among the call's tensors
+    # Of inputs that require grad, among the call's tensors; several times where each use counts
+    input_positions: tuple[int, ...]
     parameters: tuple[Parameter, ...]  # whose gradients autograd is given; none if direct
     handed: LentGradients  # hands autograd the gradients of those inputs, then parameters
     direct: DirectGradients | None  # writes the parameters' gradients, where autograd does not

@@ -8,6 +8,7 @@ since ``copy_`` casts as autograd does.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -98,6 +99,54 @@ def gradients_kept_apart(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class UsesApart:
+    """The gradients that every use of some leaves gives, one by one, in the order of autograd.
+
+    Sums depend on their order, and autograd adds the uses of a tensor as they come: those inside of
+    a graph, in one sum, would come before others that eager code adds first.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in leaves}
+        self._users: dict[Node, list[tuple[int, Tensor]]] = {}
+        for node in nodes_behind(outputs) if leaves else ():
+            for i, (parent, _) in enumerate(node.next_functions):
+                leaf = None if parent is None else leaf_of(parent)
+                if leaf in self._found:
+                    self._users.setdefault(node, []).append((i, leaf))
+        uses = Counter(leaf for found in self._users.values() for _, leaf in found)
+        self.number = {leaf: uses[leaf] for leaf in leaves if uses[leaf] > 1}
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """While the body runs a backward pass, take them; the leaves get none."""
+        handles = [
+            node.register_hook(partial(self._take, found)) for node, found in self._users.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _take(
+        self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        left = list(gradients)
+        for i, leaf in uses:
+            if leaf in self.number:
+                self._found[leaf].append(gradients[i])
+                left[i] = None
+        return tuple(left)
+
+    def of(self, leaf: Tensor, gradient: Tensor | None) -> list[Tensor | None]:
+        """The gradients of all uses, None where there is none; or the one that autograd gives."""
+        if leaf not in self.number:
+            return [gradient]
+        found = self._found[leaf]
+        return [*found, *[None] * (self.number[leaf] - len(found))]
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:

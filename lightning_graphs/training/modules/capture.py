@@ -183,6 +183,7 @@ class _Capture:
             capture = CallableCapture(call.module, call.args, call.kwargs, here, original)
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
+            capture.used_elsewhere = call.used_elsewhere
             if not warm:
                 with baked.loose.kept():
                     self._left_alone(partial(capture.warm_up, 1))

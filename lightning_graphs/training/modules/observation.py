@@ -12,12 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
+from lightning_graphs.core.autograd.nodes import nodes_behind
 from lightning_graphs.core.backends.recorder import OperatorMode
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
@@ -26,6 +27,8 @@ from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.private.torch import (
     current_autograd_node,
     in_transform,
+    nodes_recorded,
+    recorded_before,
     version_of,
     will_execute,
 )
@@ -72,6 +75,8 @@ class ObservedCall:
     rewritten: bool = False
     # In which strides the gradients of its outputs came, by the index of each.
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # Arguments, by index, with a gradient of several uses inside of the call and of others outside
+    used_elsewhere: set[int] = field(default_factory=set)
     draws: bool = False  # it has drawn random numbers on a GPU
     shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
     # Such an operator ran before it in the step: its arguments may have any shape in the next one.
@@ -246,6 +251,10 @@ class StepObserver:
         self._is_stepping = is_stepping
         self._open: list[ObservedCall] = []
         self._places: dict[ObservedCall, tuple[int, ...]] = {}
+        # How many nodes autograd had recorded when the call began and when it ended, and the
+        # gradients of its arguments
+        self._spans: dict[ObservedCall, tuple[int, int]] = {}
+        self._arguments: dict[tuple[Node, int], list[tuple[ObservedCall, int]]] = {}
         self._originals: dict[ObservedCall, list[Tensor]] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
@@ -304,9 +313,37 @@ class StepObserver:
         self._times[module] += 1
         self._find_sources(call)
         self._places[call] = random_place(self._device_type)
+        if not (transformed or call.recomputed):
+            self._expect_gradients(call, originals)
         self._originals[call] = originals
         self._open.append(call)
         self.observation.calls.append(call)
+
+    def _expect_gradients(self, call: ObservedCall, originals: Sequence[Tensor]) -> None:
+        """Know the gradients of a call's arguments again."""
+        places = {tensor: i for i, tensor in reversed(list(enumerate(originals)))}
+        for tensor, i in places.items() if call.grad_enabled else ():
+            if tensor.requires_grad:
+                self._spans[call] = nodes_recorded(), 0
+                node, output = get_gradient_edge(tensor)[:2]
+                self._arguments.setdefault((node, output), []).append((call, i))
+
+    def look_behind(self, loss: Any) -> None:
+        """Ahead of a backward pass, see which arguments are used in their call and elsewhere."""
+        users: dict[tuple[Node, int], list[Node]] = {edge: [] for edge in self._arguments}
+        for node in nodes_behind(_tensors_in(loss)) if users else ():
+            for edge in node.next_functions:
+                if edge in users:
+                    users[edge].append(node)
+        for edge, calls in self._arguments.items():
+            for call, leaf in calls:
+                start, end = self._spans[call]
+                inside = sum(
+                    recorded_before(node, end) and not recorded_before(node, start)
+                    for node in users[edge]
+                )
+                if 1 < inside < len(users[edge]):
+                    call.used_elsewhere.add(leaf)
 
     def _find_sources(self, call: ObservedCall) -> None:
         """Note which arguments other calls have returned or were given, unchanged since."""
@@ -340,6 +377,8 @@ class StepObserver:
         call = self._open.pop()
         call.draws = random_place(self._device_type) != self._places.pop(call)
         given = self._originals.pop(call)
+        if call in self._spans:
+            self._spans[call] = self._spans[call][0], nodes_recorded()
         if call.transformed:
             return
         self.observation.passes.append((call, "forward"))
@@ -378,7 +417,7 @@ class StepObserver:
             if not all(p.requires_grad for p in trainable):  # frozen since, as a discriminator is
                 call.partial = True
             elif trainable:
-                node = torch.autograd.graph.get_gradient_edge(trainable[0]).node
+                node = get_gradient_edge(trainable[0]).node
                 call.partial |= not _accumulates(node)
             if call.backwards == 1:
                 self.observation.passes.append((call, "backward"))
@@ -409,6 +448,7 @@ class StepObserver:
         for forward in self._forwards:
             forward.observer = None
         self._forwards = []
+        self._arguments.clear()
         # Before that, the hooks keep the graphs alive that they are hooks of.
         while self._handles:
             self._handles.pop().remove()

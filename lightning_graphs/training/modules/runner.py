@@ -90,7 +90,7 @@ class ModuleRunner:
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
         try:
-            with self._graphs.observing(), self._requests():
+            with self._graphs.observing(closure_loss), self._requests():
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             stage.stepping = stepping

@@ -186,9 +186,12 @@ class ModuleGraphs:
         for forward in self._forwards.values():
             forward.uninstall()
 
-    def observing(self) -> AbstractContextManager[None]:
-        """See the calls that the body makes, a part of a step, if that is observed."""
-        return nullcontext() if self._observed is None else self._observed.observer.watching()
+    def observing(self, loss: Any = None) -> AbstractContextManager[None]:
+        """See the calls that the body makes, a part of a step or its backward pass, if observed."""
+        if self._observed is None:
+            return nullcontext()
+        self._observed.observer.look_behind(loss)
+        return self._observed.observer.watching()
 
     def _lend_no_longer(self, reason: str) -> None:
         self.stage.astray = False

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.training.fits import Net, adamw, batches, compare, fit_twice
@@ -72,6 +73,49 @@ def test_accumulation_and_clipping(backend: str, tmp_path: Path, options: Any) -
 def test_precision(backend: str, tmp_path: Path, precision: str) -> None:
     capture = CHOICES["all"]
     fits = fit_twice(backend, tmp_path, module=Blocks, capture=capture, precision=precision)
+    compare(*fits)
+
+
+class Normed(nn.Module):
+    """RMSNorm as models write it, which uses its argument twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = Normed(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.gelu(self.inner(self.norm(x)))
+
+
+class Residuals(Blocks):
+    """Arguments of the norms are added to what comes later, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net(batch["x"])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).float(), batch["y"])
+
+
+@pytest.mark.parametrize("names", [["Normed"], ["Normed", "blocks.*.inner"], ["Residual"]])
+def test_gradients_of_all_uses_are_added_in_the_order_of_autograd(
+    backend: str, tmp_path: Path, names: list[str]
+) -> None:
+    capture = named(*names)
+    fits = fit_twice(backend, tmp_path, module=Residuals, capture=capture, max_epochs=3)
     compare(*fits)
 
 
