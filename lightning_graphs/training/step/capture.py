@@ -33,7 +33,7 @@ from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gra
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
-    Places,
+    NumberPlaces,
     counters_watched,
     numbers_exchanged,
     old_gradients_watched,
@@ -98,7 +98,7 @@ class StepCapture:
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._conversions: frozenset[Conversion] = frozenset()
-        self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
+        self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
         self,
