@@ -37,23 +37,16 @@ class Worth(Protocol):
 
 
 class PlanCache(Generic[Key, Plan]):
-    """Captured plans by key; none is ever dropped for one that is used less.
-
-    Args:
-        worth: Decides from sightings what is worth a capture.
-        uses: How often a plan was used.
-        release: Called with a plan that leaves the cache.
-        capacity: Number of plans at most; None: as many as are worth it.
-        shape: What of a key comes back, where the rest are values that may move on.
-    """
+    """Captured plans by key; none is ever dropped for one that is used less."""
 
     def __init__(
         self,
-        worth: Worth,
-        uses: Callable[[Plan], int],
-        release: Callable[[Plan], None],
+        worth: Worth,  # decides from sightings what is worth a capture
+        uses: Callable[[Plan], int],  # how often a plan was used
+        release: Callable[[Plan], None],  # called with a plan that leaves the cache
         *,
-        capacity: int | None = None,
+        capacity: int | None = None,  # number of plans at most; None: as many as are worth it
+        # What of a key comes back, where the rest are values that may move on
         shape: Callable[[Key], Hashable] = lambda key: key,
     ) -> None:
         self._worth = worth
@@ -124,12 +117,18 @@ class PlanCache(Generic[Key, Plan]):
         """What part of the coming steps is expected to have this shape.
 
         The part of sightings that were single ones estimates how many steps will bring something
-        new (Good, "The population frequencies of species", Biometrika 1953).
+        new. Of a shape that came once, those that came twice tell how often such ones come back
+        (Good, "The population frequencies of species", Biometrika 1953).
         """
         self._count_uses()
-        total = sum(self._shapes.values())
-        single = sum(1 for count in self._shapes.values() if count <= 1.0)
-        return (1.0 - single / total) * self._shapes.get(shape, 0.0) / total
+        counts = self._shapes.values()
+        total, count = sum(counts), self._shapes.get(shape, 0.0)
+        single = sum(1 for other in counts if other <= 1.0)
+        share = (1.0 - single / total) * count / total
+        if 0.0 < count <= 1.0:
+            twice = sum(1 for other in counts if 1.0 < other <= 2.0)
+            share = max(share, min(2.0 * twice / single, total / len(counts)) / total)
+        return share
 
     def _count_uses(self) -> None:
         for key, plan in self._plans.items():
@@ -160,7 +159,7 @@ class PlanCache(Generic[Key, Plan]):
         self._seen.pop(key, None)
         self._captures += 1
         self._plans[key] = plan
-        self._counted[key] = self._uses(plan)
+        self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
 
     def _of(self, shape: Hashable) -> list[Key]:
         """The keys of the plans for a shape, least recently used first."""

@@ -286,9 +286,10 @@ class StepCapture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
+            # Ahead of the watched classes: asking a new class whether it is a metric takes long.
+            stack.enter_context(recorder.recording())
             stack.enter_context(self._learned.reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
             reads, counter = self._learned.reads, self._numbers.counter
             stack.enter_context(counters_watched(self._trainer, reads=reads, counter=counter))
