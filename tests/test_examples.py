@@ -141,7 +141,7 @@ def test_the_notebook_shows_what_it_says(tmp_path: Path) -> None:
     first, mended, found = [value for value in shown if value is not None]
     assert first.replayed == mended.replayed == 27
     assert first.fallbacks == mended.fallbacks == ()
-    assert first._repr_html_().startswith("<table>")
+    assert first._repr_html_().startswith("<pre>signature ")
     assert names["with_graphs"] == names["without"] != names["refused"] == names["mended"]
     assert names["doctor"].report.replayed == 0
     [(place, remedy)] = found

@@ -40,6 +40,13 @@ GENERATED = ("<frozen ", "<eval_with_key>")
 """Code without a file that is not the user's own either, unlike ``<stdin>`` or a notebook cell."""
 
 
+def shown(file: str) -> str:
+    """A file as messages name it: that of a notebook's cell by the cell, as in its tracebacks."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
+    return " ".join(name_of(file) or [file])
+
+
 @dataclass(frozen=True, slots=True)
 class CallSite:
     """A line of the user's code."""
@@ -49,7 +56,7 @@ class CallSite:
     function: str = "?"  # name of the function the line is in
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{shown(self.file)}:{self.line}"
 
     @property
     def source(self) -> str:

@@ -36,7 +36,11 @@ from lightning_graphs.core.obstacles import (
     with_known_remedy,
 )
 from lightning_graphs.core.private.fsdp import asks_for_shapes, unwraps_itself
-from lightning_graphs.core.private.torch import eager_attention, out_of_sight
+from lightning_graphs.core.private.torch import (
+    eager_attention,
+    out_of_sight,
+    storage_reference,
+)
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError, ReplayError
 
@@ -151,8 +155,9 @@ class KnownStorage:
         # parameters that it gathers
         self.address: int | None = storage.data_ptr()
         self.constant = False  # made of Python numbers: kernels get its value, not its address
-        self.storage = weakref.ref(storage, self._on_freed)
-        self.freed: CallSite | None = None  # where it was freed
+        self.storage = storage_reference(storage)
+        self._end = weakref.ref(storage, self._on_freed)
+        self.freed: CallSite | None = None  # where it was freed; torch 2.8 does not tell
 
     def note_release(self) -> None:
         """Note whether its memory was let go of, while the storage itself lives."""
@@ -164,8 +169,10 @@ class KnownStorage:
         self.freed = CallSiteFinder().here()
 
     def __str__(self) -> str:
-        freed = f"freed at {self.freed.describe()}" if self.freed is not None else "moved"
-        return f"{self.first}, first used at {self.site.describe()}, {freed}"
+        end = "freed" if self.storage() is None else "moved"
+        if end == "freed" and self.freed is not None:
+            end = f"freed at {self.freed.describe()}"
+        return f"{self.first}, first used at {self.site.describe()}, {end}"
 
 
 def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:

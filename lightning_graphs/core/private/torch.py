@@ -15,9 +15,10 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
@@ -59,6 +60,17 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 torch compares it in its own check of tensors that backward needs, and has no public reader.
 """
+
+
+def storage_reference(storage: UntypedStorage) -> Callable[[], UntypedStorage | None]:
+    """A weak reference to a storage, as torch's own multiprocessing holds one.
+
+    On torch 2.8 a Python ``weakref`` dies with a cycle of garbage that held the storage, though
+    tensors still use it: pickling a module makes such cycles.
+    """
+    reference = StorageWeakRef(storage)
+    return lambda: UntypedStorage._new_with_weak_ptr(reference.cdata)
+
 
 scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimizer_states")
 """What a scaler knows of steps that are under way; nothing public gives it."""

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from lightning_graphs.core.callsite import CallSite
+from lightning_graphs.core.callsite import CallSite, shown
 from lightning_graphs.core.obstacles import Obstacle
 
 CONFIGURATION = Obstacle(
@@ -114,7 +114,7 @@ class Finding:
         if not self.file:
             return ""
         inside = self.file.startswith(os.path.join(os.getcwd(), ""))
-        file = os.path.relpath(self.file) if inside else self.file
+        file = os.path.relpath(self.file) if inside else shown(self.file)
         return f"{file}:{self.line} in {self.function}: {self.source}"
 
     @property

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -68,11 +68,14 @@ def test_model_checkpoint_writes_the_same_files(
             close(mine[part], theirs[part], 0.0, f"{name}:{part}")
 
 
+@pytest.mark.skipif(
+    not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 brought it"
+)
 @pytest.mark.parametrize("trace", [Trace, GradientTrace])
 def test_exponential_moving_average(backend: str, tmp_path: Path, trace: type[Trace]) -> None:
     eager, captured = fit_twice(
         backend, tmp_path, max_epochs=3, trace=trace, val_check_interval=4,
-        callbacks=lambda: [EMAWeightAveraging(decay=0.5)],
+        callbacks=lambda: [lightning_callbacks.EMAWeightAveraging(decay=0.5)],
     )  # fmt: skip
     compare(eager, captured)
 

@@ -1,0 +1,29 @@
+"""The user's line, as messages name it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_graphs import CaptureError
+from lightning_graphs.core import BackendName, CUDAGraph, graph
+
+
+def test_the_line_of_a_cell_is_named_as_in_the_notebooks_tracebacks(
+    backend: BackendName, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = {"/tmp/ipykernel_1/2345.py": ("Cell", "In[3]")}
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=cells.get))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    body = "\ndef body(x):\n    return x.item()\n"
+    for file, shown in (("/tmp/ipykernel_1/2345.py", "Cell In[3]"), ("/tmp/m.py", "/tmp/m.py")):
+        names: dict[str, Any] = {}
+        exec(compile(body, file, "exec"), names)
+        captured = CUDAGraph(backend=backend)
+        with pytest.raises(CaptureError) as caught, graph(captured):
+            names["body"](torch.ones((), device=device))
+        assert f"{shown}:3 in body" in str(caught.value)
