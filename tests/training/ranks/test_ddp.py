@@ -16,9 +16,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 from lightning_graphs import CaptureError
 from lightning_graphs.training.ddp import why_not_captured
 from lightning_graphs.training.options import Options
+from tests.processes import in_one_process
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import CASES, DDP, of_rank, require_equal_fits, trained_on_two_nodes
 from tests.training.fits import prepare
+
+pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("case", CASES)
