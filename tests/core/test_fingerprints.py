@@ -63,6 +63,23 @@ def test_chunks_of_a_large_tensor_are_told_apart(
     assert second == (first[1], first[0], first[2])
 
 
+def test_small_tensors_share_a_fingerprint(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(fingerprints._CHUNK, device.type, 8)
+    tensors = [torch.rand(size, device=device) for size in (3, 0, 4, 20, 3)]
+    known = Fingerprinter().of(tensors, together=True)
+    assert known == Fingerprinter().of([t.clone() for t in tensors], together=True)
+    assert known[0] == known[1] == known[2] != known[4]
+    assert len(known[3]) == 3
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            others = [*tensors[:i], tensor + 1, *tensors[i + 1 :]]
+            now = Fingerprinter().of(others, together=True)
+            shared = {0, 1, 2} if i < 3 else {i}
+            assert {k for k in range(5) if now[k] != known[k]} == shared
+
+
 @pytest.mark.parametrize("tensors", [[], [torch.empty(0)], [torch.tensor(3.0)]])
 def test_nothing_and_scalars(tensors: Any) -> None:
     assert len(Fingerprinter().of(tensors)) == len(tensors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -30,20 +30,28 @@ class Fingerprinter:
     def __init__(self) -> None:
         self._factors: dict[torch.device, Tensor] = {}
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Fingerprint]:
-        """The fingerprint of each tensor's values, whatever its strides; one wait a device."""
-        sums: dict[torch.device, list[Tensor]] = defaultdict(list)
-        owners: dict[torch.device, list[int]] = defaultdict(list)
+    def of(self, tensors: Sequence[Tensor], *, together: bool = False) -> list[Fingerprint]:
+        """The fingerprint of each tensor's values, whatever its strides; one wait a device.
+
+        Together, small ones have one fingerprint for as many as are looked at at a time.
+        """
+        pieces: dict[torch.device, list[tuple[list[int], Tensor]]] = defaultdict(list)
+        small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
         for i, tensor in enumerate(tensors):
-            for words in _words(tensor).split(_CHUNK[tensor.device.type]):
-                sums[tensor.device].append((words * self._of_place(words)).sum())
-                owners[tensor.device].append(i)
-        found: list[list[int]] = [[] for _ in tensors]
-        for device, scalars in sums.items():
-            values: list[int] = torch.stack(scalars).tolist()
-            for i, value in zip(owners[device], values, strict=True):
-                found[i].append(value)
-        return [tuple(values) for values in found]
+            words, size = _words(tensor), _CHUNK[tensor.device.type]
+            if together and words.numel() < size:
+                small[words.device, words.dtype].append((i, words))
+            else:
+                pieces[words.device] += [([i], piece) for piece in words.split(size)]
+        for (device, _), found in small.items():
+            pieces[device] += _groups(found, _CHUNK[device.type])
+        values: list[list[int]] = [[] for _ in tensors]
+        for of_device in pieces.values():
+            sums = [(words * self._of_place(words)).sum() for _, words in of_device]
+            for (owners, _), value in zip(of_device, torch.stack(sums).tolist(), strict=True):
+                for i in owners:
+                    values[i].append(value)
+        return [tuple(found) for found in values]
 
     def _of_place(self, words: Tensor) -> Tensor:
         known = self._factors.get(words.device)
@@ -55,6 +63,22 @@ class Fingerprinter:
 
 def _words(tensor: Tensor) -> Tensor:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    # A lazily conjugated or negated tensor has other bits than it shows.
-    flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(_INTEGERS[flat.element_size()])
+    if dense.is_conj() or dense.is_neg():  # it has other bits than it shows
+        dense = dense.resolve_conj().resolve_neg()
+    flat = dense.reshape(-1)
+    return flat.contiguous().view(_INTEGERS[flat.element_size()])
+
+
+def _groups(found: Sequence[tuple[int, Tensor]], size: int) -> Iterator[tuple[list[int], Tensor]]:
+    """These words, as many side by side as are looked at at a time; and whose they are."""
+    owners: list[int] = []
+    words: list[Tensor] = []
+    room = size
+    for i, own in found:
+        if own.numel() > room:
+            yield owners, torch.cat(words)
+            owners, words, room = [], [], size
+        owners.append(i)
+        words.append(own)
+        room -= own.numel()
+    yield owners, torch.cat(words)

@@ -33,7 +33,11 @@ from lightning_graphs.errors import CaptureError
 aten = torch.ops.aten
 
 _ALIGNMENT = 256  # bytes, as the allocator has it
-_TRANSFERS = (aten._to_copy.default, aten.copy_.default)
+_COPYING = frozenset(
+    {aten._to_copy.default, aten.copy_.default}
+    | {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+)
+"""Operators that copy what the host gives them, be it one number; others read that in place."""
 FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 """Functions that make a tensor of Python's numbers."""
 
@@ -260,7 +264,7 @@ class HostRecording(OperatorMode):
             if not self._is_host(tensor):
                 return tensor
             changes = self.tape.know(func, tensor).register is not None
-            if tensor.dim() == 0 and func not in _TRANSFERS:
+            if tensor.dim() == 0 and func not in _COPYING:
                 if not changes:  # kernels take it as a constant; a rehearsal reads it
                     if self._emulated:
                         self._read_in_place.append(tensor)

@@ -98,12 +98,12 @@ class Agreement:
         prints = Fingerprinter()
         expected = ways.eager()
         names = [result.name for result in expected]
-        known = prints.of([result.value for result in expected])
+        known = prints.of([result.value for result in expected], together=True)
         del expected
         ways.restore()
         found = ways.replayed()
         self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
-        now = prints.of([result.value for result in found])
+        now = prints.of([result.value for result in found], together=True)
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
         if self._ranks.any(bool(differing)):
@@ -113,13 +113,13 @@ class Agreement:
     def _require_values(
         self,
         ways: BothWays,
-        differing: set[str],
+        differing: set[str],  # and what shares a fingerprint with these
         first: tuple[Fingerprinter, list[str], list[Fingerprint]],
         rule: Tolerance,
     ) -> None:
         prints, names, known = first
         again = ways.eager()
-        now = prints.of([result.value for result in again])
+        now = prints.of([result.value for result in again], together=True)
         steady = [r.name for r in again] == names and now == known
         held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
         updates = {r.name: ways.moved(r.value) for r in again if r.name in held and r.gradient}
@@ -135,18 +135,20 @@ class Agreement:
         results = ways.replayed()
 
         def judge() -> None:
-            unjudged = set()
+            changed, unjudged = set(), set()
             for result in results:
                 eager = held.get(result.name)
                 if eager is None or result.gradient in unjudged:
                     continue
                 apart = difference(result.value, eager)
                 runs = noise.get(result.name, NONE)
-                if result.gradient in differing:
+                if result.gradient in changed:
                     allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
                 else:
                     of_all = gradients if result.is_gradient else 0.0
                     allowed = rule.allowed(eager, runs.norm, of_all)
+                if apart.norm != 0.0:
+                    changed.add(result.name)
                 if not apart.norm <= allowed:
                     raise self._mismatch(result.name, apart, runs)
                 if result.is_gradient and rule.is_rounding(eager, apart):

@@ -92,10 +92,9 @@ class Verification:
         recorder = LogRecorder(self._module)
         own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
-        budget, is_one = self._agreement.budget, self._ranks.are_one
-        memory = budget.memory_of(plan.forward) if is_one else nullcontext()
-        gradients = plan.gradients.taking_over() if is_one else nullcontext()
-        with self._surroundings(plan, recorder), memory, gradients:
+        budget = self._agreement.budget
+        memory = budget.memory_of(plan.forward) if self._ranks.are_one else nullcontext()
+        with self._surroundings(plan, recorder), memory:
             before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)

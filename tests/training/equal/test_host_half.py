@@ -125,6 +125,16 @@ class Places(Plain):
         return x[0, places].detach()
 
 
+class WrittenPlaces(Plain):
+    """As Longformer writes a number where nothing is attended to."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        rows, columns = (x[:, :3] > -1e9).nonzero(as_tuple=True)
+        written = x.detach().clone()
+        written[rows, columns] = 0.5
+        return written
+
+
 class Unique(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super(Plain, self).training_step(batch, batch_idx)
@@ -249,7 +259,18 @@ class ABranch(Plain):
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
 DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
-READ = [AMask, Lengths, Places, Unique, AsList, Shifted, Global, IndexedByAList, ConstantMask]
+READ = [
+    AMask,
+    Lengths,
+    Places,
+    WrittenPlaces,
+    Unique,
+    AsList,
+    Shifted,
+    Global,
+    IndexedByAList,
+    ConstantMask,
+]
 SPOKEN = [Spoken, SpokenWithPadding]
 SERVED = [*HOISTED, *DRAWN, *READ, *SPOKEN]
 BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength, Chosen]

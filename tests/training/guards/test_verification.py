@@ -288,10 +288,10 @@ def test_the_first_tensor_that_differs_is_named(
         captured.run()
 
 
-def test_a_check_takes_no_memory_for_gradients(
+def test_old_gradients_are_gone_in_a_check(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old ones are gone, whoever was to put them back, and new ones are where the graph has its."""
+    """Whoever was to put them back."""
     own, old, found = Verification._eager, [], []
 
     class Watch(Callback):
@@ -299,11 +299,8 @@ def test_a_check_takes_no_memory_for_gradients(
             old[:] = [weakref.ref(p.grad.untyped_storage()) for p in module.parameters()]
 
     def eager(self: Verification, plan: Any, *args: Any) -> Any:
-        kept = sum(reference() is not None for reference in old)
-        results = own(self, plan, *args)
-        pairs = zip(plan.gradients.parameters, plan.gradients.buffers, strict=True)
-        found.append((kept, all(p.grad is buffer for p, buffer in pairs)))
-        return results
+        found.append(sum(reference() is not None for reference in old))
+        return own(self, plan, *args)
 
     monkeypatch.setattr(Verification, "_eager", eager)
     options: dict[str, Any] = {"callbacks": lambda: [Watch()]}
@@ -311,7 +308,7 @@ def test_a_check_takes_no_memory_for_gradients(
         prepare(backend, tmp_path, False, **options).run(),
         prepare(backend, tmp_path, True, **options).run(),
     )
-    assert found == [(0, True)]
+    assert found == [0]
 
 
 def test_a_step_left_out_is_found(
