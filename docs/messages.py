@@ -28,6 +28,9 @@ REASONS = ("reason", "obstacle", "missed")
 _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)
 """The docstrings of functions that return such sentences."""
 
+REFUSALS = {"refused": "", "refused_here": " at <...>"}
+"""Methods of obstacles that make an error of what was observed, and what they add to that."""
+
 BLANK = "<...>"
 """Stands for what is filled in and has no name."""
 
@@ -166,12 +169,16 @@ class Messages:
 
     @cached_property
     def errors(self) -> list[Message]:
-        """Every construction of one of the package's exceptions."""
-        return [
-            self._message(module, call, place, self.exceptions[name_of(call.func)])
-            for module in self.modules
-            for call, place in module.calls(self.exceptions)
-        ]
+        """Every construction of one of the package's exceptions, by obstacles, too."""
+        found = []
+        for module in self.modules:
+            for call, place in module.calls({*self.exceptions, *REFUSALS}):
+                names = self.exceptions.get(name_of(call.func))
+                if names is None:
+                    found.append(self._refusal(module, call, place))
+                else:
+                    found.append(self._message(module, call, place, names))
+        return found
 
     @cached_property
     def obstacles(self) -> list[Message]:
@@ -210,6 +217,19 @@ class Messages:
         texts = {n: self._text(node, place) for n, node in given.items() if n in _FIELDS}
         passed_on = _passes_on(given["rule"]) or not _says_something(texts["rule"])
         return Message(name_of(call.func), module.site(call), **texts, passed_on=passed_on)
+
+    def _refusal(self, module: Module, call: ast.Call, place: Place) -> Message:
+        """The error that an obstacle makes of what was observed."""
+        assert isinstance(call.func, ast.Attribute)
+        owner = call.func.value
+        rule, remedy = (
+            self._text_of_attribute(ast.Attribute(owner, name), place)
+            for name in ("rule", "remedy")
+        )
+        observed = self._text(call.args[0], place) + REFUSALS[call.func.attr]
+        is_known = isinstance(owner, ast.Name) and owner.id.isupper()
+        texts = {"rule": rule, "observed": observed, "remedy": remedy}
+        return Message("CaptureError", module.site(call), **texts, passed_on=not is_known)
 
     def _sentence(self, kind: str, node: ast.expr, place: Place) -> Message:
         text = self._text(node, place)

@@ -75,7 +75,8 @@ def _default_stream_again() -> Iterator[None]:
     yield
     if not torch.cuda.is_initialized():
         return
-    stream, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    device = torch.cuda.current_device()  # by itself torch looks for one, which a test may hide
+    stream, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
     if stream != default:
         torch.cuda.set_stream(default)
         pytest.fail(f"the test left {stream} as the current stream")

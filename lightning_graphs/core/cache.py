@@ -124,12 +124,18 @@ class PlanCache(Generic[Key, Plan]):
         """What part of the coming steps is expected to have this shape.
 
         The part of sightings that were single ones estimates how many steps will bring something
-        new (Good, "The population frequencies of species", Biometrika 1953).
+        new. Of a shape that came once, those that came twice tell how often such ones come back
+        (Good, "The population frequencies of species", Biometrika 1953).
         """
         self._count_uses()
-        total = sum(self._shapes.values())
-        single = sum(1 for count in self._shapes.values() if count <= 1.0)
-        return (1.0 - single / total) * self._shapes.get(shape, 0.0) / total
+        counts = self._shapes.values()
+        total, count = sum(counts), self._shapes.get(shape, 0.0)
+        single = sum(1 for other in counts if other <= 1.0)
+        share = (1.0 - single / total) * count / total
+        if 0.0 < count <= 1.0:
+            twice = sum(1 for other in counts if 1.0 < other <= 2.0)
+            share = max(share, min(2.0 * twice / single, total / len(counts)) / total)
+        return share
 
     def _count_uses(self) -> None:
         for key, plan in self._plans.items():
@@ -160,7 +166,7 @@ class PlanCache(Generic[Key, Plan]):
         self._seen.pop(key, None)
         self._captures += 1
         self._plans[key] = plan
-        self._counted[key] = self._uses(plan)
+        self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
 
     def _of(self, shape: Hashable) -> list[Key]:
         """The keys of the plans for a shape, least recently used first."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.core.obstacles import SET_GENERATOR
-from lightning_graphs.errors import CaptureError
 
 
 class HostGenerator(Protocol):
@@ -86,8 +85,9 @@ def rewinding_refused(draws: bool) -> Iterator[None]:
     original = torch.cuda.set_rng_state
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        observed = "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
-        raise CaptureError(SET_GENERATOR.rule, observed, SET_GENERATOR.remedy)
+        raise SET_GENERATOR.refused(
+            "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
+        )
 
     if draws:
         torch.cuda.set_rng_state = refuse

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.private.torch import generator_identity
+from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -36,6 +38,14 @@ class Obstacle:
     kind: str
     code: str
     rehearsal: bool = False
+
+    def refused(self, observed: str) -> CaptureError:
+        """The error for what was observed."""
+        return CaptureError(self.rule, observed, self.remedy)
+
+    def refused_here(self, what: str) -> CaptureError:
+        """The error for what the user's line does that is being executed."""
+        return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
 
 
 HOST_READ = Obstacle(

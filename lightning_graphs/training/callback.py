@@ -28,10 +28,16 @@ from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import calls_of, intercept, release
 from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.notices import FitReporter
-from lightning_graphs.training.options import OldNames, OptionError, Options, in_present_names
+from lightning_graphs.training.options import (
+    OPTIONS,
+    OldNames,
+    OptionError,
+    Options,
+    in_present_names,
+)
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry
-from lightning_graphs.training.scopes import Runner, runner_for, why_no_whole_step
+from lightning_graphs.training.retry import EagerRetry, Runner
+from lightning_graphs.training.scopes import runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.transfer import BatchTransfer
 
@@ -105,23 +111,8 @@ class GraphCapture(Callback):
         diagnose: bool = False,
         **old_names: Unpack[OldNames],
     ) -> None:
+        given = {name: value for name, value in locals().items() if name in OPTIONS}
         super().__init__()
-        given = dict(
-            scope=scope,
-            modules=modules,
-            exclude=exclude,
-            validation=validation,
-            warmup_steps=warmup_steps,
-            min_repeats=min_repeats,
-            max_graphs=max_graphs,
-            on_failure=on_failure,
-            backend=backend,
-            verify=verify,
-            memory=memory,
-            only_if_faster=only_if_faster,
-            log_metrics=log_metrics,
-            diagnose=diagnose,
-        )
         self.options = Options(**in_present_names(given, old_names))
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None
@@ -138,13 +129,7 @@ class GraphCapture(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what no batch could make possible.
-
-        Raises:
-            OptionError: the backend is not one for the trainer's device, or the trainer has
-                another ``GraphCapture``.
-            CaptureError: the strategy cannot be captured, and ``on_failure="raise"``.
-        """
+        """Refuse what no batch could make possible."""
         if stage != "fit" or self._has_given_way(trainer):
             return
         same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
@@ -186,11 +171,7 @@ class GraphCapture(Callback):
         return True
 
     def on_after_setup(self, fabric: object, module: object) -> None:
-        """Refuse a Fabric, which would call no other hook by itself.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse a Fabric, which would call no other hook by itself."""
         raise UnsupportedError(
             "GraphCapture is a callback of a Trainer, whose loop it knows.",
             "Fabric(callbacks=[GraphCapture()])",
@@ -199,13 +180,20 @@ class GraphCapture(Callback):
         )
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Move the training loop onto the capture stream and take over the strategy's methods.
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the capture stream the current one.
 
-        Raises:
-            CaptureError: the fit cannot be captured, and ``on_failure="raise"``.
+        From here on programs fetch gradient nodes and keep them, and torch before 2.13 binds a node
+        to the stream that is current then.
         """
-        own_stream = self._stream  # DDP was made on it
+        if self._stream is not None:
+            device = trainer.strategy.root_device
+            self._fit.enter_context(_side_stream(device, self._stream))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the strategy's methods, on the capture stream."""
+        own_stream = self._stream  # DDP and gradient nodes were made on it
         self._release()
         self.statistics = Statistics()
         if self.options.diagnose:
@@ -221,9 +209,9 @@ class GraphCapture(Callback):
             if name == "cuda":
                 stream = stack.enter_context(_side_stream(device, own_stream))
                 progress = ProgressValues(trainer)
-                _install(stack, progress)
+                stack.enter_context(progress.installed())
                 if not moves_batches_itself(trainer, pl_module):
-                    _install(stack, BatchTransfer(trainer))
+                    stack.enter_context(BatchTransfer(trainer).installed())
             stack.enter_context(cheap_contexts(trainer))
             stack.enter_context(flattened_once())
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
@@ -236,10 +224,12 @@ class GraphCapture(Callback):
             raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
+            budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             found = (trainer, calls, statistics, budget)
             retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
-            runner = runner_for(Fit(trainer, pl_module, options, pool, *parts))
+            fit = Fit(trainer, pl_module, options, pool, *parts)
+            runner = runner_for(fit)
             stack.callback(runner.close)
 
             def switch_off() -> None:
@@ -250,7 +240,7 @@ class GraphCapture(Callback):
                 self._runner = None
 
             self.statistics.backend = name
-            reporter = FitReporter(trainer, options, statistics, retry, switch_off, ranks)
+            reporter = FitReporter(fit, switch_off)
             retry.attach(runner, reporter.switch_off)
             intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy, calls)
@@ -262,7 +252,7 @@ class GraphCapture(Callback):
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         strategy, reason = trainer.strategy, _reason_to_stay_out(trainer, self.options)
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
-            _install(self._fit, BatchTransfer(trainer))
+            self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module)
         doctor = Doctor(trainer, module, calls_of(strategy), self.options, reason, why)
         self._fit.callback(doctor.finish)
@@ -346,11 +336,6 @@ def _refused(reason: str) -> CaptureError:
         reason,
         "change that, or write scope='modules', or on_failure='eager' to train without graphs",
     )
-
-
-def _install(stack: contextlib.ExitStack, part: ProgressValues | BatchTransfer) -> None:
-    part.install()
-    stack.callback(part.remove)
 
 
 @contextlib.contextmanager

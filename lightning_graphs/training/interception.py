@@ -81,6 +81,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             attributes[name] = before
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """Stands for a method of what must not happen a second time."""
+
+
 @contextlib.contextmanager
 def patched(owner: Any, **members: Any) -> Iterator[None]:
     """Let a module or a class have other members, or an object beside its class, for a while."""

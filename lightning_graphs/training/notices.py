@@ -7,7 +7,6 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_graphs.core.arguments.signature import Signature
@@ -16,11 +15,11 @@ from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.costs.investment import Waiting
 from lightning_graphs.training.costs.memory import RaisedInCapture
 from lightning_graphs.training.costs.timing import StepTiming, Stopwatch, judge
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.guards.watch import OF_THE_TRAINER
-from lightning_graphs.training.interception import StepHandler, intercept
+from lightning_graphs.training.interception import intercept
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics, differences, listed
 
 
@@ -45,7 +44,6 @@ class Notices:
             self._statistics.recaptured(f"captured another graph, because {change}", change)
 
     def rebound(self, reason: str) -> None:
-        """Say why every graph was dropped."""
         self._statistics.recaptured(f"recapturing, because {reason}", reason)
 
     def waiting(
@@ -116,23 +114,15 @@ _OF_PARTS = "the optimizer step", "capturing submodules, not"
 class FitReporter:
     """Times the first steps of a fit, draws the conclusion, and says how it went."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        options: Options,
-        statistics: Statistics,
-        handler: StepHandler,
-        switch_off: Callable[[], None],
-        ranks: Ranks,
-    ) -> None:
-        self._ranks = ranks
-        ranks.left = self.left
-        self._trainer = trainer
-        self._options = options
-        self._statistics = statistics
-        self._handler = handler
+    def __init__(self, fit: Fit, switch_off: Callable[[], None]) -> None:
+        self._ranks = fit.ranks
+        self._ranks.left = self.left
+        self._trainer = fit.trainer
+        self._options = options = fit.options
+        self._statistics = statistics = fit.statistics
+        self._handler = fit.retry
         self._switch_off = switch_off
-        device = trainer.strategy.root_device
+        device = fit.trainer.strategy.root_device
         statistics.device = device.type
         if device.type == "cuda":
             statistics.device = torch.cuda.get_device_name(device)
@@ -140,11 +130,11 @@ class FitReporter:
         self._off_since: int | None = None
         self._decides = options.only_if_faster and self._stopwatch.meaningful
         self.timing = StepTiming(
-            handler,
+            fit.retry,
             statistics,
             self._stopwatch,
             self._settled,
-            manual=not trainer.lightning_module.automatic_optimization,
+            manual=not fit.module.automatic_optimization,
             verified=self._is_verified,
         )
 
@@ -222,7 +212,6 @@ class FitReporter:
         statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
 
     def tell(self) -> None:
-        """Show the table, on rank 0."""
         rank_zero_info(f"GraphCapture:\n{render(self._statistics.report())}")
 
     def _log(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,21 +49,16 @@ OLD_VALUES: Mapping[tuple[str, str], bool] = MappingProxyType(
 
 
 def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names and with the values that they have now; a warning names those.
+    """Options under the names and with the values that they have now; a warning names the others.
 
-    Args:
-        given: Options by their present names.
-        further: By any other name.
-
-    Raises:
-        TypeError: a name was never one.
+    A name that was never one is a ``TypeError``, as Python's own.
     """
     options, written = dict(given), dict[str, str]()
     for old, value in further.items():
         if old not in OLD_NAMES:
             near = difflib.get_close_matches(old, given, n=1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}{hint}")
+            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(given)}."
+            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}. {hint}")
         options[OLD_NAMES[old]] = value
         written[OLD_NAMES[old]] = f"{old}={value!r}"
     for (name, value), new in OLD_VALUES.items():
@@ -128,9 +123,8 @@ class Options:
             )
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
-        _require_bool("validation", self.validation)
-        _require_bool("only_if_faster", self.only_if_faster)
-        _require_bool("log_metrics", self.log_metrics)
+        for name in ("validation", "only_if_faster", "log_metrics", "diagnose"):
+            _require_bool(name, getattr(self, name))
         for name in ("modules", "exclude"):
             if self.scope == "step" and (names := getattr(self, name)):
                 raise OptionError(
@@ -138,12 +132,14 @@ class Options:
                     f"scope='step', {name}={list(names)!r}",
                     f"write scope='modules', or leave out {name}",
                 )
-        _require_bool("diagnose", self.diagnose)
 
     @property
     def by_submodules(self) -> bool:
         """Whether graphs of submodules are asked for, and not tried after whole steps."""
         return self.scope == "modules" or bool(self.modules or self.exclude)
+
+
+OPTIONS = tuple(field.name for field in fields(Options))
 
 
 def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

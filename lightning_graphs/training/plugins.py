@@ -6,7 +6,6 @@ for every trainer that anybody makes, so nothing is imported here before graphs 
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from lightning_graphs.training.callback import GraphCapture
-    from lightning_graphs.training.options import OptionError
 
 VARIABLE = "LIGHTNING_GRAPHS"
 _FILES = (".json", ".yaml", ".yml")
@@ -33,9 +31,6 @@ def callbacks() -> list[Callback]:
 
     An empty value, ``0``, ``false``, ``off`` and ``no`` ask for none, everything else for that of
     :func:`capture_of`.
-
-    Raises:
-        OptionError: the value is none of these, or an option is unknown or impossible.
     """
     value = os.environ.get(VARIABLE, "").strip()
     if value.lower() in _OFF:
@@ -53,26 +48,19 @@ def capture_of(value: str) -> GraphCapture:
             of a YAML or JSON file, or options as YAML.
 
     Raises:
-        OptionError: it is none of these, or an option is unknown or impossible; with its line.
+        OptionError: it is none of these, or an option is unknown or impossible.
     """
     from lightning_graphs.training.callback import GraphCapture
-    from lightning_graphs.training.options import OLD_NAMES, OptionError, Options
+    from lightning_graphs.training.options import OptionError
 
     text, place = _text_of(_WORDS.get(value.lower(), value))
-    values, places = _read(text, place)
-    known = list(Options.__dataclass_fields__)
-    for name in values:
-        if name not in (*known, *OLD_NAMES):
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise OptionError(
-                "A configuration must hold options of GraphCapture only.",
-                f"{places.get(str(name), place)}: {name}",
-                f"write {near[0]}" if near else f"write one of {', '.join(known)}",
-            )
+    options = _options_in(text, place)
     try:
-        return GraphCapture(**values)
+        return GraphCapture(**options)
+    except TypeError as error:  # an option that there never was
+        rule = "A configuration must hold options of GraphCapture only."
+        raise OptionError(rule, f"{place}: {error}", "correct its name") from None
     except OptionError as error:
-        place = next((places[name] for name in values if f"{name}=" in error.observed), place)
         raise OptionError(error.rule, f"{place}: {error.observed}", error.remedy) from None
 
 
@@ -92,35 +80,21 @@ def _text_of(value: str) -> tuple[str, str]:
         ) from None
 
 
-def _read(text: str, place: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options by name, and where each is written. JSON is read as the YAML that it is."""
+def _options_in(text: str, place: str) -> dict[str, Any]:
+    """Options by name. JSON is read as the YAML that it is."""
     import yaml
 
     from lightning_graphs.training.options import OptionError
 
-    def unreadable(where: str, problem: str) -> OptionError:
-        rule = "Options of GraphCapture must be written in YAML or JSON."
-        return OptionError(rule, f"{where}: {problem}", "correct it")
-
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except RecursionError:
-        raise unreadable(place, "its brackets are nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{place}, line {mark.line + 1}" if mark is not None else place
-        raise unreadable(where, getattr(error, "problem", None) or str(error)) from None
-    if not isinstance(values, dict | None):
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        rule = "Options of GraphCapture must be written in YAML or JSON."
+        raise OptionError(rule, f"{place}: {' '.join(str(error).split())}", "correct it") from None
+    if not (values is None or (isinstance(values, dict) and all(type(n) is str for n in values))):
         raise OptionError(
             f"{VARIABLE} must be 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
             f"{place}: {text.partition(chr(10))[0]}",
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )
-    places: dict[str, str] = {}
-    for key, _ in node.value if values else ():
-        here = f"{place}, line {key.start_mark.line + 1}"
-        if key.value in places:
-            raise unreadable(here, f"{key.value} a second time")
-        places[key.value] = here
-    return values or {}, places
+    return values or {}

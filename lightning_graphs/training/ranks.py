@@ -118,18 +118,9 @@ class Ranks:
             self.left(reason)
         self._reason = reason
 
-    def replayed(self, *, reduced: bool) -> None:
-        """Note a replay, and whether gradients were reduced in it."""
-        assert self.ddp is not None
-        self.ddp.require_forward_param_sync = reduced
-
     def any(self, value: bool) -> bool:
         """Whether it is so on any rank."""
         return bool(self._largest(value)[0])
-
-    def all(self, value: bool) -> bool:
-        """Whether it is so on all ranks."""
-        return not self.any(not value)
 
     def together(
         self,

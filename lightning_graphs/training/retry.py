@@ -29,10 +29,11 @@ from lightning_graphs.training.guards.held_values import (
     held_in,
     held_in_value,
 )
-from lightning_graphs.training.interception import StepHandler, StrategyCalls, replaced
+from lightning_graphs.training.interception import StepHandler, StrategyCalls, nothing, replaced
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import loss_of, scaler_of
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.state import Kept, StepState
 
@@ -81,7 +82,6 @@ class StepBegin:
         ]
 
     def restore(self) -> None:
-        """Put everything back."""
         self._tensors.restore()
         for parameter, gradient, trainable in self._parameters:
             parameter.requires_grad_(trainable)
@@ -101,12 +101,19 @@ class StepBegin:
         self._put_logs_back()
 
 
-class HoldsMemory(StepHandler, Protocol):
+class Runner(StepHandler, Protocol):
     """What runs the steps of a fit."""
 
     @property
     def held(self) -> str:
         """What may leave too little memory for eager code that runs now; empty if nothing."""
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        """What keeps the optimizer capturable at present; None if its step runs eagerly."""
+
+    def close(self) -> None:
+        """Release every graph and give back what was changed; may be called again."""
 
 
 class EagerRetry:
@@ -149,7 +156,7 @@ class EagerRetry:
         self._reason = ""
         self._update_fits = -1  # beside the graphs of so many captures
 
-    def attach(self, runner: HoldsMemory, switch_off: Callable[[str], None]) -> None:
+    def attach(self, runner: Runner, switch_off: Callable[[str], None]) -> None:
         """Take the place of what runs the steps."""
         self._runner = runner
         self._switch_off = switch_off
@@ -188,7 +195,8 @@ class EagerRetry:
                 raise
             reason = first_line(error)
         self._statistics.eager, self._statistics.replayed = counted[0] + 1, counted[1]
-        self._undo()
+        if self._begin is not None:
+            self._begin.restore()
         self._give_up(reason)
         return self.own.training_step(*args, **kwargs)
 
@@ -199,10 +207,6 @@ class EagerRetry:
             again = self._size == largest
             self._fits[self._beside] = self._size, times + 1 if again else 1
         self._begin, self._beside, self._running = None, None, False
-
-    def _undo(self) -> None:
-        if self._begin is not None:
-            self._begin.restore()
 
     def handed_out(self, plan: StepPlan) -> Any:
         """What a step returns that was replayed.
@@ -290,7 +294,7 @@ class EagerRetry:
         self._give_up(reason)
         now = now or keep()
         begin.restore()
-        with replaced(self._module, "log", _nothing):
+        with replaced(self._module, "log", nothing):
             returned = self.own.training_step(*begin.args)
         fresh = loss_of(returned) / self._trainer.accumulate_grad_batches
         del returned
@@ -326,7 +330,7 @@ class EagerRetry:
         def keep() -> None:
             nonlocal undo
             if self._begin is not None and not _takes_no_memory(optimizer):
-                undo = _nothing
+                undo = nothing
                 state = StepState(self._trainer, self._module, optimizer, {}, budget=self.budget)
                 state.keep()
                 undo = state.restore
@@ -357,7 +361,3 @@ def _takes_no_memory(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in groups) and all(
         parameter in optimizer.state for parameter in parameters
     )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for what must not happen: ``self.log`` in a forward pass that is run again."""

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.uncapturable import obstacle_in
 from lightning_graphs.training.modules.runner import ModuleRunner
-from lightning_graphs.training.retry import HoldsMemory
+from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.runner import StepRunner
-
-
-class Runner(HoldsMemory, Protocol):
-    """What runs the steps of a fit."""
-
-    @property
-    def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable at present."""
-
-    def close(self) -> None:
-        """Release every graph and give back what was changed; may be called again."""
 
 
 def _module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
@@ -74,36 +61,24 @@ class AutoRunner:
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable at present."""
         return self._runner.capturable
 
     @property
     def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
         return self._runner.held
 
     def close(self) -> None:
-        """Release every graph and give back what was changed; may be called again."""
         self._runner.close()
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Run a stepping micro-batch in the present scope."""
-        return self._chosen().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step's code in the present scope."""
-        return self._runner.training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward pass in the present scope."""
-        return self._runner.backward(closure_loss, optimizer, *args, **kwargs)
-
-    def _chosen(self) -> StepRunner | ModuleRunner:
-        """The runner for the step that begins; here alone the scope changes."""
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._runner
-        if isinstance(runner, StepRunner) and runner.has_failed:
+        if isinstance(runner, StepRunner) and runner.has_failed:  # here alone the scope changes
             runner.close()
             self._runner = _module_runner(self._fit, warmed_up=True)
-        return self._runner
+        return self._runner.optimizer_step(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.training_step(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._runner.backward(*args, **kwargs)

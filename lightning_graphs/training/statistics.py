@@ -161,12 +161,10 @@ class Statistics:
             record.kernels = sum(count.get("kernel", 0) for count in counts)
 
     def count_replay(self, first: CUDAGraph) -> None:
-        """Count a replay, by the first of its graphs."""
         self.replayed += 1
         self._alive[first][0].replays += 1
 
     def released(self, first: CUDAGraph) -> None:
-        """Forget the graphs of a capture, by the first of them; their record stays."""
         self._count_nodes(first)
         self._alive.pop(first, None)
 
@@ -181,7 +179,6 @@ class Statistics:
                 return
 
     def report(self) -> Report:
-        """The report as it is now; what happens later does not change it."""
         for first in list(self._uncounted):
             self._count_nodes(first)
         return Report(

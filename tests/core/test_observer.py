@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +29,11 @@ class Notes:
         self.anew: list[float] = []
 
     def observer(self, device: torch.device, *, rehearsal: bool = False) -> Observer:
-        generators = [torch.default_generator]
+        generators: list[Any] = [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        elif device.type == "meta":  # stands for a GPU
+            generators.append(SimpleNamespace(device=device, get_state=torch.get_rng_state))
         return Observer(
             lambda operator, obstacle, site: self.rows.append((operator, obstacle.kind, site.line)),
             self._look,
@@ -92,6 +96,22 @@ class TestObserver:
         _outside(notes.observer(device), body)
         copies = [("host-copy", _line(body, "# before"))]
         assert [row[1:] for row in notes.rows] == copies * (device.type == "cuda")
+
+    def test_draws_of_the_host_beside_a_gpu(self, device: torch.device) -> None:
+        gpu = device if device.type == "cuda" else torch.device("meta")
+        own, weights = torch.Generator(), torch.ones(4)
+
+        def body() -> None:
+            torch.nn.functional.dropout(torch.rand(3, device=gpu))
+            torch.randperm(3)  # drawn
+            torch.multinomial(weights, 2, generator=own)  # from its own
+
+        notes = Notes()
+        _outside(notes.observer(gpu), body)
+        assert notes.rows == [
+            ("aten.randperm.default", "python-state", _line(body, "# drawn")),
+            ("aten.multinomial.default", "python-state", _line(body, "# from its own")),
+        ]
 
     def test_what_a_value_is_forbidden_for(self, device: torch.device) -> None:
         value, notes = torch.ones(2, device=device), Notes()

@@ -112,7 +112,7 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
 def require_equal_fits(backend: str, root: Path, case: str) -> None:
     """Assert that fits are equal with graphs and without, and that ranks end with one model."""
     (first, replayed), (second, again) = run_on_ranks(trained_twice, backend, root, case)
-    assert replayed == again >= 10
+    assert replayed == again >= 10, f"{replayed} and {again} steps were replayed"
     parameters = [name for name in first if "running" not in name]
     assert [first[name] for name in parameters] == [second[name] for name in parameters]
 

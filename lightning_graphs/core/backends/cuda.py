@@ -402,9 +402,9 @@ def _explained(error: BaseException) -> CaptureError:
             "A backward pass can be captured only where the parameters' gradient nodes belong to "
             "the capture stream.",
             f"{site.describe()} ({reason})",
-            "an autograd graph from before the capture is still alive and holds those nodes: "
-            "delete or detach its tensors (del loss, output) before the capture; torch 2.13 and "
-            "newer need no such care",
+            "something from before the capture holds those nodes: delete or detach the tensors of "
+            "an earlier autograd graph (del loss, output), and fetch nodes that you keep in "
+            "on_fit_start or later; torch 2.13 and newer need no such care",
         )
     return CaptureError(
         "CUDA refused an operation inside the capture.",

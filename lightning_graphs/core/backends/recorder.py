@@ -35,7 +35,7 @@ from lightning_graphs.core.obstacles import (
     with_known_remedy,
 )
 from lightning_graphs.core.private.fsdp import asks_for_shapes, unwraps_itself
-from lightning_graphs.core.private.torch import eager_attention
+from lightning_graphs.core.private.torch import eager_attention, out_of_sight
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError, ReplayError
 
@@ -248,8 +248,14 @@ class OperatorMode(TorchDispatchMode):
         raise NotImplementedError
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a Python function of torch (``numpy``, ``tolist``, tensors from numbers)."""
-        raise NotImplementedError
+        """Call a Python function of torch (``numpy``, ``tolist``, tensors from numbers).
+
+        Where operators are seen, ``ctc_loss`` hands the device lengths as tensors, wherever these
+        are; else it reads them (``areAnyTensorSubclassLike`` in aten/src/ATen/native/LossCTC.cpp).
+        """
+        reads = getattr(func, "__name__", "") == "ctc_loss"
+        with out_of_sight() if reads else contextlib.nullcontext():
+            return func(*args, **kwargs)
 
 
 class _FunctionMode(TorchFunctionMode):

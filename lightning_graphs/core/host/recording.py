@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -51,6 +52,13 @@ FACTORIES = frozenset(
 _UNKNOWN = object()
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
+
+
+@functools.cache
+def _is_special(func: OpOverload) -> bool:
+    """Whether an operator is looked at even where the host has nothing of its tensors."""
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return draws or func in _COPY_TABLES or name_of(func) in OF_SHAPES
 
 
 class ArenaFull(CaptureError):
@@ -134,6 +142,8 @@ class HostRecording(OperatorMode):
     def operator(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if not (_is_special(func) or self._concerns_host(args, kwargs)):
+            return func(*args, **kwargs)
         call = OperatorCall.of(func, args, kwargs)
         hosts = [t for t in call.inputs if self._is_host(t)]
         if not hosts and (call.inputs or not self._makes(kwargs)):
@@ -152,6 +162,11 @@ class HostRecording(OperatorMode):
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
         call = OperatorCall.of(func, *call.mapped(move))
         return self._follow(call, call.run())
+
+    def _concerns_host(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the host has one of an operator's tensors, or the operator has no tensors."""
+        tensors = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
+        return not tensors or any(self._shadow(tensor) is not None for tensor in tensors)
 
     def _opened(self, call: OperatorCall) -> Any:
         """Run an operator and see those that it is made of: its tables are constants here."""

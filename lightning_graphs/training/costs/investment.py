@@ -36,8 +36,8 @@ _WITH_HOST = 2.5
 """How much more a capture is expected to cost in which every operator is looked at."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
-_MARGIN = 1.5
-"""How much more than its cost a capture must be expected to save."""
+_MARGIN, _FURTHER_MARGIN = 1.5, 1.25
+"""How much more than its cost a capture must be expected to save: the first one, and others."""
 _FOR_VERIFICATION = 0.02
 """The part of the fit's time that verifying further graphs may take."""
 _MANY = 10_000
@@ -103,7 +103,8 @@ class Investment:
         saving, left = self._saving(self._pace), self._steps_left()
         if saving <= 0.0:
             return "the GPU is busy all the time, and graphs save the time between kernels only"
-        wanted, self._expected = _MARGIN * self._cost(self._pace) / saving, left * share
+        margin = _FURTHER_MARGIN if self._costs else _MARGIN
+        wanted, self._expected = margin * self._cost(self._pace) / saving, left * share
         if left < wanted:
             at_best = _MARGIN * self._cost(self._pace) / (_SAVED * median(self._pace.eager))
             self.is_over = not self._costs and left < at_best

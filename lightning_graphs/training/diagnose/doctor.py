@@ -28,6 +28,7 @@ from lightning_graphs.core.obstacles import (
 )
 from lightning_graphs.core.private.torch import (
     announced_as_cuda_capture,
+    current_autograd_node,
     is_compiled,
     module_hooks,
     version_of,
@@ -170,7 +171,8 @@ class Doctor:
         self.diagnosis.steps += 1
         batch, *rest = args
         watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
-        attributes, generators = Attributes(self._module), Generators(self._module)
+        # The observer sees what torch draws.
+        attributes, generators = Attributes(self._module), Generators(self._module, seen=())
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
         with self._watching(), outside.followed():
@@ -272,8 +274,10 @@ class Doctor:
             return  # one remedy mends both
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
-        ahead = self._observer.answered or obstacle in (HOST_COPY, HOST_DATA)
-        if ahead and self._has_host_half:
+        made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
+        if (made or self._observer.answered) and self._has_host_half:
+            if obstacle is DRAWN:
+                return  # replays draw, too
             self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")
         elif not site.line:
             self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")

@@ -28,6 +28,7 @@ from lightning_graphs.core.obstacles import (
     with_known_remedy,
 )
 from lightning_graphs.core.private.torch import current_autograd_node
+from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.host.followed import Followed
 from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING
 
@@ -102,6 +103,7 @@ class Observer(Recorder):
         self.answered = False  # whether the host has what is asked for by what is noted
         self.told: list[str] = []  # what Python was told by it in this step
         self._on_host: set[int] = set()
+        self._makes_on_host = False
         self._forbidden: dict[int, Obstacle] = {}
         self._anew: set[float] = set()
 
@@ -144,11 +146,14 @@ class Observer(Recorder):
             self.answered = answered = self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             with self.looking_away():  # the operators inside of it are the same obstacle
-                result = func(*args, **kwargs)
+                result = super(Recorder, self).call(func, args, kwargs)
             return self._tell(result, answered)
+        device = kwargs.get("device")
+        self._makes_on_host = not self._on_gpu and name in FACTORIES and device in (None, "cpu")
         result = REHEARSED.get(func, func)(*args, **kwargs)
-        if not self._on_gpu and name in FACTORIES and kwargs.get("device") in (None, "cpu"):
+        if self._makes_on_host:
             self._on_host.add(self.know(result).id)
+            self._makes_on_host = False
         return result
 
     def _tell(self, result: Any, answered: bool) -> Any:
@@ -162,7 +167,7 @@ class Observer(Recorder):
     def _host_has(self, tensors: Iterable[Tensor]) -> bool:
         return all(
             t.layout is torch.strided
-            and ((self._on_gpu and not t.is_cuda) or self.know(t).id in self._on_host)
+            and ((self._on_gpu and t.device.type == "cpu") or self.know(t).id in self._on_host)
             for t in tensors
         )
 
@@ -199,6 +204,14 @@ class Observer(Recorder):
         tells = tells or call.func is torch.ops.aten._to_copy.default
         return tells and current_autograd_node() is None and self._host_has(call.inputs)
 
+    def _draws_on_host(self, call: OperatorCall) -> bool:
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:
+            return False
+        if not self._on_gpu:
+            return self._makes_on_host
+        made: torch.device = call.kwargs.get("device") or torch.device("cpu")
+        return all(d.type == "cpu" for d in [t.device for t in call.inputs] or [made])
+
     def _check(self, call: OperatorCall) -> None:
         if is_collective(call.func):
             self.refuse(str(call.func), COLLECTIVE)
@@ -207,6 +220,10 @@ class Observer(Recorder):
                 strided = tensor.layout is torch.strided
                 if strided and (found := self._forbidden.get(self.know(tensor).id)):
                     self.refuse(str(call.func), found)
+        if self._draws_on_host(call):
+            self.answered = current_autograd_node() is None
+            self.refuse(str(call.func), DRAWN)
+            return
         self.answered = self._is_known(call)
         super()._check(call)
 

@@ -42,6 +42,7 @@ _LASTING = frozenset(
 )
 """What stays as it is for a whole fit, or is looked at elsewhere."""
 
+_CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
@@ -70,13 +71,11 @@ OLD_GRADIENTS = Obstacle(
 
 def refuse_frozen(name: str) -> NoReturn:
     """Raise for a Python value that changes from step to step and is read in a captured one."""
-    observed = f"{name} is read at {CallSiteFinder().here().describe()}"
-    raise CaptureError(COUNTER.rule, observed, COUNTER.remedy)
+    raise COUNTER.refused_here(f"{name} is read")
 
 
 def _refuse_stored(name: str) -> NoReturn:
-    observed = f"{name} is set at {CallSiteFinder().here().describe()}"
-    raise CaptureError(STORED.rule, observed, STORED.remedy)
+    raise STORED.refused_here(f"{name} is set")
 
 
 class StandIn(abc.ABC):
@@ -146,7 +145,7 @@ def present(value: Any) -> Any:
     return tree_map_only(StandIn, lambda stand_in: stand_in.now(), value)
 
 
-Places = Sequence[tuple[dict[str, Any], str, Any]]
+NumberPlaces = Sequence[tuple[dict[str, Any], str, Any]]
 """Tables, a key of each, and what is to be there for a while."""
 
 
@@ -197,7 +196,7 @@ def group_places(
     keys: Sequence[Collection[str]],  # of each group, those that move without another capture
     # Makes a stand-in, of its name and what gives the number
     number: Callable[[str, Callable[[], Any]], Any],
-) -> Places:
+) -> NumberPlaces:
     """Where other numbers of parameter groups stand, with a stand-in for each."""
 
     def stand_in(index: int, key: str) -> Any:
@@ -217,7 +216,7 @@ def _of_group(name: str, index: int) -> str:
 
 
 @contextlib.contextmanager
-def numbers_exchanged(optimizer: Optimizer, places: Places) -> Iterator[None]:
+def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
     """While capturing, these numbers and what parameter groups hold are nobody's to set."""
     groups = optimizer.param_groups
     before = [(table, key, table[key]) for table, key, _ in places]
@@ -310,7 +309,8 @@ def _note(
     value = _found_in(trainer, key)
     if isinstance(value, MethodType):
         return
-    if not (key in _LOADERS or _is_comparable(value)):
+    is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
+    if not (key in _LOADERS or is_comparable):
         on_read(f"trainer.{key}")
     elif reads is not None and key == "callbacks":
         for index, callback in enumerate(value):
@@ -325,15 +325,8 @@ def _found_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
 
 
-def _is_comparable(value: Any) -> bool:
-    return (
-        is_plain(value) or is_object(value) or isinstance(value, (dict, list, set, tuple, Tensor))
-    )
-
-
 def _refuse_old_gradients(name: str) -> NoReturn:
-    observed = f"{name} at {CallSiteFinder().here().describe()}"
-    raise CaptureError(OLD_GRADIENTS.rule, observed, OLD_GRADIENTS.remedy)
+    raise OLD_GRADIENTS.refused_here(name)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
 from lightning_graphs.core.generators import comparable
-from lightning_graphs.core.host.half import HostHalf
 from lightning_graphs.core.private.torch import tables_of, version_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -94,7 +93,9 @@ class LooseTensors:
                     self._buffers[f"{name}.{key}"] = buffer
                     found.append(buffer)
         for label, tensor in _tensors_in(value):
-            if id(tensor) not in self._known and _counts_writes(tensor):
+            counts_writes = not (tensor.is_inference() or tensor.is_nested)
+            counts_writes = counts_writes and tensor.layout is torch.strided
+            if id(tensor) not in self._known and counts_writes:
                 self._known.add(id(tensor))
                 self._named.append((name + label, tensor))
                 self._versions.append(version_of(tensor))
@@ -104,7 +105,6 @@ class LooseTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
         return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
 
     @contextlib.contextmanager
@@ -139,10 +139,6 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
                 yield label, held
 
 
-def _counts_writes(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_inference() or tensor.is_nested)
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class PythonGenerator:
     """A generator of Python or NumPy, with the interface of torch's."""
@@ -163,8 +159,10 @@ def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
 class Generators:
     """The states of the random generators that Python code on the host draws from.
 
-    Those of Python, numpy and torch, those that the module holds, and those that are added; but for
-    those that a host half draws from.
+    Those of Python, numpy and torch, those that the module holds, and those that are added.
+
+    Args:
+        seen: Generators whose draws somebody sees: these and all of torch's are left out.
     """
 
     def __init__(
@@ -172,12 +170,12 @@ class Generators:
         module: LightningModule,
         held: Iterable[tuple[str, Any]] | None = None,
         *,
-        host: HostHalf | None = None,
+        seen: Iterable[Any] | None = None,
     ) -> None:
         self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
-        self._with_torch = host is None and module.device.type != "cpu"
-        others = {getattr(g, "name", "") for g in (() if host is None else host.generators)}
+        self._with_torch = seen is None and module.device.type != "cpu"
+        others = {getattr(generator, "name", "") for generator in seen or ()}
         found = [generator for _, generator in shared_generators() if generator.name not in others]
         if self._with_torch:
             name = "torch's generator of the CPU"
@@ -212,6 +210,5 @@ class Generators:
         return [name for name, now, then in states if now != then]
 
     def restore(self) -> None:
-        """Put the states back."""
         for generator, state in self._states:
             generator.set_state(state)

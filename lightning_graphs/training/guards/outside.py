@@ -171,6 +171,18 @@ class OutsideValues:
             for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
                 self._assume(before[name])
 
+    def words_of(self, kinds: Iterable[type]) -> set[str]:
+        """Names, those of keywords too, in what the author has given these classes.
+
+        In their methods, and in the author's functions that these name.
+        """
+        for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+            if self._own.has_module(base.__module__):
+                for value in list(vars(base).values()):
+                    self._assume(value)
+        given = [part for code in self._codes for part in code.co_consts if type(part) is tuple]
+        return self.words | {word for names in given for word in names if isinstance(word, str)}
+
     def _add(
         self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
     ) -> None:
@@ -239,7 +251,6 @@ class OutsideValues:
         return CallSite()
 
     def restore(self) -> None:
-        """Put everything back."""
         self._contents.restore()
 
     def empty_caches(self) -> None:

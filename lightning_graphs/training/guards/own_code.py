@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import sysconfig
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import repeat
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -109,35 +108,6 @@ class OwnCode:
         return not (
             path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
         )
-
-    def words_of(self, kinds: Iterable[type]) -> set[str]:
-        """Names, those of keywords too, in all methods that the author has given these classes.
-
-        And in the functions of the author's that these name, in their files and in modules.
-        """
-        own = {base for kind in kinds for base in kind.__mro__ if self.has_module(base.__module__)}
-        found = [function_of(value) for base in own for value in vars(base).values()]
-        functions = [inspect.unwrap(f) for f in found if isinstance(f, FunctionType)]
-        known, codes = set(functions), []
-        for function in functions:  # which grows meanwhile
-            inside = list(codes_in(function.__code__))
-            codes += inside
-            names = {name for code in inside for name in code.co_names}
-            for helper in self._helpers(function.__globals__, names) - known:
-                known.add(helper)
-                functions.append(helper)
-        given = [constant for c in codes for constant in c.co_consts if type(constant) is tuple]
-        words = {name for c in codes for name in c.co_names}
-        return words | {word for names in given for word in names if isinstance(word, str)}
-
-    def _helpers(self, table: dict[str, Any], names: set[str]) -> set[FunctionType]:
-        """The author's functions that code may mean by these names."""
-        values = [table[name] for name in names & table.keys()]
-        modules = (v for v in values if isinstance(v, ModuleType) and self.has_module(v.__name__))
-        values += [vars(m)[name] for m in modules for name in names & vars(m).keys()]
-        found = map(function_of, values)
-        own = (f for f in found if isinstance(f, FunctionType) and self.has_module(f.__module__))
-        return set(map(inspect.unwrap, own))
 
     def has_module(self, name: str) -> bool:
         """Whether a module that has been imported under this name is the author's."""

@@ -21,7 +21,6 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import attributes_watched, current_autograd_node
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.held_values import OF_ALL_MODULES, held_in, held_in_value
 from lightning_graphs.training.guards.own_code import inside_of_compiled
 
@@ -228,8 +227,7 @@ def _refuse_iterators(name: str, value: Any) -> None:
     inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
     for label, held in [(name, value), *inside]:
         if isinstance(held, Iterator) and not isinstance(held, io.IOBase):
-            observed = f"{label}, an iterator, is read at {CallSiteFinder().here().describe()}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+            raise DRAWN.refused_here(f"{label}, an iterator, is read")
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:

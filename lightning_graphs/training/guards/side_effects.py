@@ -57,8 +57,7 @@ def effects_refused(
     refused: list[CaptureError] = []
 
     def refuse(name: str, site: CallSite) -> None:
-        observed = f"{name} is used at {site.describe()}"
-        refused.append(CaptureError(SIDE_EFFECT.rule, observed, SIDE_EFFECT.remedy))
+        refused.append(SIDE_EFFECT.refused(f"{name} is used at {site.describe()}"))
         raise refused[-1]
 
     try:
@@ -73,8 +72,7 @@ def effects_refused(
     if changed:
         names = ", ".join([*changed][:3])
         line = next(iter(changed.values())).describe()
-        observed = f"{what} changes {names}, named at {line}"
-        raise CaptureError(STORED_OUTSIDE.rule, observed, STORED_OUTSIDE.remedy)
+        raise STORED_OUTSIDE.refused(f"{what} changes {names}, named at {line}")
 
 
 @contextlib.contextmanager
@@ -105,13 +103,9 @@ def _present() -> Iterator[tuple[Any, str, str]]:
     yield LightningModule, "print", "self.print"
     for path in _CALLS:
         module, *outer, name = path.split(".")
-        owner = functools.reduce(_attribute, outer, sys.modules.get(module))
+        owner = functools.reduce(lambda o, n: getattr(o, n, None), outer, sys.modules.get(module))
         if hasattr(owner, "__dict__") and hasattr(owner, name):  # some programs have no console
             yield owner, name, _NAMES.get(path, path)
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    return getattr(owner, name, None)
 
 
 _Used = Callable[[str, FrameType | None], None]

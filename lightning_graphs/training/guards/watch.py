@@ -47,7 +47,6 @@ class FitWatch:
         self._code = CodeOfModules([module])
 
     def look_again(self) -> None:
-        """Look at the tensors as they are now."""
         self._guard = AddressGuard.of_module(self._module, exempt=self._places.exempt)
 
     def reason_to_rebind(self) -> str | None:
@@ -76,7 +75,6 @@ class FitWatch:
         return None
 
     def conditions(self, stepping: bool) -> Conditions:
-        """The conditions of the coming micro-batch."""
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         training = tuple(map(_TRAINING, self._modules))

@@ -71,7 +71,9 @@ def draws_recorded(numbers: StepNumbers, recording: HostRecording) -> Iterator[N
                 refuse_drawn(name)
             call = partial(_called, function, _own(args), _own(kwargs))
             drawn = tape.draw(generator, call)
-            return standing(numbers, numbers.unique(name), partial(_value_of, drawn), drawn.value)
+            return standing(
+                numbers, numbers.unique(name), partial(getattr, drawn, "value"), drawn.value
+            )
 
         return draw
 
@@ -94,10 +96,6 @@ def _own(arguments: Any) -> Any:
 
 def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*present(args), **present(kwargs))
-
-
-def _value_of(draw: Any) -> Any:
-    return draw.value
 
 
 def _reader_of(data: Any) -> Callable[[], Any] | None:
@@ -132,7 +130,6 @@ class LiveArray(LiveNumber):
     """Stands for an array that is drawn, or for what follows from it."""
 
     def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
-        """What a function makes of it, and of numbers."""
         read, value = self.follow(function, *others)
         return standing(self.numbers, self.numbers.unique(name), read, value)
 

@@ -26,13 +26,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.values import Absence
-from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.torch import out_of_sight
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import (
     FrozenNumber,
-    Places,
+    NumberPlaces,
     group_places,
     rate_places,
     refuse_stand_ins,
@@ -94,7 +92,6 @@ class StepNumbers:
     # ------------------------------------------------------------------ what code gets
 
     def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
-        """What stands for a number of the trainer."""
         value = read()
         if type(value) is bool:
             return self.guarded(name, read, value)
@@ -103,7 +100,6 @@ class StepNumbers:
         return LiveNumber(self, name, read, value, lasts)
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
-        """What stands for a counter of the trainer."""
         return self.number(name, read, lasts=name == LASTING)
 
     def argument(self, value: Any) -> Any:
@@ -119,7 +115,7 @@ class StepNumbers:
         # Of each parameter group, the numbers that may move without another capture
         keys: Sequence[Collection[str]],
         rates: Sequence[Tensor] | None,  # stand for learning rates that are tensors
-    ) -> Places:
+    ) -> NumberPlaces:
         """Where numbers of the optimizer and of schedulers stand, with what stands for them."""
 
         def rate(name: str, read: Callable[[], Any], index: int) -> Any:
@@ -236,7 +232,6 @@ class LiveNumber(Followed, FrozenNumber):
         return functools.partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
-        """What a function of Python makes of it and of other numbers."""
         if len(name) > _LONGEST:
             self.refuse()
         numbers = [n for n in (self, *others) if isinstance(n, LiveNumber)]
@@ -251,12 +246,10 @@ class LiveNumber(Followed, FrozenNumber):
         return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
 
     def is_true(self) -> Any:
-        """Whether it is, which is a guard."""
         found = self.computed(f"bool({self.name})", bool)
         return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function makes of arguments, of which this is one."""
         if function in _PLAIN and type(self.value) is function:
             return self
         place = next(i for i, argument in enumerate(args) if argument is self)
@@ -308,8 +301,7 @@ def _infix(left: Any, symbol: str, right: Any) -> str:
 
 def refuse_drawn(name: str) -> NoReturn:
     """Raise for something that is drawn on the host, and used as no replay can follow."""
-    observed = f"{name} is used at {CallSiteFinder().here().describe()}"
-    raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+    raise DRAWN.refused_here(f"{name} is used")
 
 
 def _constant(value: Any) -> Callable[[], Any]:
@@ -333,10 +325,6 @@ def _present(read: Callable[[], Any], _: object) -> Any:
         return Absence.ABSENT
 
 
-def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda a, b: function(b, a)
-
-
 def _of_numbers(method: Callable[[LiveNumber, Any], Any]) -> Callable[[LiveNumber, Any], Any]:
     """A binary operation that leaves tensors, and all else, to the other operand."""
 
@@ -353,7 +341,7 @@ def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
         return self.computed(_infix(self, symbol, other), function, other)
 
     def back(self: LiveNumber, other: Any) -> Any:
-        return self.computed(_infix(other, symbol, self), _swapped(function), other)
+        return self.computed(_infix(other, symbol, self), lambda a, b: function(b, a), other)
 
     return _of_numbers(forth), _of_numbers(back)
 

@@ -20,7 +20,6 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.held_values import held_in
 from lightning_graphs.training.host.progress import ProgressValues
@@ -54,8 +53,7 @@ class Deferred(StandIn):
         self.value: Any = None
 
     def refuse(self) -> NoReturn:
-        observed = f"the value of {self.name} is used in training_step"
-        raise CaptureError(METRIC_VALUE.rule, observed, METRIC_VALUE.remedy)
+        raise METRIC_VALUE.refused(f"the value of {self.name} is used in training_step")
 
     def now(self) -> Any:
         return self.value
@@ -124,8 +122,7 @@ LOGGED_INSIDE = Obstacle(
 
 def refuse_log(*_: Any, **__: Any) -> NoReturn:
     """Stand for ``self.log`` where nothing could call it again."""
-    observed = f"self.log is called at {CallSiteFinder().here().describe()}"
-    raise CaptureError(LOGGED_INSIDE.rule, observed, LOGGED_INSIDE.remedy)
+    raise LOGGED_INSIDE.refused_here("self.log is called")
 
 
 @dataclass(eq=False)
@@ -259,8 +256,9 @@ class LogRecorder:
         """Copy what the progress bar shows to the host; a part of the captured step."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
-                observed = f"a tensor given to {name} is changed in place afterwards"
-                raise CaptureError(METRIC_EARLY.rule, observed, METRIC_EARLY.remedy)
+                raise METRIC_EARLY.refused(
+                    f"a tensor given to {name} is changed in place afterwards"
+                )
         self._versions.clear()
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]
@@ -269,7 +267,6 @@ class LogRecorder:
             self._mirrored = self._progress.capture(values)
 
     def reissue(self) -> None:
-        """Make the recorded calls again, on the values that the replay computed."""
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         if self._progress is not None:
@@ -298,7 +295,8 @@ class QuickLog:
     ) -> None:
         """``LightningModule.log``, which is the first argument."""
         known = self._known.get(name) if self._is_stepping() and not rest else None
-        if known is not None and known.options == options and _is_scalar(value):
+        is_same = known is not None and known.options == options
+        if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:
             known.log(value)
             return
         log(name, value, *rest, **options)
@@ -322,7 +320,6 @@ class LoggedNumbers:
         self.changing: dict[str, CallSite] = {}
 
     def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
-        """Look at the numbers that a module logs."""
         return log_exchanged(module, self._watched)
 
     def _watched(
@@ -336,13 +333,10 @@ class LoggedNumbers:
             log(name, value, *args, **kwargs)
 
     def refuse_changing(self, name: str) -> None:
-        """Refuse to capture a number that is logged under this name and changes."""
         if name in self.changing:
-            raise CaptureError(
-                LOGGED_NUMBER.rule,
+            raise LOGGED_NUMBER.refused(
                 f"self.log({name!r}, ...) logged different numbers during warm-up, at "
-                f"{self.changing[name].describe()}",
-                LOGGED_NUMBER.remedy,
+                f"{self.changing[name].describe()}"
             )
 
 
@@ -357,7 +351,3 @@ def _tensor_of(number: Any, device: torch.device) -> Tensor:
 
 
 _PLAIN = (bool, int, str, type(None))
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1

@@ -26,7 +26,6 @@ from lightning_graphs.training.host.stored import (
     Memory,
     Number,
     Place,
-    is_state,
     signature_of,
 )
 
@@ -130,8 +129,7 @@ class Places:
             observed = f"training_step changes {', '.join(names[:3])}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
-            observed = f"training_step draws from {', '.join(drawn)}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+            raise DRAWN.refused(f"training_step draws from {', '.join(drawn)}")
 
     def capturing(self) -> CapturedStores | None:
         """What a capture finds in these places, and leaves there; None if there are none."""
@@ -149,7 +147,7 @@ class Places:
         """What is in these places now, for those that steps read."""
         if not self._places:
             return ()
-        return (signature_of([p for p in self if is_state(p) and self._is_read(p)])[0],)
+        return (signature_of([p for p in self if p.is_state() and self._is_read(p)])[0],)
 
 
 def _is_tree(value: Any) -> bool:

@@ -8,12 +8,14 @@ the next one. The mirror holds the values of the latest step that has finished.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import (
     step_progress,
     step_value,
@@ -45,22 +47,17 @@ class ProgressValues:
         self.mirrored: frozenset[str] = frozenset()  # names that the replayed step has copied
         self.follows = False  # copy the values of steps that are no graphs as a whole
 
-    def install(self) -> None:
+    def installed(self) -> AbstractContextManager[None]:
         """Answer for the results collection when it is asked for the metrics of a step."""
-        if self._results is not None:
-            vars(self._results)["metrics"] = self._metrics
-
-    def remove(self) -> None:
-        """Let the results collection answer for itself again; may be called again."""
-        if self._results is not None:
-            vars(self._results).pop("metrics", None)
+        if self._results is None:
+            return nullcontext()
+        return replaced(self._results, "metrics", self._metrics)
 
     def capture(self, values: Mapping[str, Tensor]) -> frozenset[str]:
         """Copy scalars to the host, as part of a capture; the names that found a place."""
         return frozenset(name for name in values if self._copied(name, values[name]))
 
     def show(self, name: str, number: Any) -> None:
-        """Show a number that the host knows."""
         if self._has_place(name):
             self._values[self._slots[name]] = number
             self.mirrored |= {name}

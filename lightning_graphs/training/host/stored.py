@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.arguments.tree import flatten, leaves_of, substitute
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import Absence, attributes_of, is_plain
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
@@ -25,7 +25,7 @@ from lightning_graphs.core.private.torch import clone_all, version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import STORED
-from lightning_graphs.training.verify.differences import Result
+from lightning_graphs.training.verify.differences import Result, results_in
 
 FILLED = Obstacle(
     "A captured step runs no Python code: lists that it fills go on, and what is computed from "
@@ -38,14 +38,10 @@ FILLED = Obstacle(
 
 
 class Place(abc.ABC):
-    """Where something is kept.
-
-    Args:
-        name: What messages call it.
-    """
+    """Where something is kept."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = name  # what messages call it
 
     @abc.abstractmethod
     def now(self) -> Any:
@@ -59,28 +55,18 @@ class Place(abc.ABC):
         """Whether what is there is what was put there."""
         return now is given
 
-    def is_counted(self) -> bool:
-        """Whether a number of Python's is there that steps count."""
-        return False
-
-    def is_filled(self) -> bool:
-        """Whether a list is there to which steps append."""
-        return False
+    def is_state(self) -> bool:
+        """Whether what is there now is kept, and neither counted nor filled."""
+        return True
 
 
 class Entry(Place):
-    """An attribute, or an entry of what attributes hold, levels deep.
-
-    Args:
-        name: What messages call it.
-        owner: The module, or a table of its parameters or buffers.
-        keys: Of the attribute, of the entry in what it holds, and so on.
-    """
+    """An attribute, or an entry of what attributes hold, levels deep."""
 
     def __init__(self, name: str, owner: Any, keys: tuple[Any, ...]) -> None:
         super().__init__(name)
-        self.owner = owner
-        self.keys = keys
+        self.owner = owner  # the module, or a table of its parameters or buffers
+        self.keys = keys  # of the attribute, of the entry in what it holds, and so on
 
     @property
     def table(self) -> Any:
@@ -123,15 +109,15 @@ class Content(Entry):
 class Number(Entry):
     """A number of Python's that steps count."""
 
-    def is_counted(self) -> bool:
-        return type(self.now()) in (int, float)
+    def is_state(self) -> bool:
+        return type(self.now()) not in (int, float)
 
 
 class Growing(Entry):
     """A list to which steps append."""
 
-    def is_filled(self) -> bool:
-        return type(self.now()) is list
+    def is_state(self) -> bool:
+        return type(self.now()) is not list
 
 
 class Memory(Place):
@@ -174,21 +160,14 @@ class Filled(StandIn):
         return self.place.now()
 
     def append(self, value: Any) -> None:
-        """As ``list.append``."""
         self.added.append(value)
 
     def extend(self, values: Iterable[Any]) -> None:
-        """As ``list.extend``."""
         self.added.extend(values)
 
     def __iadd__(self, values: Iterable[Any]) -> Filled:  # type: ignore[override, misc]
         self.extend(values)
         return self
-
-
-def is_state(place: Place) -> bool:
-    """Whether what is in a place now is neither counted nor filled, but kept."""
-    return not (place.is_counted() or place.is_filled())
 
 
 def _detached(value: Any) -> Any:
@@ -219,9 +198,9 @@ class CapturedStores:
     ) -> None:
         state = (*module.parameters(), *module.buffers())
         self._themselves = {t.untyped_storage().data_ptr() for t in state} - {0}
-        self._numbers = [p for p in places if isinstance(p, Number) and p.is_counted()]
-        self._lists = [p for p in places if isinstance(p, Growing) and p.is_filled()]
-        kept = [place for place in places if is_state(place)]
+        kept = [place for place in places if place.is_state()]
+        self._numbers = [p for p in places if isinstance(p, Number) and not p.is_state()]
+        self._lists = [p for p in places if isinstance(p, Growing) and not p.is_state()]
         self._read = [place for place in kept if is_read(place)]
         self._unread = [place for place in kept if not is_read(place)]
         self.signature, tensors = signature_of(self._read)
@@ -278,15 +257,13 @@ class CapturedStores:
         """See what the code has left; what it stores after this is refused."""
         if any(tensor.grad is not None for tensor in self._own):
             name = self._read[0].name
-            observed = f"a gradient reaches {name}, which is bound anew"
-            raise CaptureError(STORED.rule, observed, STORED.remedy)
+            raise STORED.refused(f"a gradient reaches {name}, which is bound anew")
         now = [place.now() for place, _ in self._given]
         if self._looked is not None:
             pairs = zip(self._given, now, self._looked, strict=True)
             later = [place.name for (place, _), a, b in pairs if not place.is_still(a, b)]
             if later:
-                observed = f"{later[0]} is set after the forward pass"
-                raise CaptureError(STORED.rule, observed, STORED.remedy)
+                raise STORED.refused(f"{later[0]} is set after the forward pass")
             return
         self._looked = now
         rebound = set()
@@ -316,8 +293,7 @@ class CapturedStores:
         for leaf in leaves_of([value for _, value in self._outgoing]):
             if not isinstance(leaf, Tensor):
                 if not (is_plain(leaf) or isinstance(leaf, StandIn)):
-                    observed = f"it stores a {type(leaf).__qualname__}"
-                    raise CaptureError(STORED.rule, observed, STORED.remedy)
+                    raise STORED.refused(f"it stores a {type(leaf).__qualname__}")
             elif id(leaf) in given:
                 self._slots.append(("given", given[id(leaf)]))
             else:
@@ -328,7 +304,7 @@ class CapturedStores:
                 self._slots.append(("itself" if itself else "copy", index))
         self._parameters = [isinstance(leaf, Parameter) for leaf in self._sources]
         self._sources = [leaf.detach() for leaf in self._sources]
-        self._outgoing = [(place, _detached_tree(value)) for place, value in self._outgoing]
+        self._outgoing = [(place, _detached(value)) for place, value in self._outgoing]
 
     # ------------------------------------------------------------------ around a replay
 
@@ -336,14 +312,11 @@ class CapturedStores:
         """Copy in what the places hold, if the graph is captured for such."""
         try:
             raw = [place.now() for place in self._read]
-            others = [
-                *(p.is_counted() for p in self._numbers),
-                *(p.is_filled() for p in self._lists),
-            ]
+            others = [p.is_state() for p in (*self._numbers, *self._lists)]
         except (LookupError, TypeError):  # what holds it is something else by now
             return False
         tensors = self._call.match(list(map(_detached, raw)), {})
-        if tensors is None or not all(others):
+        if tensors is None or any(others):
             return False
         self._raw = [leaf for leaf in leaves_of(raw) if isinstance(leaf, Tensor)]
         self._inputs.copy_in(tensors)
@@ -358,7 +331,6 @@ class CapturedStores:
 
     @property
     def written(self) -> dict[str, Tensor]:
-        """What :meth:`write_back` writes, by name."""
         return {f"of a place {i}": self._raw[i] for _, i in self._written}
 
     def store(self) -> None:
@@ -386,15 +358,15 @@ class CapturedStores:
     def results(self) -> list[Result]:
         """After a replay: what would be stored."""
         self.write_back()
-        return _results(self._built(self._sources))
+        return [r for place, value in self._built(self._sources) for r in _results(place, value)]
 
     def results_of(self, before: Sequence[Any]) -> list[Result]:
         """After an eager step: what it has stored where a replay does."""
-        found = []
+        found: list[Result] = []
         for (place, _), then in zip(self._outgoing, before, strict=True):
-            now = place.now()[then:] if isinstance(place, Growing) else place.now()
-            found.append((place, _detached(now)))
-        return _results(found)
+            now = place.now()
+            found += _results(place, now[then:] if isinstance(place, Growing) else now)
+        return found
 
     def present(self) -> list[Any]:
         """What :meth:`results_of` has to know of the places before a step."""
@@ -402,18 +374,5 @@ class CapturedStores:
         return [len(p.now()) if isinstance(p, Growing) else None for p in places]
 
 
-def _detached_tree(value: Any) -> Any:
-    found = [leaf.detach() for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
-    return substitute(value, found)
-
-
-def _results(values: Iterable[tuple[Place, Any]]) -> list[Result]:
-    found: list[tuple[str, Any]] = []
-    for place, value in values:
-        flatten(value, f"stored `{place.name}`", found)
-    return [
-        Result(name, leaf)
-        if isinstance(leaf, Tensor)
-        else Result(f"{name} = {leaf!r}", torch.empty(0))
-        for name, leaf in found
-    ]
+def _results(place: Place, value: Any) -> list[Result]:
+    return results_in(value, f"stored `{place.name}`")

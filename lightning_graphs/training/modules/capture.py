@@ -166,8 +166,8 @@ class _Capture:
         warm: bool,  # it has just run, as it is captured
     ) -> None:
         self._call = call
-        self._state = ObservedState(call, means.pool.backend.device_type)
-        with self._state.restored():
+        self._restored = partial(as_observed, call, means.pool.backend.device_type)
+        with self._restored():
             self._attributes = Attributes(call.module)
         self._baked = baked
         self.pool = pool = means.pool
@@ -229,7 +229,6 @@ class _Capture:
         return capture
 
     def run(self, direction: Direction) -> None:
-        """Capture one pass."""
         passes = self.passes
         started = perf_counter()
         self._baked.left()  # by others, since
@@ -241,7 +240,7 @@ class _Capture:
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
-        with self._state.restored():
+        with self._restored():
             graphed = self.passes.finish()
             graphed.forward_stores = self._stores["forward"]
             graphed.backward_stores = self._stores["backward"]
@@ -258,7 +257,7 @@ class _Capture:
             with (
                 code_captured("A captured module"),
                 torch.inference_mode(False),
-                self._state.restored(),
+                self._restored(),
                 capture_unseen([]),
             ):
                 return run()
@@ -271,46 +270,34 @@ class _Capture:
         return self._baked.left_alone(run, self._call.module, self._attributes)
 
 
-class ObservedState:
-    """The state of a module in which an observed call found it.
+@contextlib.contextmanager
+def as_observed(call: ObservedCall, device_type: str) -> Iterator[None]:
+    """Let the module be in the state in which an observed call found it, while the body runs.
 
     Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
     """
-
-    def __init__(self, call: ObservedCall, device_type: str) -> None:
-        self._device_type = device_type
-        self._autocast = call.autocast
-        self._grad_enabled = call.grad_enabled
-        self._dtype = call.kernels.default_dtype
-        self._modules = list(call.module.modules())
-        self._training = call.training
-        self._parameters = list(call.module.parameters())
-        self._required = [p not in call.frozen for p in self._parameters]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Let the module be in that state while the body runs."""
-        flags = [m.training for m in self._modules]
-        required = [p.requires_grad for p in self._parameters]
-        _set_flags(self._modules, self._training)
-        _set_requires_grad(self._parameters, self._required)
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        try:
-            with (
-                torch.set_grad_enabled(self._grad_enabled),
-                torch.autocast(
-                    self._device_type,
-                    dtype=self._autocast,
-                    enabled=self._autocast is not None,
-                    cache_enabled=False,
-                ),
-            ):
-                yield
-        finally:
-            torch.set_default_dtype(dtype)
-            _set_flags(self._modules, flags)
-            _set_requires_grad(self._parameters, required)
+    modules, parameters = list(call.module.modules()), list(call.module.parameters())
+    flags = [m.training for m in modules]
+    required = [p.requires_grad for p in parameters]
+    _set_flags(modules, call.training)
+    _set_requires_grad(parameters, [p not in call.frozen for p in parameters])
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(call.kernels.default_dtype)
+    try:
+        with (
+            torch.set_grad_enabled(call.grad_enabled),
+            torch.autocast(
+                device_type,
+                dtype=call.autocast,
+                enabled=call.autocast is not None,
+                cache_enabled=False,
+            ),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        _set_flags(modules, flags)
+        _set_requires_grad(parameters, required)
 
 
 def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:

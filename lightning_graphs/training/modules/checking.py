@@ -11,27 +11,22 @@ from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.arguments.tree import flatten, substitute
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
 from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
-from lightning_graphs.training.modules.capture import ObservedState
-from lightning_graphs.training.modules.observation import ObservedCall
-from lightning_graphs.training.modules.sites import CapturedCalls, Site
+from lightning_graphs.training.modules.capture import as_observed
+from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.differences import Result, Tolerance
+from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
 from lightning_graphs.training.verify.state import Kept
 
 
-class CallDiffers(VerificationError):
+class CallDiffers(CallRefused, VerificationError):
     """The graphs of one call compute something else than the call itself."""
-
-    def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
-        super().__init__(rule, observed, remedy)
-        self.call = call
 
 
 class CallChecks:
@@ -128,7 +123,6 @@ class _CallRun:
     # ------------------------------------------------------------------ the two ways
 
     def eager(self) -> list[Result]:
-        """Run the module's own forward, and its backward pass."""
         try:
             return self._run(self._site.graphed.original, direct=False)
         except RuntimeError as error:
@@ -142,7 +136,6 @@ class _CallRun:
             ) from error
 
     def replayed(self) -> list[Result]:
-        """Replay the graphs of both."""
         backward = self._backward
         direct = backward is not None and backward.direct is not None
         with self._site.graphed.alone():
@@ -153,21 +146,14 @@ class _CallRun:
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
-        state = ObservedState(call, self.device.type)
-        with torch.inference_mode(False), state.restored(), without_hooks(self._parameters):
+        observed = as_observed(call, self.device.type)
+        with torch.inference_mode(False), observed, without_hooks(self._parameters):
             returned = forward(*args, **kwargs)
-            leaves: list[tuple[str, Any]] = []
-            flatten(returned, "output", leaves)
-            outputs = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+            outputs = [leaf for leaf in leaves_of(returned) if isinstance(leaf, Tensor)]
             with torch.autocast(self.device.type, enabled=False):
                 gradients = self._pull_back(outputs, tensors, direct=direct)
         module = f"of `{call.name}`"
-        found = [
-            Result(f"{name} {module}", leaf.detach())
-            if isinstance(leaf, Tensor)
-            else Result(f"{name} = {leaf!r} {module}", torch.empty(0))
-            for name, leaf in leaves
-        ]
+        found = results_in(returned, "output", f" {module}")
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
         found += [Result(f"tensor `{name}`", t) for name, t in self._site.written.items()]
         # Kernels outside of torch, and `x.data`, write an argument unseen.

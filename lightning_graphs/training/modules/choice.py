@@ -49,7 +49,7 @@ class Choice:
 
     def learn(self, observation: Observation) -> bool:
         """Keep in mind which calls no backward graph can serve; whether there are any."""
-        found = [(c, reason) for c in observation.calls if (reason := c.obstacle())]
+        found = [(c, reason) for c in observation.calls if (reason := c.obstacle)]
         self._shown.update(((call.ordinal, call.key()), reason) for call, reason in found)
         return bool(found)
 
@@ -80,7 +80,7 @@ class Choice:
         return list(found)
 
     def _reason(self, call: ObservedCall) -> str | None:
-        return call.obstacle() or self._shown.get((call.ordinal, call.key()))
+        return call.obstacle or self._shown.get((call.ordinal, call.key()))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first, those without autograd among them."""

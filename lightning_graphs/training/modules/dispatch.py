@@ -82,7 +82,6 @@ class GraphedForward(Entry):
         )
 
     def begin(self, sites: Sequence[Site | None]) -> None:
-        """Begin a step with these graphs."""
         self.sites = sites
         self._calls = 0
         self.install()
@@ -96,7 +95,6 @@ class GraphedForward(Entry):
             self._stage.stale = f"the forward of `{self._label}` was exchanged"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the module."""
         if torch.compiler.is_compiling():  # it sees nothing of this but the original
             return self.original(*args, **kwargs)
         stage = self._stage
@@ -180,10 +178,10 @@ class GraphedForward(Entry):
                     with baked.watched([self._module]):
                         site = capture_alone(call, stage.means, baked)
                     self._verify(site)
-            except (CallRefused, CallDiffers):
+            except CallRefused:
                 self._without_autograd.refuse(signature)
                 raise
-        except (CaptureError, CallDiffers) as error:
+        except CaptureError as error:
             if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
             stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
@@ -203,7 +201,6 @@ class GraphedForward(Entry):
         plan[0].release(self._stage.fit.statistics)
 
     def forget(self) -> None:
-        """Release every graph."""
         self.sites = ()
         self._without_autograd.clear()
 

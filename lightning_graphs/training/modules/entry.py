@@ -41,7 +41,6 @@ class Entry:
         )
 
     def install(self) -> None:
-        """Take the place of what is there."""
         self._look()
         self._attributes[self._name] = self
 

@@ -56,23 +56,14 @@ class ObservedCall:
     # The call was made by a backward pass, as activation checkpointing does.
     recomputed: bool = False
     backwards: int = 0  # how often a backward pass went through its outputs
-    twice_differentiable: bool = False  # a backward pass was run with ``create_graph=True``
     partial: bool = False  # a backward pass left the module's parameters out
     # For each argument, by its index among the tensors of the arguments, earlier calls that have
     # returned it; or, where there are none and it has no gradient, those that were given it, too.
     sources: dict[int, list[Seen]] = field(default_factory=dict)
     ordinal: int = 0  # which call of the module in the step it is, counted from 0
-    # No backward pass went through it in its step, and the outputs' autograd graph was kept: one
-    # may come later.
-    outlives: bool = False
-    # It was made inside of ``torch.func`` or forward-mode autograd; nothing else is known of it.
-    transformed: bool = False
-    # Which of the switches that choose kernels the step has set otherwise for it.
-    switched: Sequence[str] = ()
-    hands_on: bool = False  # it returns nothing with a gradient but what it was given
-    # Memory that an output shares with another one or with an argument was written after the call,
-    # before the next step began.
-    rewritten: bool = False
+    # Why it cannot be a graph, in words that follow its name; empty if it can, as far as is known
+    # without a look at its code.
+    obstacle: str = ""
     # In which strides the gradients of its outputs came, by the index of each.
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     # Arguments, by index, with a gradient of several uses inside of the call and of others outside
@@ -117,29 +108,6 @@ class ObservedCall:
         except CaptureError:
             signature = None
         return self.name, signature, self.autocast, self.grad_enabled, self.frozen, self.training
-
-    def obstacle(self) -> str | None:
-        """Why this call cannot be a graph, in words that follow its name; None if it can."""
-        # What its code does is not looked at.
-        if self.transformed:
-            return "is made inside of a transform (torch.func, forward-mode autograd)"
-        if self.switched:
-            names = ", ".join(self.switched)
-            return f"is made under switches of torch that the step has set just for it: {names}"
-        if self.twice_differentiable:
-            return "is differentiated twice (create_graph=True)"
-        if self.backwards > 1:
-            return "has more than one backward pass through it (retain_graph=True)"
-        if self.outlives:
-            return "has an output whose autograd graph is kept for a later step"
-        if self.hands_on:
-            return "returns nothing but what it was given, which is no work for a graph"
-        if self.rewritten:
-            return (
-                "returns a tensor in the memory of another output or of an argument, and the step "
-                "writes there; what a graph returns has memory of its own"
-            )
-        return None
 
 
 @dataclass(slots=True)
@@ -190,7 +158,6 @@ class WatchedForward(Entry):
         self.name = ""  # qualified name of the module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call of the module."""
         observer = self.observer
         if torch.compiler.is_compiling() or observer is None:
             return self.original(*args, **kwargs)
@@ -203,8 +170,6 @@ class WatchedForward(Entry):
 class _ShapesOfValues(OperatorMode):
     """Calls ``found`` with every operator whose output shape depends on values."""
 
-    sees_functions = False
-
     def __init__(self, found: Callable[[Any], None]) -> None:
         super().__init__()
         self._found = found
@@ -212,14 +177,10 @@ class _ShapesOfValues(OperatorMode):
     def operator(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if operator_obstacle(func, args, kwargs, (), _is_constant) is DYNAMIC_SHAPE:
+        # Whether a value that a mask assigns is a Python number: benefit of the doubt.
+        if operator_obstacle(func, args, kwargs, (), lambda _: True) is DYNAMIC_SHAPE:
             self._found(func)
         return func(*args, **kwargs)
-
-
-def _is_constant(value: Tensor) -> bool:
-    """Whether a value that a mask assigns may be a Python number: benefit of the doubt."""
-    return True
 
 
 class _Token:
@@ -295,7 +256,6 @@ class StepObserver:
             call.shaped_by = call.shaped_by or reason
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note that a call of a module begins."""
         if not self._counts():
             return
         transformed = in_transform()
@@ -305,11 +265,14 @@ class StepObserver:
         call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
         call.ordinal = self._times[module]
         call.follows_values = bool(self.observation.shaped_by)
-        call.transformed = transformed
         # Precision plugins set the default dtype for the step's own code alone.
-        call.switched = self._kernels._replace(default_dtype=call.kernels.default_dtype).changes(
-            call.kernels
-        )
+        here = self._kernels._replace(default_dtype=call.kernels.default_dtype)
+        if transformed:
+            call.obstacle = "is made inside of a transform (torch.func, forward-mode autograd)"
+        elif switched := ", ".join(here.changes(call.kernels)):
+            call.obstacle = (
+                f"is made under switches of torch that the step has set just for it: {switched}"
+            )
         self._times[module] += 1
         self._find_sources(call)
         self._places[call] = random_place(self._device_type)
@@ -367,7 +330,6 @@ class StepObserver:
         return self._is_stepping() or current_autograd_node() is not None
 
     def end(self, module: nn.Module, output: Any) -> None:
-        """Note what a call has returned."""
         if not self._counts():
             return
         while self._open and self._open[-1].module is not module:
@@ -379,7 +341,7 @@ class StepObserver:
         given = self._originals.pop(call)
         if call in self._spans:
             self._spans[call] = self._spans[call][0], nodes_recorded()
-        if call.transformed:
+        if in_transform():
             return
         self.observation.passes.append((call, "forward"))
         tensors = _tensors_in(output)
@@ -388,7 +350,8 @@ class StepObserver:
         # An argument that is handed on has its gradient when the call that made it has.
         outputs = {i: t for i, t in returned.items() if not any(t is one for one in given)}
         call.requires_grad = bool(returned)
-        call.hands_on = bool(returned) and not outputs
+        if returned and not outputs and not call.obstacle:
+            call.obstacle = "returns nothing but what it was given, which is no work for a graph"
         if outputs and not call.recomputed:
             self._await_backward(call, outputs)
 
@@ -413,7 +376,10 @@ class StepObserver:
             for i, gradient in zip(outputs, gradients, strict=True):
                 if gradient is not None and _has_address(gradient):
                     call.gradient_strides[i] = gradient.stride()
-            call.twice_differentiable |= torch.is_grad_enabled()
+            if torch.is_grad_enabled() and not call.obstacle:
+                call.obstacle = "is differentiated twice (create_graph=True)"
+            if call.backwards > 1 and not call.obstacle:
+                call.obstacle = "has more than one backward pass through it (retain_graph=True)"
             if not all(p.requires_grad for p in trainable):  # frozen since, as a discriminator is
                 call.partial = True
             elif trainable:
@@ -453,9 +419,14 @@ class StepObserver:
         while self._handles:
             self._handles.pop().remove()
         for call, token in self._graphs:
-            call.outlives |= call.backwards == 0 and token() is not None
+            if call.backwards == 0 and token() is not None and not call.obstacle:
+                call.obstacle = "has an output whose autograd graph is kept for a later step"
         for made in self._shared:
-            made.call.rewritten |= version_of(made.tensor) != made.version
+            if version_of(made.tensor) != made.version and not made.call.obstacle:
+                made.call.obstacle = (
+                    "returns a tensor in the memory of another output or of an argument, and the "
+                    "step writes there; what a graph returns has memory of its own"
+                )
         for held in (self._graphs, self._shared, self._open, self._seen):
             held.clear()
 

@@ -44,17 +44,14 @@ class ModuleRunner:
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable; None if its step runs eagerly."""
         return self._update.capturable if self._update is not None else None
 
     @property
     def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
         update = self._update
         return self._graphs.held or ("update" if update is not None and update.is_new else "")
 
     def close(self) -> None:
-        """Release every graph and give every module its forward back; may be called again."""
         if self._update is not None:
             self._update.close()
             self._update = None

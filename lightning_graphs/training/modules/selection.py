@@ -21,7 +21,8 @@ def select(
     """The submodules that ``patterns`` name and ``exclude`` does not."""
     # A pattern is matched against qualified names, one part between dots at a time, so that
     # ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
-    # may be the name of a class, or its dotted path where several classes have that name.
+    # may be the name of a class, or its dotted path where several classes have that name. Of a
+    # module and one in it the outer one is meant, which has the other in its graphs.
     named = _submodules(root)
     wanted = _all_matches(named, patterns, "modules")
     left_out = _all_matches(named, exclude, "exclude")
@@ -33,6 +34,7 @@ def select(
             "leave out exclude, or name other modules",
         )
     chosen = [name for name in named if name in found]
+    chosen = [name for name in chosen if not any(is_inside(name, outer) for outer in chosen)]
     for outer in chosen:
         inner = next((name for name in left_out if is_inside(name, outer)), None)
         if inner is not None:
@@ -42,15 +44,6 @@ def select(
                 f"`{outer}` around it",
                 f"name what is beside it instead: modules=['{outer}.*']",
             )
-    pairs = [(outer, name) for outer in chosen for name in chosen if is_inside(name, outer)]
-    if pairs:
-        outer, name = pairs[0]
-        both = [*exclude, *dict.fromkeys(outer for outer, _ in pairs)]
-        raise OptionError(
-            "A module and one of its own ancestors cannot both be graphed.",
-            f"modules={list(patterns)!r} name `{outer}` and `{name}`",
-            f"leave out the outer ones: exclude={both!r}",
-        )
     return {name: named[name] for name in chosen}
 
 
@@ -78,13 +71,6 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
         return by_name
     kinds = {type(module) for module in named.values()}
     classes = {kind for kind in kinds if pattern in (kind.__name__, _path(kind))}
-    if len(classes) > 1:
-        paths = " or ".join(sorted(map(_path, classes)))
-        raise OptionError(
-            "A class is named by its dotted path where several have the same name.",
-            f"{option} has {pattern!r}, which is {paths}",
-            "write one of those",
-        )
     if classes:
         return {name for name, module in named.items() if type(module) in classes}
     alike = [re.sub(r"\b\d+\b", "*", name) for name in named]

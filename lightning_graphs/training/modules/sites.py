@@ -103,7 +103,6 @@ class Baked:
         return self.now() == self.values and not self._code.exchanged()
 
     def now(self) -> tuple[tuple[str, Any], ...]:
-        """Their names and present values."""
         return self._reads.now()
 
     def left(self) -> tuple[dict[str, Tensor], Stores]:
@@ -126,10 +125,9 @@ class Baked:
                 self._generators.restore()
         if changed:
             names = ", ".join(changed[:3])
-            raise CaptureError(STORED.rule, f"its forward changes {names}", STORED.remedy)
+            raise STORED.refused(f"its forward changes {names}")
         if drawn:
-            observed = f"its forward draws from {', '.join(drawn)}"
-            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+            raise DRAWN.refused(f"its forward draws from {', '.join(drawn)}")
         return result
 
     def share(self, sites: Sequence[Site]) -> None:
@@ -175,12 +173,10 @@ class Site:
         return now is self.values or now == self.values
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether this call could be replayed now."""
         same = self.is_as_captured and self.call.kernels == KernelChoice.now()
         return same and self.graphed.accepts(args, kwargs)
 
     def release(self, statistics: Statistics) -> None:
-        """Release the graphs; their record stays."""
         statistics.released(self.graphed.forward_graph)
         self.graphed.reset()
 
@@ -225,7 +221,6 @@ class CapturedCalls:
         return own, order
 
     def put(self, site: Site) -> None:
-        """Keep the graphs of a call at its place."""
         self.sites[site.call.module][self._index[site.call]] = site
         self.captured.append(site)
 
@@ -237,7 +232,6 @@ class CapturedCalls:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a backward pass is still to come."""
         return any(order.is_waiting for order in self._orders)
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
@@ -257,14 +251,12 @@ class CapturedCalls:
             order.begin()
 
     def enter(self, statistics: Statistics) -> None:
-        """Enter the graphs of each module in the statistics."""
         for sites in self.sites.values():
             found = [site for site in sites if site is not None]
             if found:
                 enter(found, statistics, f"; {len(found)} calls" if len(found) > 1 else "")
 
     def release(self, statistics: Statistics) -> None:
-        """Release every graph."""
         for site in self.captured:  # one stands for all calls of its module: none is empty yet
             statistics.released(site.graphed.forward_graph)
         for site in self.captured:
@@ -311,7 +303,6 @@ class FlagsReader:
         self._hooks_looked_at = -1
 
     def now(self) -> Flags:
-        """The flags as they are."""
         training = tuple([m.training for m in self._modules])
         required = tuple(map(_REQUIRES_GRAD, self._parameters))
         return Flags(training, required, self._hooks(), KernelChoice.now())
@@ -365,17 +356,14 @@ class StepOfModules:
 
     @property
     def is_current(self) -> bool:
-        """Whether everything of Python's that is in the graphs is as it was then."""
         return self.baked.is_current
 
     def change(self, to: StepOfModules) -> str:
-        """What is different in another step, for a person to read."""
         lines = self.kind.change(to.kind)
         lines += moved_values(self.baked.values, to.baked.values)
         return listed(lines) or "a step calls its modules differently"
 
     def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
-        """Whether a step with these arguments is of this kind."""
         if flags != self.kind.flags or not self.is_current:
             return False
         return self._call is None or self._call.match(args, {}) is not None

@@ -19,6 +19,7 @@ from lightning_graphs.training.costs.memory import SETTLED, NoRoomError
 from lightning_graphs.training.ddp import wrapper_of
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import moved_values
+from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -78,7 +79,8 @@ class ModuleGraphs:
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
         own = OwnCode(module)
-        words = own.words_of(map(type, [*module.modules(), *module.trainer.callbacks]))  # type: ignore[attr-defined]
+        kinds = map(type, [*module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
+        words = OutsideValues(module, own).words_of(kinds)
         asks = not module.automatic_optimization or bool(words & _ASKING)
         # Graphs write gradients of which autograd knows nothing.
         self.watches_requests = direct = not (asks or reduced)
@@ -115,7 +117,6 @@ class ModuleGraphs:
         self.held = ""
 
     def close(self) -> None:
-        """Release every graph and give every module its forward back; may be called again."""
         self._stop_observing()
         for forward in self._forwards.values():
             forward.remove()
@@ -358,11 +359,11 @@ class ModuleGraphs:
                 self._statistics.note("a step runs eagerly", error)
                 self._cache.refuse((kind, self._read(kind)))
                 return None
-            except (CallRefused, CallDiffers) as error:
-                is_named = bool(self._options.modules) or isinstance(error, CallDiffers)
-                if self._options.on_failure == "raise" and is_named:
+            except CallRefused as error:
+                differs = isinstance(error, CallDiffers)
+                if self._options.on_failure == "raise" and (self._options.modules or differs):
                     raise
-                follows = isinstance(error, CallRefused) and _may_follow_values(error)
+                follows = not differs and _may_follow_values(error)
                 if follows and not (self._looks_at_shapes or has_compiled_anything()):
                     self._looks_at_shapes = True  # another step shows all that it is about
                     self._observe(kind)

@@ -171,7 +171,6 @@ class CapturedUpdate:
 
     @code_captured("A captured optimizer step")
     def _capture(self, capturable: CapturableOptimizer) -> UpdatePlan:
-        """Capture a step on the gradients that there are."""
         with_gradient = [p for p in self._parameters if p.grad is not None]
         others = [p for p in self._parameters if p.grad is None]
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
@@ -199,7 +198,6 @@ class CapturedUpdate:
         self._pool.release(plan.graph)
 
     def close(self) -> None:
-        """Release the graphs and give the optimizer back as it came; may be called again."""
         self._cache.clear()
         if self.capturable is not None:
             self.capturable.restore()

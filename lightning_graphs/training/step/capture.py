@@ -33,7 +33,7 @@ from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gra
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
-    Places,
+    NumberPlaces,
     counters_watched,
     numbers_exchanged,
     old_gradients_watched,
@@ -98,7 +98,7 @@ class StepCapture:
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._conversions: frozenset[Conversion] = frozenset()
-        self._in_optimizer: Places = ()  # stand-ins for its numbers, and where they belong
+        self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
         self,
@@ -286,9 +286,10 @@ class StepCapture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._learned.places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
+            # Ahead of the watched classes: asking a new class whether it is a metric takes long.
+            stack.enter_context(recorder.recording())
             stack.enter_context(self._learned.reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(recorder.recording())
             stack.enter_context(without_autocast_cache(self._plugin))
             reads, counter = self._learned.reads, self._numbers.counter
             stack.enter_context(counters_watched(self._trainer, reads=reads, counter=counter))

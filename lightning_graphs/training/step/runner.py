@@ -23,6 +23,7 @@ from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.own_batch import BatchValueRead, BatchValues
 from lightning_graphs.training.guards.watch import FitWatch
+from lightning_graphs.training.interception import nothing
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -349,8 +350,8 @@ class StepRunner:
         plan.fill(tensors)
         plan.unverified = self._agreement.is_on
         plan.run_host(partial(copies_on_host, self._trainer, tensors))
-        affords = self._ranks.all(self._investment.affords_verification)
-        return self._verified(plan, args) if affords else plan
+        is_too_much = self._ranks.any(not self._investment.affords_verification)
+        return plan if is_too_much else self._verified(plan, args)
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
@@ -394,10 +395,10 @@ class StepRunner:
             plan.adopt()
         plan.forward.replay()
         if self._ranks.ddp is not None:
-            self._ranks.replayed(reduced=plan.phase.stepping)
+            self._ranks.ddp.require_forward_param_sync = plan.phase.stepping  # reduced by then
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
-            vars(self._optimizer)["zero_grad"] = _nothing
+            vars(self._optimizer)["zero_grad"] = nothing
         return self._retry.handed_out(plan)
 
     def _conditions(self) -> Conditions:
@@ -434,7 +435,3 @@ class StepRunner:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
         self.has_failed |= self._failing and self._ranks.are_one
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stands for ``optimizer.zero_grad`` while a captured step has zeroed already."""

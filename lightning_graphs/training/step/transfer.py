@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_object
 from lightning_graphs.core.private.torch import version_of
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import is_profiled
 
 
@@ -40,13 +42,9 @@ class BatchTransfer:
         unchanged = getattr(self._transfer, "__func__", None) is Strategy.batch_to_device
         self._is_short = unchanged and not is_profiled(trainer)
 
-    def install(self) -> None:
+    def installed(self) -> AbstractContextManager[None]:
         """Take the place of the strategy's method."""
-        vars(self._strategy)["batch_to_device"] = self._batch_to_device
-
-    def remove(self) -> None:
-        """Give it back; may be called again."""
-        vars(self._strategy).pop("batch_to_device", None)
+        return replaced(self._strategy, "batch_to_device", self._batch_to_device)
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         steps = torch.cuda.current_stream(self._device)

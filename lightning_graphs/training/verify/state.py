@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot
-from lightning_graphs.core.arguments.tree import flatten
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.step.body import scaler_of
-from lightning_graphs.training.verify.differences import Result, difference
+from lightning_graphs.training.verify.differences import Result, difference, results_in
 
 
 class Restorable(Protocol):
@@ -135,7 +135,10 @@ class StepState:
 
     def results(self, returned: Any) -> list[Result]:
         """What a step returned and what it changed, in the order of its computation."""
-        found = _outputs(returned)
+        found = [
+            replace(output, name="the loss") if output.name in _LOSSES else output
+            for output in results_in(returned, "output")
+        ]
         found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
         found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
@@ -154,19 +157,6 @@ class StepState:
         if self._scaler is not None:
             found.append(Result("the loss scale", torch.tensor(self._scaler.get_scale())))
         return found
-
-
-def _outputs(returned: Any) -> list[Result]:
-    """The tensors that ``training_step`` returned; constants take part by their names."""
-    leaves: list[tuple[str, Any]] = []
-    flatten(returned, "output", leaves)
-    found = []
-    for name, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            found.append(Result("the loss" if name in _LOSSES else name, local(leaf)))
-        else:
-            found.append(Result(f"{name} = {leaf!r}", torch.empty(0)))
-    return found
 
 
 _LOSSES = ("output", "output['loss']", 'output["loss"]')

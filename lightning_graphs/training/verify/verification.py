@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,8 +91,7 @@ class Verification:
         recorder = LogRecorder(self._module)
         own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
-        budget = self._agreement.budget
-        memory = budget.memory_of(plan.forward) if self._ranks.are_one else nullcontext()
+        memory = self._agreement.budget.memory_of(plan.forward)
         with self._surroundings(plan, recorder), memory:
             before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.phase, recorder)
@@ -123,7 +121,8 @@ class Verification:
         """What a capture has around it, but for the stand-ins: here every value is real."""
         assert self._places is not None, "whole steps have places"
         with contextlib.ExitStack() as stack:
-            generators = Generators(self._module, host=plan.host)
+            seen = None if plan.host is None else plan.host.generators
+            generators = Generators(self._module, seen=seen)
             stack.enter_context(self._places.left(generators))
             stack.enter_context(unseen_by_ddp(self._trainer))
             stack.enter_context(torch.enable_grad())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -177,10 +177,10 @@ GPT2 = {"eager": 36.0, "replay": 4.3}
 QUICK, SLOW, SLOWEST = (200.0, 100.0), (400.0, 150.0), (800.0, 690.0)
 # The shapes of the steps; what they take; what captures take; how much of the eager time, at most.
 WHOLE_FITS = {
-    "13 lengths": (shuffled([i % 13 for i in range(400)]), LLAMA, SLOW, 0.5),
-    "13 lengths, quick": (shuffled([i % 13 for i in range(400)]), LLAMA, QUICK, 0.4),
+    "13 lengths": (shuffled([i % 13 for i in range(400)]), LLAMA, SLOW, 0.42),
+    "13 lengths, quick": (shuffled([i % 13 for i in range(400)]), LLAMA, QUICK, 0.38),
     "60 lengths": (shuffled([i % 60 for i in range(400)]), LLAMA, SLOW, 0.97),
-    "60 lengths, quick": (shuffled([i % 60 for i in range(400)]), LLAMA, QUICK, 0.8),
+    "60 lengths, quick": (shuffled([i % 60 for i in range(400)]), LLAMA, QUICK, 0.72),
     "new length at each step": (list(range(400)), LLAMA, SLOW, 1.0),
     "texts": (shuffled([n for n, k in TEXTS.items() for _ in range(k)]), BERT, SLOWEST, 1.02),
     "ten epochs": (shuffled([n for n, k in TEXTS.items() for _ in range(5 * k)]), BERT, SLOW, 0.75),
@@ -197,6 +197,31 @@ def test_whole_fits_gain_or_lose_hardly_anything(monkeypatch: pytest.MonkeyPatch
     fit = Fit(monkeypatch, times=Times(first=first, further=further, **given)).run(steps)
     eager = len(steps) * given["eager"] / 1e3
     assert fit.seconds <= most * eager * 1.0001
+
+
+COSTLY = Times(eager=40.0, replay=8.0, first=600.0, further=300.0, verification=200.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_shapes_come_back_a_new_one_is_captured_at_once(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    steps = [i % 13 for i in range(400)]
+    random.Random(seed).shuffle(steps)
+    fit = Fit(monkeypatch, times=COSTLY).run(steps)
+    assert len(fit.graphs) == 13
+    assert fit.statistics.eager <= 4  # three of them before the first capture
+    by_hand = Fit(monkeypatch, times=replace(COSTLY, verification=0.0), min_repeats=1).run(steps)
+    assert fit.seconds < by_hand.seconds
+
+
+def test_shapes_that_are_rare_get_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = random.Random(0)
+    steps = [int(numbers.paretovariate(0.8)) for _ in range(400)]
+    fit = Fit(monkeypatch, times=replace(COSTLY, first=400.0, further=170.0)).run(steps)
+    assert len(set(steps)) == 52
+    assert len(fit.graphs) <= 20
+    assert fit.seconds < 0.53 * 400 * 0.04
 
 
 def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_graphs.training.costs.memory import MemoryBudget, NoRoomError
+from lightning_graphs.training.costs.memory import MemoryBudget, MemoryKept, NoRoomError
 
 MIB = 2**20
 
@@ -102,6 +103,16 @@ def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int])
     allocator["reserved"] = 441
     with pytest.raises(NoRoomError, match="allows 500 MiB"):
         budget.require_room("A captured step")
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_only_memory_of_graphs_must_be_let_go_of(allocator: dict[str, int], shares: bool) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.shares = shares
+    with pytest.raises(MemoryKept) if shares else nullcontext(), budget.nothing_kept():
+        allocator["allocated"] += 1
+    with budget.nothing_kept():
+        allocator["allocated"] += 1  # a graph's memory is no longer used
 
 
 def test_a_cpu_has_no_budget() -> None:

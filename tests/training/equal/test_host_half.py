@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ class ADrawnNumber(Plain):
 class DrawnPlaces(Plain):
     def scale(self, x: Tensor) -> Tensor:
         return x[torch.randperm(x.shape[0], device="cpu").to(x.device)].detach()
+
+
+class DrawnFromItsOwn(Plain):
+    """A generator of the module's, as programs have it that draw the same noise each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((8,), generator=self.generator).to(x.device) + 0.5
 
 
 class FilledInPlace(Plain):
@@ -237,6 +249,23 @@ class SpokenAtLength(Spoken):
         return nn.CTCLoss()(log_probs, targets, lengths + 6, lengths)
 
 
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = (x[:, 0] > 0).nonzero(as_tuple=True)
+        return x.index_add(0, rows, x[rows])
+
+
+class SpokenAndChosen(Spoken):
+    """Submodules are captured, but for one: what it chooses is looked for, operator by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = nn.Sequential(nn.Linear(8, 8), Positive())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.chosen(batch["x"])}, batch_idx)
+
+
 class Chosen(Plain):
     """A loss of some rows; about one batch in six has a row that is left out."""
 
@@ -257,7 +286,7 @@ class ABranch(Plain):
 
 
 HOISTED = [ANumber, Numbers, WrittenInPlace, NewTensor, ATable]
-DRAWN = [Draw, ADrawnNumber, DrawnPlaces, NeverDropped]
+DRAWN = [Draw, ADrawnNumber, DrawnPlaces, DrawnFromItsOwn, NeverDropped]
 IN_PLACE = [FilledInPlace, WrittenOnTheHost]
 READ = [
     AMask,
@@ -274,6 +303,34 @@ READ = [
 SPOKEN = [Spoken, SpokenWithPadding]
 SERVED = [*HOISTED, *DRAWN, *READ, *SPOKEN]
 BRANCHING = [Dropped, Drawn, ABranch, SpokenAtLength, Chosen]
+
+
+@pytest.fixture
+def refused_lengths(backend: str) -> Iterator[None]:
+    """On a CPU as on a GPU: the operator takes no lengths of the host."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    if backend == "cuda":
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):  # there is another kernel
+        library.impl("_ctc_loss.Tensor", refuse, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("refused_lengths")
+@pytest.mark.parametrize("capture", [{"scope": "modules"}, {"diagnose": True}])
+def test_lengths_in_steps_that_are_watched(
+    backend: str, tmp_path: Path, capture: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"capture": {"on_failure": "eager", **capture}, "validation": 0}
+    eager, watched = fit_twice(backend, tmp_path, module=SpokenAndChosen, **options)
+    compare(eager, watched, replayed=False)
+    assert (watched.statistics.replayed > 10) == ("scope" in capture)
 
 
 @pytest.mark.parametrize("module", SERVED, ids=lambda kind: kind.__name__)

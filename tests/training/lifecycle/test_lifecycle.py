@@ -7,6 +7,7 @@ import pickle
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,3 +249,37 @@ def test_two_trainers_take_turns(backend: str, tmp_path: Path) -> None:
     captured = prepare(backend, tmp_path, True, module=Nesting, max_epochs=3).run()
     eager = prepare(backend, tmp_path, False, module=Nesting, max_epochs=3).run()
     close(captured.module.state_dict(), eager.module.state_dict(), 0.0, "module")
+
+
+class Streams(Net):
+    """Notes the current stream where programs fetch gradient nodes, and where they train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_fit_start(self) -> None:
+        self.seen.append(torch.cuda.current_stream(None))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.append(torch.cuda.current_stream(None))
+
+
+def test_gradient_nodes_belong_to_the_capture_stream(backend: str, tmp_path: Path) -> None:
+    fit = prepare(backend, tmp_path, True, module=Streams)
+    with pytest.MonkeyPatch.context() as patch:
+        if backend == "emulated":  # whose streams are names
+            current: list[Any] = [SimpleNamespace(wait_stream=lambda other: None)]
+            patch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
+            patch.setattr(torch.cuda, "set_stream", current.append)
+            own: Any = SimpleNamespace(wait_stream=lambda other: None)
+            fit.capture._stream = own
+        default = torch.cuda.current_stream(None)
+        fit.run()
+        assert torch.cuda.current_stream(None) == default
+    at_start, *training = fit.module.seen
+    if backend == "emulated":
+        assert at_start is own
+    else:
+        assert at_start != default
+        assert set(training) == {at_start}

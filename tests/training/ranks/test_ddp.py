@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
 from lightning_graphs import CaptureError
+from lightning_graphs.training.costs.memory import MemoryBudget, MemoryKept
 from lightning_graphs.training.ddp import why_not_captured
 from lightning_graphs.training.options import Options
 from tests.processes import in_one_process
 from tests.ranks import in_folder, run_on_ranks
-from tests.training.ddp_fits import CASES, DDP, of_rank, require_equal_fits, trained_on_two_nodes
+from tests.training.ddp_fits import (
+    CASES,
+    DDP,
+    of_rank,
+    require_equal_fits,
+    trained_on_two_nodes,
+    trained_twice,
+)
 from tests.training.fits import prepare
 
 pytestmark = in_one_process
@@ -36,6 +45,27 @@ def test_two_nodes(tmp_path: Path, launcher: str, name: str) -> None:
     found = run_on_ranks(trained_on_two_nodes, tmp_path, launcher)
     assert found == [(name, 0, found[0][2]), (name, 1, found[0][2])]
     assert found[0][2] >= 10
+
+
+@contextlib.contextmanager
+def _late(budget: MemoryBudget) -> Iterator[None]:
+    """As on a GPU where NCCL's thread has yet to let go of what was reduced."""
+    yield
+    if budget.shares:
+        raise MemoryKept
+
+
+def trained_with_memory_in_use(rank: int, root: Path) -> Any:
+    """Fit both ways; on one rank something takes memory while steps are verified."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(MemoryBudget, "nothing_kept", _late)
+        return trained_twice(rank, "emulated", root, "plain")
+
+
+def test_memory_in_use_on_one_rank_parts_no_ranks(tmp_path: Path) -> None:
+    (_, replayed), (_, again) = run_on_ranks(trained_with_memory_in_use, tmp_path)
+    assert replayed == again >= 10
 
 
 def _without_its_package(kind: type) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,14 @@ class Clipping(Net):
         return self.loss(batch)
 
 
+def _of_numbers(gradient: Tensor) -> Tensor:
+    return torch.tensor([1.0, 0.5, 0.25], device=gradient.device)  # made
+
+
+def _drawn(gradient: Tensor) -> Tensor:
+    return torch.rand(3, device="cpu").to(gradient.device)  # made
+
+
 class TestSingleObstacles:
     @pytest.mark.parametrize(
         ("module", "name"), REFUSED, ids=lambda value: getattr(value, "__name__", "")
@@ -208,6 +216,27 @@ class TestSingleObstacles:
         (row,) = rows(examined(backend, tmp_path, module=Reading), "host-read")
         assert (row.line, row.count) == (line(ReadsInBackward.backward, "in backward"), 3)
 
+    @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+    @pytest.mark.parametrize("made", [_of_numbers, _drawn])
+    def test_the_host_does_nothing_ahead_of_a_backward_pass(
+        self, backend: str, tmp_path: Path, made: Callable[[Tensor], Tensor]
+    ) -> None:
+        class Hooking(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[4].bias.register_hook(lambda gradient: gradient * made(gradient))
+
+        options: dict[str, Any] = {"module": Hooking, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = examined(backend, tmp_path, **options)
+        compare(eager, fit, replayed=False)
+        is_seen = backend == "cuda" or made is not _drawn  # a CPU has one memory, and one generator
+        found = {(r.line, r.effect) for r in fit.capture.diagnosis.findings}
+        assert found == ({(line(made, "made"), "eager step")} if is_seen else set())
+        fit = prepare(backend, tmp_path, True, capture={"on_failure": "eager"}, **options).run()
+        compare(eager, fit, replayed=False)
+        assert (fit.statistics.replayed == 0) == is_seen
+
     def test_metrics_are_none_unless_their_value_is_used(
         self, backend: str, tmp_path: Path
     ) -> None:
@@ -261,6 +290,33 @@ class TestSingleObstacles:
         fit = examined(backend, tmp_path, module=Printing, capture=asked)
         assert [r.effect for r in rows(fit, "python-state")] == ["stays eager between them"]
         assert not fit.capture.diagnosis.obstacles
+
+    def test_draws_of_the_host_beside_submodules(self, backend: str, tmp_path: Path) -> None:
+        class Noisy(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + torch.rand(x.shape[-1:], device="cpu").to(x.device)  # inside
+
+        class Mixing(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[3] = Noisy()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                share = torch.rand((), device="cpu")  # between
+                return self.loss(batch) * share
+
+        options: dict[str, Any] = {"module": Mixing, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = examined(backend, tmp_path, capture={"scope": "modules"}, **options)
+        compare(eager, fit, replayed=False)
+        between, inside = line(Mixing.training_step, "between"), line(Noisy.forward, "inside")
+        effects = {(r.operator, r.line): r.effect for r in rows(fit, "python-state")}
+        assert effects == {
+            ("aten.rand.default", between): "stays eager between them",
+            ("aten.rand.default", inside): "eager step",
+        }
+        whole = examined(backend, tmp_path / "whole", **options)
+        assert not whole.capture.diagnosis.obstacles
 
     def test_manual_optimization(self, backend: str, tmp_path: Path) -> None:
         class Reads(nn.Module):
