@@ -1,25 +1,25 @@
 """CUDA graphs for PyTorch Lightning: a training step as one graph launch.
 
-Public names are resolved on first use (PEP 562), so that ``import lightning_graphs`` imports
-neither torch nor Lightning and touches no GPU.
+``core`` and ``GraphCapture`` are resolved on first use (PEP 562), so that ``import
+lightning_graphs`` imports neither torch nor Lightning and touches no GPU.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    ReplayError,
+    SignatureError,
+    UnsupportedError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from lightning_graphs import core
-    from lightning_graphs.errors import (
-        CaptureError,
-        GraphError,
-        ReplayError,
-        SignatureError,
-        UnsupportedError,
-        VerificationError,
-    )
     from lightning_graphs.training.callback import GraphCapture
 
 __version__ = "0.1.0"
@@ -36,24 +36,12 @@ __all__ = [
     "core",
 ]
 
-_HOMES = MappingProxyType(
-    {
-        "CaptureError": "lightning_graphs.errors",
-        "GraphCapture": "lightning_graphs.training.callback",
-        "GraphError": "lightning_graphs.errors",
-        "ReplayError": "lightning_graphs.errors",
-        "SignatureError": "lightning_graphs.errors",
-        "UnsupportedError": "lightning_graphs.errors",
-        "VerificationError": "lightning_graphs.errors",
-    }
-)
-
 
 def __getattr__(name: str) -> object:
     if name == "core":
         return import_module("lightning_graphs.core")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name == "GraphCapture":
+        return import_module("lightning_graphs.training.callback").GraphCapture
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

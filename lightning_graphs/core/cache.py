@@ -37,23 +37,16 @@ class Worth(Protocol):
 
 
 class PlanCache(Generic[Key, Plan]):
-    """Captured plans by key; none is ever dropped for one that is used less.
-
-    Args:
-        worth: Decides from sightings what is worth a capture.
-        uses: How often a plan was used.
-        release: Called with a plan that leaves the cache.
-        capacity: Number of plans at most; None: as many as are worth it.
-        shape: What of a key comes back, where the rest are values that may move on.
-    """
+    """Captured plans by key; none is ever dropped for one that is used less."""
 
     def __init__(
         self,
-        worth: Worth,
-        uses: Callable[[Plan], int],
-        release: Callable[[Plan], None],
+        worth: Worth,  # decides from sightings what is worth a capture
+        uses: Callable[[Plan], int],  # how often a plan was used
+        release: Callable[[Plan], None],  # called with a plan that leaves the cache
         *,
-        capacity: int | None = None,
+        capacity: int | None = None,  # number of plans at most; None: as many as are worth it
+        # What of a key comes back, where the rest are values that may move on
         shape: Callable[[Key], Hashable] = lambda key: key,
     ) -> None:
         self._worth = worth

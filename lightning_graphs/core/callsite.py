@@ -11,6 +11,8 @@ import os
 import sys
 import types
 from dataclasses import dataclass
+from itertools import takewhile
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
@@ -40,13 +42,9 @@ GENERATED = ("<frozen ", "<eval_with_key>")
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A line of the user's code.
+    """A line of the user's code."""
 
-    Attributes:
-        file: Path of the source file, or ``"?"`` where no frame of the user's was on the stack.
-    """
-
-    file: str = "?"
+    file: str = "?"  # where no frame of the user's was on the stack
     line: int = 0  # line number, from 1
     function: str = "?"  # name of the function the line is in
 
@@ -68,13 +66,11 @@ class CallSiteFinder:
     """Finds the innermost frame that is the user's, remembering which files are not.
 
     A finder lives as long as one recording; the verdict on a file is taken once.
-
-    Args:
-        until: Code of the function that calls what is observed: outside of it lie lines such as
-            ``trainer.fit``, which are the user's and explain nothing.
     """
 
     def __init__(self, until: types.CodeType | None = None) -> None:
+        # Outside of what calls the observed code lie lines such as ``trainer.fit``, which are the
+        # user's and explain nothing.
         self._until = until
         self._is_library: dict[str, bool] = {}
 
@@ -89,23 +85,21 @@ class CallSiteFinder:
 
     def here(self) -> CallSite:
         """The user's line that is being executed by the calling thread."""
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self._until:
-            if not self.is_library(frame.f_code.co_filename):
-                code = frame.f_code
-                return CallSite(code.co_filename, frame.f_lineno, code.co_name)
-            frame = frame.f_back
+        for frame, line in walk_stack(sys._getframe(1)):
+            code = frame.f_code
+            if code is self._until:
+                break
+            if not self.is_library(code.co_filename):
+                return CallSite(code.co_filename, line, code.co_name)
         return CallSite()
 
     def of_exception(self, error: BaseException) -> CallSite:
         """The user's line nearest to where ``error`` was raised."""
         site = CallSite()
-        traceback = error.__traceback__
-        while traceback is not None:
-            code = traceback.tb_frame.f_code
+        for frame, line in walk_tb(error.__traceback__):
+            code = frame.f_code
             if not self.is_library(code.co_filename):
-                site = CallSite(code.co_filename, traceback.tb_lineno, code.co_name)
-            traceback = traceback.tb_next
+                site = CallSite(code.co_filename, line, code.co_name)
         return site
 
 
@@ -128,12 +122,10 @@ def inside_compiled_module() -> bool:
     torch runs such a call eagerly, not compiled, while a dispatch mode is active (observed on
     torch 2.11 and 2.13); the frame of its wrapper is what gives the call away.
     """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
             return True
-        frame = frame.f_back
     return False
 
 
@@ -144,9 +136,5 @@ _OWN_LEVELS = 4
 def stacklevel_of_user() -> int:
     """The ``stacklevel`` with which ``rank_zero_warn`` names the user's line, such as the fit's."""
     is_library = CallSiteFinder().is_library
-    level = _OWN_LEVELS
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-        level += 1
-    return level
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
+    return _OWN_LEVELS + sum(1 for _ in takewhile(is_library, files))

@@ -69,15 +69,7 @@ class CUDAGraph:
         *,
         enable_annotations: bool = False,
     ) -> None:
-        """Begin to capture; :class:`graph` does it for you, with the right stream.
-
-        Args:
-            pool: Token of :func:`graph_pool_handle` or :meth:`pool`, to share memory with.
-            capture_error_mode: ``"global"``, ``"thread_local"`` or ``"relaxed"``: which unsafe
-                calls end the capture, those of all threads, of this one, or none
-                (``cudaStreamCaptureMode``).
-            check_input_liveness: Let every replay refuse to read an input that was freed.
-            enable_annotations: Name the Python scopes that launched each node.
+        """Begin to capture; :class:`graph`, which has the same arguments, does it for you.
 
         Raises:
             CaptureError: a capture is under way, or the graph holds one already.
@@ -246,7 +238,8 @@ def graph(
         pool: Token of :func:`graph_pool_handle` or :meth:`CUDAGraph.pool`.
         stream: Stream to capture on; each device has a default one. Captures that share a pool
             should share the stream, so that the allocator can reuse memory.
-        capture_error_mode: See :meth:`CUDAGraph.capture_begin`.
+        capture_error_mode: ``"global"``, ``"thread_local"`` or ``"relaxed"``: which unsafe calls
+            end the capture, those of all threads, of this one, or none (``cudaStreamCaptureMode``).
         enable_annotations: Name the Python scopes (module path, ``record_function``) that launched
             each node; they appear in :func:`lightning_graphs.core.inspect.inspect`. A dispatch
             mode does it: ``torch.compile``d modules run eagerly in such a capture.

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from lightning_graphs.core.backends import driver
-from lightning_graphs.core.private.torch import demangle
-
 if TYPE_CHECKING:
     from lightning_graphs.core.backends.recorder import Operation
 
@@ -127,17 +124,6 @@ def inspect(graph: Inspectable) -> GraphInfo:
 
 
 # ------------------------------------------------------------------ reading
-
-
-def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
-    """Read a graph through the CUDA driver; the Python scopes are those of its first nodes."""
-    records, edges = driver.walk(raw_graph)
-    named = (*scopes, *[""] * (len(records) - len(scopes)))
-    nodes = tuple(
-        GraphNode(i, r.kind, demangle(r.name), r.bytes, r.grid, r.block, scope)
-        for i, (r, scope) in enumerate(zip(records, named, strict=False))
-    )
-    return GraphInfo("cuda", nodes, tuple(sorted(edges)))
 
 
 def from_recording(operations: Sequence[Operation]) -> GraphInfo:

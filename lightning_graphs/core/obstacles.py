@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
@@ -23,21 +24,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A reason why something cannot be captured.
+    """A reason why something cannot be captured."""
 
-    Attributes:
-        rule: What capture demands, in one sentence.
-        remedy: What to write instead.
-        kind: A short name that programs can rely on.
-        code: The remedy as a line or two of code.
-        rehearsal: Whether it stands in the way of a rehearsal only, and not on a GPU.
-    """
-
-    rule: str
-    remedy: str
-    kind: str
-    code: str
-    rehearsal: bool = False
+    rule: str  # what capture demands, in one sentence
+    remedy: str  # what to write instead
+    kind: str  # a short name that programs can rely on
+    code: str  # the remedy as a line or two of code
+    rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
 
     def refused(self, observed: str) -> CaptureError:
         """The error for what was observed."""
@@ -205,31 +198,23 @@ _CAUSES: dict[tuple[str, str], _Remedy] = {
 
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:
     """The obstacle with the remedy for the library's function that this thread is in."""
-    frame: types.FrameType | None = sys._getframe(1)
-    found = None
-    while frame is not None and found is None:
-        found, frame = _remedy_for(frame.f_code), frame.f_back
+    found = _remedy_for(walk_stack(sys._getframe(1)))
     return obstacle if found is None else replace(obstacle, remedy=found[0], code=found[1])
 
 
 def known_remedy(error: BaseException, otherwise: str) -> str:
     """The remedy for the library's function that raised an error."""
-    found, traceback = None, error.__traceback__
-    while traceback is not None and found is None:
-        found, traceback = _remedy_for(traceback.tb_frame.f_code), traceback.tb_next
+    found = _remedy_for(walk_tb(error.__traceback__))
     return otherwise if found is None else found[0]
 
 
-def _remedy_for(code: types.CodeType) -> _Remedy | None:
-    path = code.co_filename.replace(os.sep, "/")
-    return next(
-        (
-            remedy
-            for (file, function), remedy in _CAUSES.items()
-            if code.co_name == function and path.endswith(file)
-        ),
-        None,
-    )
+def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> _Remedy | None:
+    for frame, _ in frames:
+        path = frame.f_code.co_filename.replace(os.sep, "/")
+        for (file, function), remedy in _CAUSES.items():
+            if frame.f_code.co_name == function and path.endswith(file):
+                return remedy
+    return None
 
 
 def _copy_obstacle(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Literal
 
 from lightning_graphs.reporting import plot, table
@@ -167,7 +168,7 @@ class Report:
         return f"<Report: {self.replayed} replayed, {self.eager} eager, {counted}{gain}>"
 
     def _repr_html_(self) -> str:
-        return table.html(self)
+        return f"<pre>{escape(table.render(self))}</pre>"
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from html import escape
 from textwrap import indent, shorten
 from typing import TYPE_CHECKING
 
@@ -104,10 +103,3 @@ def render(report: Report) -> str:
         for row in table
     ]
     return "\n".join([*lines, *_notes(report)])
-
-
-def html(report: Report) -> str:
-    """The same for a notebook."""
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in _table(report)]
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
-    return f"<table>{body}</table><pre>{escape(chr(10).join(_notes(report)))}</pre>"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_graphs.core.backends import driver
-from lightning_graphs.core.inspect import from_cuda
 from lightning_graphs.errors import GraphError, UnsupportedError
 
 GRAPH, STREAM = 1, 77
@@ -121,28 +120,29 @@ def _no_driver() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("major", [12, 13])
 class TestBothShapes:
-    def test_walk(self, install: Callable[..., None], major: int) -> None:
-        install(major)
-        nodes, edges = driver.walk(GRAPH)
-        assert [(node.handle, node.kind, node.bytes) for node in nodes] == [
-            (10, "memcpy", 64),
-            (11, "child", 0),
-            (12, "memset", 100),
-            (13, "alloc", 512),
-            (20, "kernel", 0),
-            (21, "kernel", 0),
-        ]
-        names = ["memcpy H to D", "graph", "memset", "mem_alloc", FILL, "sgemm_tn"]
-        assert [node.name for node in nodes] == names
-        assert (nodes[4].grid, nodes[4].block) == ((8, 1, 1), (128, 1, 1))
-        assert (nodes[5].grid, nodes[5].block) == ((1, 3, 1), (1, 1, 4))
-        assert nodes[0].grid is None
-        assert sorted(edges) == [(0, 1), (0, 3), (1, 2), (2, 4), (4, 5)]
-
     def test_from_cuda(self, install: Callable[..., None], major: int) -> None:
         install(major)
-        info = from_cuda(GRAPH, [*[""] * 4, "net.fc"])
+        info = driver.from_cuda(GRAPH, [*[""] * 4, "net.fc"])
         assert info.backend == "cuda"
+        assert [(node.index, node.kind, node.bytes) for node in info.nodes] == [
+            (0, "memcpy", 64),
+            (1, "child", 0),
+            (2, "memset", 100),
+            (3, "alloc", 512),
+            (4, "kernel", 0),
+            (5, "kernel", 0),
+        ]
+        assert [node.name for node in info.nodes[:4]] == [
+            "memcpy H to D",
+            "graph",
+            "memset",
+            "mem_alloc",
+        ]
+        assert info.nodes[5].name == "sgemm_tn"
+        assert (info.nodes[4].grid, info.nodes[4].block) == ((8, 1, 1), (128, 1, 1))
+        assert (info.nodes[5].grid, info.nodes[5].block) == ((1, 3, 1), (1, 1, 4))
+        assert info.nodes[0].grid is None
+        assert info.edges == ((0, 1), (0, 3), (1, 2), (2, 4), (4, 5))
         assert info.counts == {"kernel": 2, "memcpy": 1, "memset": 1, "child": 1, "alloc": 1}
         assert (info.bytes_copied, info.bytes_set) == (64, 100)
         assert info.nodes[4].name.startswith("void at::native::vectorized_elementwise_kernel<4")
@@ -166,11 +166,8 @@ class TestErrors:
         assert driver.check((OK,)) is None
         assert driver.check((OK, 4)) == 4
         assert driver.check((OK, 4, 5)) == (4, 5)
-        with pytest.raises(GraphError, match="CUDA_ERROR_INVALID_VALUE") as failure:
+        with pytest.raises(GraphError, match="CUDA_ERROR_INVALID_VALUE"):
             driver.check((INVALID, None))
-        assert not isinstance(failure.value, UnsupportedError)
-        with pytest.raises(UnsupportedError, match="CUDA_ERROR_NOT_SUPPORTED"):
-            driver.check((Status(801, "CUDA_ERROR_NOT_SUPPORTED"), None))
 
     def test_driver_version(self, install: Callable[..., None]) -> None:
         install(13, version=13020)
@@ -181,10 +178,10 @@ class TestErrors:
         ):
             driver.require_driver((13, 3), "Reading node ids")
 
-    def test_walk_needs_a_driver_that_names_kernels(self, install: Callable[..., None]) -> None:
+    def test_reading_needs_a_driver_that_names_kernels(self, install: Callable[..., None]) -> None:
         install(12, version=12020)
         with pytest.raises(UnsupportedError, match=r"CUDA 12\.3 or newer(.|\n)*CUDA 12\.2"):
-            driver.walk(GRAPH)
+            driver.from_cuda(GRAPH)
 
     def test_no_driver(self, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
         install(13)

@@ -64,7 +64,7 @@ def configured(name: str, text: str) -> GraphCapture:
     ],
 )
 def test_a_file_runs_no_code(tag: str) -> None:
-    with pytest.raises(GraphError, match=r"a\.yaml, line 2: could not determine a constructor"):
+    with pytest.raises(GraphError, match=r"a\.yaml: could not determine a constructor"):
         configured("a.yaml", f"warmup_steps: 4\nscope: {tag}\n")
     assert not Path("made").exists()
 
@@ -72,19 +72,17 @@ def test_a_file_runs_no_code(tag: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("a.yaml", "scope: step\nwarmup_steps: 4\nscope: auto\n", r"a\.yaml, line 3: .*scope"),
-        ("a.json", '{"scope": "step",\n "scope": "auto"}', r"a\.json.*: .*scope"),
         ("a.yaml", "modules: " + "[" * 5000 + "]" * 5000, r"a\.yaml"),
         ("a.json", '{"modules": ' + "[" * 200000 + "]" * 200000 + "}", r"a\.json"),
-        ("a.yaml", "1: step\n", r"a\.yaml, line 1: 1"),
+        ("a.yaml", "1: step\n", r"a\.yaml: 1"),
         ("a.yaml", "? [scope]\n: step\n", r"a\.yaml"),
-        ("a.yaml", "modules: ''\n", r"a\.yaml, line 1: modules=''"),
-        ("a.yaml", "modules: {net: 1}\n", r"a\.yaml, line 1: modules=\{'net': 1\}"),
-        ("a.yaml", "a: &a [x]\nmodules: [*a]\n", r"a\.yaml, line 1: a"),
-        ("a.yaml", "max_graphs: !!binary aGVsbG8=\n", r"a\.yaml, line 1: max_graphs=b'hello'"),
-        ("a.yaml", "max_graphs: 1\n---\nmax_graphs: 2\n", r"a\.yaml, line 2: "),
-        ("a.yaml", "max_graphs: .nan", r"a\.yaml, line 1: max_graphs=nan"),
-        ("a.json", '{"max_graphs": NaN}', r"a\.json, line 1: max_graphs='NaN'"),
+        ("a.yaml", "modules: ''\n", r"a\.yaml: modules=''"),
+        ("a.yaml", "modules: {net: 1}\n", r"a\.yaml: modules=\{'net': 1\}"),
+        ("a.yaml", "a: &a [x]\nmodules: [*a]\n", r"a\.yaml: .*'a'"),
+        ("a.yaml", "max_graphs: !!binary aGVsbG8=\n", r"a\.yaml: max_graphs=b'hello'"),
+        ("a.yaml", "max_graphs: 1\n---\nmax_graphs: 2\n", r"a\.yaml: expected a single document"),
+        ("a.yaml", "max_graphs: .nan", r"a\.yaml: max_graphs=nan"),
+        ("a.json", '{"max_graphs": NaN}', r"a\.json: max_graphs='NaN'"),
         ("a.yaml", "max_graphs: !!int many", r"a\.yaml: invalid literal"),
     ],
 )  # fmt: skip

@@ -7,7 +7,6 @@ import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -149,10 +148,8 @@ class TestTable:
 
     def test_a_notebook_shows_the_table(self) -> None:
         text = example()._repr_html_()
-        head, *rows = ElementTree.fromstring(f"<div>{text}</div>").iter("tr")
-        assert [cell.text for cell in head][:3] == ["signature", "scope", "nodes"]
-        assert [cell.text for cell in rows[0]][-3:] == ["5.250", "2.100", "2.50x"]
-        assert len(rows) == 2
+        assert text.startswith("<pre>signature ")
+        assert "5.250           2.100     2.50x" in text
         assert "&lt;script&gt;" in text
         assert "0 steps replayed" in Report()._repr_html_()
 

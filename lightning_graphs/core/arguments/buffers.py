@@ -37,15 +37,12 @@ class StaticInputs:
     Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
     overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
     share one. Construct it outside of a capture, on the stream that will copy.
-
-    Args:
-        tensors: Tensor leaves of a signature; copied, never kept.
-        given: Buffers that exist already, by the index of their leaf.
     """
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Tensor],  # copied, never kept
+        # Buffers that exist already, by the index of their leaf
         given: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         firsts = alias_groups(tensors)
@@ -55,7 +52,7 @@ class StaticInputs:
                 i: given[i].detach() if i in given else _empty_like(tensors[i])
                 for i in sorted(set(firsts))
             }
-            spans = {i: _overlap_span(b) for i, b in own.items() if b.numel()}
+            spans = {i: overlap_span(b) for i, b in own.items() if b.numel()}
             targets = {i: linear(own[i], n) if n else own[i] for i, n in spans.items()}
         self._every = _CopyPlan(own, targets)
         missing = {i: buffer for i, buffer in targets.items() if i not in given}
@@ -89,7 +86,7 @@ class _CopyPlan:
         # A foreach call with one tensor of another kind among them copies all of them one by one.
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, target in memory.items():
-            dense = _extent(target) == target.numel()
+            dense = extent(target) == target.numel()
             kinds[target.device, target.dtype, dense].append(i)
         self._leaves: list[int] = []
         self._groups: list[tuple[slice, list[Tensor]]] = []
@@ -150,18 +147,14 @@ class AddressGuard:
 
     @classmethod
     def of_module(
-        cls, module: nn.Module, prefix: str = "", exempt: Collection[tuple[int, Any]] = ()
+        cls,
+        module: nn.Module,
+        prefix: str = "",  # put before every name, such as ``"model."``
+        # What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a tensor whose
+        # memory may be, and ``"data"``
+        exempt: Collection[tuple[int, Any]] = (),
     ) -> AddressGuard:
-        """Watches every parameter, buffer and submodule where the module keeps it.
-
-        So those that are replaced or added are seen, too.
-
-        Args:
-            module: The module; submodules shared between parents are watched in every parent.
-            prefix: Put before every name, such as ``"model."``.
-            exempt: What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a
-                tensor whose memory may be, and ``"data"``.
-        """
+        """Watches parameters, buffers and submodules where they are kept, new ones as well."""
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
             inside = f"{path}." if path else ""
@@ -343,19 +336,19 @@ def _empty_like(tensor: Tensor) -> Tensor:
     )
 
 
-def _extent(tensor: Tensor) -> int:
+def extent(tensor: Tensor) -> int:
     """Elements from the first to the last one in memory, both counted."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in sizes)
 
 
-def _overlap_span(tensor: Tensor) -> int:
+def overlap_span(tensor: Tensor) -> int:
     # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
-                return _extent(tensor)
+                return extent(tensor)
             reach += stride * (size - 1)
     return 0
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.leaves import Constant, Leaf, Same, SameInside, TensorSpec
+from lightning_graphs.core.arguments.leaves import Constant, Leaf, SameInside, TensorSpec
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import (
     Node,
@@ -22,7 +22,7 @@ from lightning_graphs.core.arguments.tree import (
     has_more,
     is_registered,
 )
-from lightning_graphs.core.arguments.values import attributes_of, slots_of
+from lightning_graphs.core.arguments.values import Identity, attributes_of, slots_of
 from lightning_graphs.errors import CaptureError, SignatureError
 
 
@@ -31,26 +31,18 @@ class CallPlan:
 
     Containers are taken apart by generated code, at 40 % of the time of a walk; only kinds that
     live in torch's pytree registry are opened through the registry.
-
-    Args:
-        signature: What calls must equal.
-        check_modes: Whether grad mode, autocast and inference mode are compared too.
-
-    Attributes:
-        match: ``match(args, kwargs)`` returns the tensor leaves, or None for any other call.
-        source: The generated code, to be read.
     """
 
     def __init__(self, signature: Signature, *, check_modes: bool = True) -> None:
         self.signature = signature
-        self._check_modes = check_modes
+        self._check_modes = check_modes  # grad mode, autocast and inference mode count, too
         code = _Code()
         if check_modes:
             code.modes(signature.modes)
         code.arguments(signature.tree)
         code.leaves(signature.leaves)
         code.aliases(signature.specs, signature.aliases)
-        self.source = code.text()
+        # The tensor leaves of a call; None for one that differs
         self.match: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor] | None]
         self.match = code.compiled()
 
@@ -202,10 +194,8 @@ class _Code:
             self._unpack(node.children, f"{variable}.values()")
 
     def _constant(self, variable: str, leaf: Constant) -> None:
-        if isinstance(leaf.key, SameInside):
+        if isinstance(leaf.key, SameInside | Identity):
             self._require(f"{self._bind(leaf.key.matches)}({variable})")
-        elif isinstance(leaf.key, Same):
-            self._require(f"{variable} is {self._bind(leaf.key.value)}")
         elif leaf.key is None or isinstance(leaf.key, bool):
             self._require(f"{variable} is {leaf.key}")
         elif issubclass(leaf.kind, float | complex):

@@ -44,12 +44,9 @@ class Change(NamedTuple):
 
 
 class Contents:
-    """What containers and objects hold.
+    """What containers and objects hold, and modules in their attributes, given with their names.
 
-    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB.
-
-    Args:
-        held: Name and value of each; of modules, the attributes count. Other values are left out.
+    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB; other values are left out.
     """
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:

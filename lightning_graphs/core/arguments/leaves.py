@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.values import (
     Absence,
     HeldValues,
+    Identity,
     exact,
     is_object,
     is_small_array,
@@ -80,19 +81,6 @@ class TensorSpec:
         text += f" stride ({_commas(self.stride)})" if stride else ""
         text += f" on {self.device}" if device else ""
         return text + (" requires_grad" if requires_grad else "")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Same:
-    """Equal only to a holder of the same object, which it keeps alive."""
-
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class SameInside:
@@ -228,14 +216,14 @@ _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, th
 def as_hashable(value: Any) -> Hashable:
     """What stands for a value, and for what is inside of it, in comparisons."""
     if isinstance(value, nn.Module):
-        return Same(value)
+        return Identity(value)
     if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
         with contextlib.suppress(Exception):  # of code of its own
             return SameInside(value)
     try:
         return exact(value)
     except Exception:  # it has no hash, or one of its own that fails
-        return Same(value)
+        return Identity(value)
 
 
 def special_kind(tensor: Tensor) -> str:

@@ -21,20 +21,17 @@ _CONSTANTS = (
 
 
 class OutputPlan:
-    """Rebuilds the return value of a captured call around the tensors of a replay.
+    """Rebuilds what a captured call returned around the tensors of a replay; constants stay."""
 
-    Args:
-        value: What the captured call returned; every replay returns its constants.
-        static: Hand the graph's own output tensors out instead of copies.
-        state: Tensors of the callable's own. An output that lies in the memory of one is handed out
-            itself: whoever writes it means to write there.
-
-    Attributes:
-        requiring_grad: The captured outputs that require grad, with the autograd graph behind them.
-        tensors: The graph's own output tensors, in the order of the leaves.
-    """
-
-    def __init__(self, value: Any, *, static: bool, state: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        value: Any,
+        *,
+        static: bool,  # the graph's own output tensors are handed out instead of copies
+        # Tensors of the callable's own. An output that lies in the memory of one is handed out
+        # itself: whoever writes it means to write there.
+        state: Sequence[Tensor] = (),
+    ) -> None:
         leaves: list[tuple[str, Any]] = []
         flatten(value, "output", leaves)
         for name, leaf in leaves:
@@ -47,6 +44,7 @@ class OutputPlan:
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         self.differentiable_indices = [i for i, t in enumerate(tensors) if t.requires_grad]
         self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
+        # With the autograd graph behind them
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
         self._static = static

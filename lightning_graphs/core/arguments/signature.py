@@ -111,24 +111,16 @@ class Signature:
     def of(
         cls,
         args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, Any],  # their order counts
         *,
-        names: Sequence[str] | None = None,
-        modes: Modes | None = None,
+        names: Sequence[str] | None = None,  # of the leading arguments, instead of ``args[i]``
+        modes: Modes | None = None,  # those in force now, on the first tensor's device
         extra: tuple[Hashable, ...] = (),
+        # Names of Python values, and of containers of such, that do not count; with ``EVERYTHING``
+        # their types do not count either
         unread: Container[str] = (),
     ) -> tuple[Signature, list[Tensor]]:
-        """The signature of a call and its tensor leaves, in order.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments; their order counts.
-            names: What messages call the leading positional arguments, instead of ``args[i]``.
-            modes: Switches of torch; those in force now, on the first tensor's device, by default.
-            extra: What else the signature is to depend on.
-            unread: Names of Python values, and of containers of such, that do not count; with
-                ``EVERYTHING`` their types do not count either.
-        """
+        """The signature of a call and its tensor leaves, in order."""
         arg_names = tuple(names or ())
         paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
         found: list[tuple[str, Any]] = []

@@ -60,16 +60,12 @@ def is_plain(value: Any) -> bool:
 
 
 def exact(value: Any) -> Hashable:
-    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0.
-
-    Raises:
-        TypeError: it cannot be hashed.
-    """
+    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, complex):
         return value.real.hex(), value.imag.hex()
-    hash(value)
+    hash(value)  # or TypeError
     key: Hashable = value
     return key
 
@@ -212,12 +208,8 @@ def walk(
 ) -> Iterator[tuple[str, Any]]:
     """Name and value of what a value holds, levels deep, itself first.
 
-    Plain values, tensors and classes are left out. Containers of many entries are data, into which
-    nobody looks.
-
-    Args:
-        inside: Label, key and value of what is directly in a value.
-        modules: Goes on with modules; they are left out without it.
+    Plain values, tensors and classes are left out, and modules without ``modules``, which goes on
+    with them. Containers of many entries are data, into which nobody looks.
     """
     if id(value) in seen or is_plain(value) or isinstance(value, (torch.Tensor, type)):
         return
@@ -331,7 +323,7 @@ class HeldValues:
             self._values.append((name, _plain(value)))
             return
         if id(value) in self._seen:
-            self._values.append((name, _Identity(value, None)))
+            self._values.append((name, Identity(value)))
             return
         self._seen[id(value)] = value
         of_set = isinstance(value, (set, frozenset)) and len(value) <= _MOST
@@ -342,13 +334,13 @@ class HeldValues:
             self._values.append((name, known))
             return
         if isinstance(value, DataLoader) and "dataset" in self._words:
-            self._values.append((name, _Identity(value, None)))
+            self._values.append((name, Identity(value)))
             self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
             return
         if isinstance(value, (MethodType, partial)):
             # Each look at a method in its object makes another one.
             function = value.__func__ if isinstance(value, MethodType) else value
-            self._values.append((name, _Identity(function, None)))
+            self._values.append((name, Identity(function)))
             for label, given in called_with(value) if depth > 0 else ():
                 self._describe(name + label, given, depth - 1, most)
             return
@@ -357,9 +349,10 @@ class HeldValues:
         if count is not None:  # ahead of its entries: an index may be gone
             self._checks.append((len, table, count))
         if count is None or not depth or len(self._values) + count > most:
-            self._values.append((name, _Identity(value, count)))
+            self._values.append((name, Identity(value, count)))
             return
-        self._values.append((name, _Kind(type(value), count)))
+        # Its entries are values of their own.
+        self._values.append((name, Identity(type(value), count)))
         get = table.get if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
             if name + label in self._left_out:
@@ -375,30 +368,19 @@ class HeldValues:
                     self._describe(f"{name}.{key}", held, depth - 1, most)
 
 
-def _plain(value: Any) -> PlainValue | _Identity:
+def _plain(value: Any) -> PlainValue | Identity:
     try:
         return PlainValue(type(value), exact(value), value)
     except TypeError:
-        return _Identity(value, None)
+        return Identity(value)
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A container or object whose entries are values of their own."""
-
-    kind: type
-    count: int
-
-    def __repr__(self) -> str:
-        return f"{self.kind.__name__} of {self.count}"
-
-
-class _Identity:
+class Identity:
     """An object that is only equal to itself, and that is not kept alive for being known."""
 
     __slots__ = ("_count", "_hash", "_name", "_object")
 
-    def __init__(self, value: Any, count: int | None) -> None:
+    def __init__(self, value: Any, count: int | None = None) -> None:
         self._object: Callable[[], Any]
         try:
             self._object = weakref.ref(value)
@@ -409,13 +391,16 @@ class _Identity:
         named = isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
         self._name = value.__name__ if named else f"{type(value).__qualname__} at {id(value):#x}"
 
+    def matches(self, value: Any) -> bool:
+        """Whether this is the object."""
+        return value is not None and value is self._object()
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, _Identity) or self._count != other._count:
+        if not isinstance(other, Identity) or self._count != other._count:
             return False
-        mine = self._object()
-        return mine is not None and mine is other._object()
+        return self.matches(other._object())
 
     def __hash__(self) -> int:
         return self._hash

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.buffers import copy_all, linear
+from lightning_graphs.core.arguments.buffers import copy_all, extent, linear, overlap_span
 from lightning_graphs.core.autograd.lending import LentMemory
 from lightning_graphs.core.private.torch import (
     accumulation_hooks,
@@ -191,13 +191,7 @@ def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without overlaps and gaps."""
-    dense = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != dense:
-                return False
-            dense *= size
-    return True
+    return extent(tensor) == tensor.numel() and not overlap_span(tensor)
 
 
 def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from lightning_graphs.core.private.torch import storage_uses, version_of
-
-
-class Source(Protocol):
-    """Memory of an earlier graph that stands for an argument of a later one."""
-
-    def holds(self, argument: Tensor) -> bool: ...
 
 
 class LentMemory:
@@ -58,6 +51,10 @@ class SharedArgument:
     def holds(self, argument: Tensor) -> bool:
         """Whether this argument is the very tensor, and unchanged since."""
         return argument is self._tensor and version_of(argument) == self._version
+
+
+Source = LentMemory | SharedArgument
+"""Memory of an earlier graph that stands for an argument of a later one."""
 
 
 @dataclass(eq=False, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_graphs.core.backends.backend import Backend, CapturedGraph, PoolHandle
-from lightning_graphs.core.backends.driver import capture_frontier, count_kinds
+from lightning_graphs.core.backends.driver import capture_frontier, count_kinds, from_cuda
 from lightning_graphs.core.backends.recorder import (
     KnownStorage,
     Operation,
@@ -25,10 +25,10 @@ from lightning_graphs.core.backends.recorder import (
     refuse_dead_inputs,
 )
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
-from lightning_graphs.core.inspect import GraphInfo, from_cuda
+from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.core.obstacles import known_remedy
 from lightning_graphs.core.private.torch import abandon_capture_pool, empty_host_cache
-from lightning_graphs.errors import CaptureError, UnsupportedError
+from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 
 _REFUSALS = (
     "when stream is capturing",
@@ -309,7 +309,7 @@ class CudaGraph(CapturedGraph):
     def node_counts(self) -> Mapping[str, int]:
         try:
             return count_kinds(self.raw_cuda_graph())
-        except UnsupportedError:  # no cuda-python
+        except GraphError:  # no cuda-python, or a driver that does not tell
             return {}
 
 

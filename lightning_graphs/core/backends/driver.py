@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lightning_graphs.core.inspect import GraphInfo, GraphNode
+from lightning_graphs.core.private.torch import demangle
 from lightning_graphs.errors import GraphError, UnsupportedError
 
-Grid = tuple[int, int, int]
-
-_UNSUPPORTED = frozenset(
-    {
-        "CUDA_ERROR_STUB_LIBRARY",
-        "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER",
-        "CUDA_ERROR_NO_DEVICE",
-        "CUDA_ERROR_NOT_FOUND",
-        "CUDA_ERROR_NOT_SUPPORTED",
-        "CUDA_ERROR_SYSTEM_NOT_READY",
-        "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-        "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-    }
-)
 _KINDS = {
     "KERNEL": "kernel",
     "MEMCPY": "memcpy",
@@ -50,17 +40,6 @@ _MEMORY_TYPES = {1: "H", 2: "D", 3: "A", 4: "U"}
 _CAPTURE_ACTIVE = 1
 
 
-class NodeRecord(NamedTuple):
-    """One node as the driver describes it; its name is mangled for C++ kernels."""
-
-    handle: int
-    kind: str
-    name: str
-    bytes: int = 0
-    grid: Grid | None = None
-    block: Grid | None = None
-
-
 def driver() -> ModuleType:
     try:
         return importlib.import_module("cuda.bindings.driver")
@@ -78,10 +57,11 @@ def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
     status, *values = result
     if int(status) != 0:
         name = str(getattr(status, "name", f"CUDA error {int(status)}"))
-        rule = f"{call} must succeed."
-        if name in _UNSUPPORTED:
-            raise UnsupportedError(rule, name, "use a newer NVIDIA driver, or another device")
-        raise GraphError(rule, name, "check that graph and stream are alive and on this device")
+        raise GraphError(
+            f"{call} must succeed.",
+            name,
+            "check that graph and stream are alive and on this device, or use a newer driver",
+        )
     if len(values) == 1:
         return values[0]
     return tuple(values) or None
@@ -138,20 +118,27 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
     return int(graph), _count(int(graph))
 
 
-def walk(raw_graph: int) -> tuple[list[NodeRecord], list[tuple[int, int]]]:
-    """Every node of a graph in order of creation, and its edges as pairs of positions."""
+def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
+    """Nodes in order of creation, and edges; the Python scopes are those of the first nodes."""
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
-    count = _count(raw_graph)
-    handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
-    nodes = list(map(_describe, handles))
-    return nodes, _edges(raw_graph, {node.handle: at for at, node in enumerate(nodes)})
+    handles = _handles(raw_graph)
+    named = (*scopes, *[""] * (len(handles) - len(scopes)))
+    nodes = (
+        _describe(i, handle, scope)
+        for i, (handle, scope) in enumerate(zip(handles, named, strict=False))
+    )
+    edges = _edges(raw_graph, {int(handle): i for i, handle in enumerate(handles)})
+    return GraphInfo("cuda", tuple(nodes), tuple(sorted(edges)))
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
     """Number of nodes by kind; names are not looked at."""
+    return Counter(_KINDS.get(_label(handle), "empty") for handle in _handles(raw_graph))
+
+
+def _handles(raw_graph: int) -> Sequence[Any]:
     count = _count(raw_graph)
-    handles = _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
-    return Counter(_KINDS.get(_label(handle), "empty") for handle in handles)
+    return _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
 
 
 def _label(handle: Any) -> str:
@@ -178,25 +165,25 @@ def _edges(graph: int, position: dict[int, int]) -> list[tuple[int, int]]:
     ]
 
 
-def _describe(handle: Any) -> NodeRecord:
+def _describe(index: int, handle: Any, scope: str) -> GraphNode:
     label = _label(handle)
-    node = NodeRecord(int(handle), _KINDS.get(label, "empty"), label.lower())
+    node = GraphNode(index, _KINDS.get(label, "empty"), label.lower(), scope=scope)
     if label == "KERNEL":
         params = _call("cuGraphKernelNodeGetParams", handle)
         grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
         block = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
-        return node._replace(name=_kernel_name(params), grid=grid, block=block)
+        return replace(node, name=demangle(_kernel_name(params)), grid=grid, block=block)
     if label == "MEMCPY":
         params = _call("cuGraphMemcpyNodeGetParams", handle)
         ends = (int(params.srcMemoryType), int(params.dstMemoryType))
         source, target = (_MEMORY_TYPES.get(end, "?") for end in ends)
         size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
-        return node._replace(name=f"memcpy {source} to {target}", bytes=size)
+        return replace(node, name=f"memcpy {source} to {target}", bytes=size)
     if label == "MEMSET":
         params = _call("cuGraphMemsetNodeGetParams", handle)
-        return node._replace(bytes=params.elementSize * params.width * max(1, params.height))
+        return replace(node, bytes=params.elementSize * params.width * max(1, params.height))
     if label == "MEM_ALLOC":
-        return node._replace(bytes=int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize))
+        return replace(node, bytes=int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize))
     return node
 
 

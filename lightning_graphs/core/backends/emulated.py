@@ -113,30 +113,25 @@ def _fill_with_sentinel(storage: UntypedStorage, dtype: torch.dtype) -> None:
         view.fill_(torch.iinfo(dtype).min if dtype.is_signed else torch.iinfo(dtype).max)
 
 
-class GraphMemory:
-    """The storages that were born in a capture; they live as long as a graph may be replayed."""
+class Recording:
+    """Operators in order, and the storages that were born with them."""
 
-    def __init__(self, born: Sequence[tuple[UntypedStorage, torch.dtype]]) -> None:
+    def __init__(
+        self, operations: list[Operation], born: Sequence[tuple[UntypedStorage, torch.dtype]]
+    ) -> None:
+        self.operations = operations
         self._born = born
-        self.hidden: list[UntypedStorage] | None = None
+        self._hidden: list[UntypedStorage] = []
 
     def poison(self) -> None:
         """Overwrite what the capture computed, so that a missing replay shows."""
-        self.hidden = [storage.clone() for storage, _ in self._born]
+        self._hidden = [storage.clone() for storage, _ in self._born]
         for storage, dtype in self._born:
             _fill_with_sentinel(storage, dtype)
 
     def reveal(self) -> None:
-        for (storage, _), value in zip(self._born, self.hidden or (), strict=False):
+        for (storage, _), value in zip(self._born, self._hidden, strict=False):
             storage.copy_(value)
-
-
-class Recording:
-    """Operators in order over the memory that was born with them."""
-
-    def __init__(self, operations: list[Operation], memory: GraphMemory) -> None:
-        self.operations = operations
-        self.memory = memory
 
     def launched(self) -> list[Operation]:
         """The operations that launch work; allocations do not."""
@@ -155,6 +150,7 @@ class Recording:
                     wait_for(result)
                 if operation.result is not None:
                     _write_back(operation, result)
+        self._hidden = []  # there are real values from now on
 
 
 def _write_back(operation: Operation, result: Any) -> None:
@@ -225,7 +221,7 @@ class RecordingCapture(Recorder):
         self._saved.clear()
 
     def finish(self) -> Recording:
-        return Recording(self.operations, GraphMemory(self._born))
+        return Recording(self.operations, self._born)
 
 
 class EmulatedBackend(Backend):
@@ -236,7 +232,7 @@ class EmulatedBackend(Backend):
 
     def __init__(self) -> None:
         self._pools = itertools.count(1)
-        self.unreplayed: weakref.WeakSet[GraphMemory] = weakref.WeakSet()
+        self.unreplayed: weakref.WeakSet[Recording] = weakref.WeakSet()
 
     def new_graph(self, keep_graph: bool) -> CapturedGraph:
         return EmulatedGraph(self)
@@ -255,13 +251,13 @@ class EmulatedBackend(Backend):
         integer indices out of bounds.
         """
         hidden = list(self.unreplayed)
-        for memory in hidden:
-            memory.reveal()
+        for recording in hidden:
+            recording.reveal()
         try:
             yield
         finally:
-            for memory in hidden:
-                memory.poison()
+            for recording in hidden:
+                recording.poison()
 
 
 _captures = itertools.count()
@@ -314,12 +310,12 @@ class EmulatedGraph(CapturedGraph):
                 "captured on wrong device or stream.",
                 stacklevel=3,
             )
-        recording.memory.poison()
-        self._backend.unreplayed.add(recording.memory)
+        recording.poison()
+        self._backend.unreplayed.add(recording)
 
     def abandon(self) -> None:
         if self._capture is not None:  # on CUDA nothing of it was computed
-            self._leave_capture(self._capture).memory.poison()
+            self._leave_capture(self._capture).poison()
         self.reset()
 
     def instantiate(self) -> None:
@@ -334,8 +330,7 @@ class EmulatedGraph(CapturedGraph):
             )
         assert self.recording is not None
         self.recording.run()
-        self.recording.memory.hidden = None  # there are real values from now on
-        self._backend.unreplayed.discard(self.recording.memory)
+        self._backend.unreplayed.discard(self.recording)
 
     def reset(self) -> None:
         self.recording = self._pool = None

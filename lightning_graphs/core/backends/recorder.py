@@ -11,13 +11,14 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
@@ -40,8 +41,6 @@ from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
-_M = TypeVar("_M", bound="OperatorMode")
-_R = TypeVar("_R", bound="Recorder")
 
 UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.native_batch_norm.default: (3, 4),
@@ -72,17 +71,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return strided and not tensor.is_quantized and not _dispatches(type(tensor))
 
 
-def written_tensors(
-    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
-) -> Iterator[Tensor]:
-    """The arguments that ``func`` writes, by its schema or by :data:`UNDECLARED_WRITES`."""
-    for position, name in _written_arguments(func):
-        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
-
-
 @functools.cache
 def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
-    """Position and name of each."""
+    """Position and name of what it writes, by its schema or :data:`UNDECLARED_WRITES`."""
     named = list(enumerate(argument.name for argument in func._schema.arguments))
     kinds = [argument.alias_info for argument in func._schema.arguments]
     undeclared = [named[i] for i in UNDECLARED_WRITES.get(func, ()) or written_position(func)]
@@ -111,7 +102,9 @@ class OperatorCall(NamedTuple):
     @classmethod
     def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
         inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
-        return cls(func, args, kwargs, inputs, list(written_tensors(func, args, kwargs)))
+        places = _written_arguments(func)
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+        return cls(func, args, kwargs, inputs, list(tensors_in(written)))
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
@@ -196,7 +189,7 @@ class OperatorMode(TorchDispatchMode):
         self._functions = contextlib.ExitStack()
         self._compiler = contextlib.ExitStack()
 
-    def __enter__(self: _M) -> _M:
+    def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:
             # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
             # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
@@ -296,7 +289,7 @@ class Recorder(OperatorMode):
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
 
-    def __enter__(self: _R) -> _R:
+    def __enter__(self) -> Self:
         super().__enter__()
         self._generator_watch.begin()
         self._scopes.start()

@@ -54,17 +54,13 @@ class Register:
 
 @dataclass(slots=True)
 class Operation:
-    """One operator of the host half.
-
-    Attributes:
-        draws: The generator that it draws from; None if it draws nothing.
-    """
+    """One operator of the host half."""
 
     func: Callable[..., Any]  # the operator
     args: tuple[Any, ...]  # its arguments, registers in place of tensors that are computed anew
     kwargs: dict[str, Any]  # likewise
     results: list[int]  # the registers of the tensors that it returns
-    draws: HostGenerator | None = None
+    draws: HostGenerator | None = None  # the generator that it draws from
     read: Any = None  # what it told Python, for an operator that returns no tensor
 
 
@@ -104,11 +100,9 @@ class HostHalf:
 
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
-        """Compute what the coming replay needs.
+        """Compute what the coming replay needs; whether Python would be told what it was told.
 
-        Returns:
-            Whether Python would be told what it was told then. If not, the generators are where
-            they were, and the graph is not for this step.
+        If not, the generators are where they were, and the graph is not for this step.
         """
         values = self._values
         self._begun = {}

@@ -62,13 +62,9 @@ def _is_special(func: OpOverload) -> bool:
 
 
 class ArenaFull(CaptureError):
-    """The memory for what goes to the device was too small.
+    """The memory for what goes to the device was too small."""
 
-    Attributes:
-        needed: Bytes that are enough.
-    """
-
-    needed = 0
+    needed = 0  # bytes that are enough
 
 
 class HostRecording(OperatorMode):

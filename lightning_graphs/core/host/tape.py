@@ -43,17 +43,12 @@ class HostTape:
 
     Operators on constants are not kept. Generators are left where the capture found them; draws
     begin where they were then.
-
-    Attributes:
-        operations: Those that are kept.
-        values: The tensors that they compute; a register is a place in this list.
-        inputs: The registers of inputs, and which input each of them is.
     """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self.values: list[Any] = []
-        self.inputs: list[tuple[int, int]] = []
+        self.values: list[Any] = []  # what they compute; a register is a place in this list
+        self.inputs: list[tuple[int, int]] = []  # their registers, and which input each of them is
         self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
         self._known: dict[int, _Known] = {}
         self._draws: list[tuple[HostGenerator, Draw]] = []

@@ -53,11 +53,7 @@ def asks_for_shapes() -> bool:
 
 
 class ShardedUnits:
-    """What ``fully_shard`` has made of a module: units, each with parameters that are gathered.
-
-    Args:
-        module: The module.
-    """
+    """What ``fully_shard`` has made of a module: units, each with parameters that are gathered."""
 
     def __init__(self, module: nn.Module) -> None:
         found = (m for m in module.modules() if hasattr(m, "_get_fsdp_state"))
@@ -69,12 +65,9 @@ class ShardedUnits:
         return len(self._states)
 
     def shard(self) -> bool:
-        """Let go of what a forward pass outside of a step has gathered, as after a step.
+        """Let go of what a forward pass outside of a step has gathered; whether steps reduce all.
 
-        ``FSDPModule.reshard`` does it, too, and looks at every unit with locks and hooks.
-
-        Returns:
-            Whether every step reduces its gradients.
+        ``FSDPModule.reshard`` lets go, too, and looks at every unit with locks and hooks.
         """
         reduces = True
         for group in self._groups:

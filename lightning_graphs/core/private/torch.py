@@ -410,16 +410,13 @@ def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     """Copies of all tensors; a few are copied one by one, at half the price of a foreach call.
 
-    ``torch._foreach_clone`` is younger than the oldest supported torch. Times one is exact for
-    floating point, -0.0 and infinities included, and allocates in C++.
+    ``torch._foreach_clone`` is younger than the oldest supported torch.
     """
     if len(tensors) < _WORTH_FOREACH:
         return [tensor.clone() for tensor in tensors]
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
         return list(clone(tensors))
-    if all(map(torch.is_floating_point, tensors)):
-        return list(torch._foreach_mul(tensors, 1.0))
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
