@@ -24,10 +24,14 @@ demo: export OMP_WAIT_POLICY := passive
 demo: $(DEMO_INSTALLED)
 	$(PY) examples/finetune_classifier.py
 
-# Side by side where pytest-xdist is there. ROWS=--every-row runs the long tables of fits as a whole.
+# Side by side where pytest-xdist is there; what forks runs in one process with its like.
+# ROWS=--every-row runs the long tables of fits as a whole.
+# Bytecode is kept: else every process of the tests compiles the package, and some all tests.
+XDIST := import importlib.util as u; print('-n auto --dist loadgroup' * bool(u.find_spec('xdist')))
 test: export OMP_NUM_THREADS := 1
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
-	$(PY) -m pytest tests $(ROWS) $$($(PY) -c "import importlib.util as u; print('-n auto' * bool(u.find_spec('xdist')))")
+	$(PY) -m pytest tests $(ROWS) $$($(PY) -c "$(XDIST)")
 
 # Every row of every file, each file in a process of its own, on all GPUs of the machine.
 test-gpu: $(INSTALLED)

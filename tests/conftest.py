@@ -1,56 +1,46 @@
-"""What every test shares: the backend it runs on, its seed, and a check of what it left behind."""
+"""Which tests run, and where: long tables on a CPU, tests for a GPU, several processes."""
 
 from __future__ import annotations
 
-import sys
-import threading
+import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
-from lightning_graphs import GraphCapture
+_ROWS = 1
+"""So many rows of a table of fits run on a CPU by default: five minutes on two cores."""
 
-# A test for the GPU is absent from a CPU run rather than skipped: the count of what ran is the
-# count of what was shown.
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
-if torch.cuda.device_count() < 2:
-    collect_ignore += ["gpu/test_ddp.py", "gpu/test_fsdp.py"]
-
-_ROWS = 3
-"""So many rows of a table of fits run on a CPU by default: eight to nine minutes on two cores."""
-_BACKENDS = ["emulated"]
-if torch.cuda.is_available():
-    _BACKENDS.append("cuda")
-
-# Threads that libraries start once and keep for the life of the process.
-# "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
-_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
-_JOIN_SECONDS = 5.0
-
-
-@pytest.fixture(autouse=True)
-def _nothing_was_compiled() -> None:
-    """In a process that has compiled something no host half is recorded: each test begins anew."""
-    if (compiler := sys.modules.get("torch._dynamo.utils")) is not None:
-        compiler.counters.clear()
+collect_ignore: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-row",
         action="store_true",
-        default=torch.cuda.is_available(),
         help="run every row of the long tables of fits, as a machine with a GPU does",
     )
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if config.getoption("--every-row"):
-        return "tables of fits: every row"
+def pytest_configure(config: pytest.Config) -> None:
+    """Brings in the fixtures, but not where pytest-xdist hands out tests: they take seconds."""
+    config.addinivalue_line("markers", "xdist_group(name): runs in one process with its like")
+    if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    config.pluginmanager.import_plugin("tests.fixtures")
+    # A test for the GPU is absent from a CPU run rather than skipped: the count of what ran is the
+    # count of what was shown.
+    if not torch.cuda.is_available():
+        collect_ignore.append("gpu")
+    if torch.cuda.device_count() < 2:
+        collect_ignore.extend(["gpu/test_ddp.py", "gpu/test_fsdp.py"])
+    config.option.every_row |= torch.cuda.is_available()
+
+
+def pytest_report_header() -> str:
     return f"tables of fits: {_ROWS} rows of each; --every-row, or a GPU, runs them all"
 
 
@@ -69,76 +59,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]:
-    """Of each table of fits all rows but a few, which lie as far apart as they can."""
+    """Of each table of fits all rows but a few, which lie as far apart as they can.
+
+    What a replay costs is shown in every row: no other test would notice.
+    """
     tables: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.path.relative_to(here).parts[0] in ("training", "failures"):
+        first, second = (*item.path.relative_to(here).parts, "")[:2]
+        if first in ("training", "failures") and second != "costs":
             tables[item.nodeid.partition("[")[0]].append(item)
     for rows in tables.values():
-        kept = {round(i * (len(rows) - 1) / (_ROWS - 1)) for i in range(_ROWS)}
+        kept = {round(i * (len(rows) - 1) / max(1, _ROWS - 1)) for i in range(_ROWS)}
         if len(rows) > _ROWS:
             yield from (item for i, item in enumerate(rows) if i not in kept)
 
 
-@pytest.fixture(params=_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    """The name of the backend under test: ``emulated``, and ``cuda`` where torch sees a GPU."""
-    name: str = request.param
-    return name
-
-
-@pytest.fixture
-def device(backend: str) -> torch.device:
-    """The device on which the backend under test captures."""
-    return torch.device("cuda" if backend == "cuda" else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _captured_whether_it_pays_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests are short, and no capture would pay off in them."""
-    defaults = {**(GraphCapture.__init__.__kwdefaults__ or {}), "only_if_faster": False}
-    monkeypatch.setattr(GraphCapture.__init__, "__kwdefaults__", defaults)
-
-
-@pytest.fixture(autouse=True)
-def _no_dispatch_mode_left() -> Iterator[None]:
-    """Fails a test that leaves a dispatch mode active, and takes it off for the next test."""
-    yield
-    left = []
-    while (mode := _get_current_dispatch_mode()) is not None:
-        left.append(type(mode).__name__)
-        _pop_mode()
-    if left:
-        pytest.fail(f"the test left dispatch modes on the stack: {', '.join(left)}")
-
-
-@pytest.fixture(autouse=True)
-def _default_stream_again() -> Iterator[None]:
-    """Fails a test that leaves another stream current than the default one of its device."""
-    yield
-    if not torch.cuda.is_initialized():
-        return
-    device = torch.cuda.current_device()  # by itself torch looks for one, which a test may hide
-    stream, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    if stream != default:
-        torch.cuda.set_stream(default)
-        pytest.fail(f"the test left {stream} as the current stream")
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Iterator[None]:
-    """Fails a test that leaves a Python thread running."""
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        if type(thread).__name__ in _PROCESS_THREADS or thread.name.startswith(_PROCESS_THREADS):
-            continue
-        # A thread that was told to end may need a moment to do so.
-        thread.join(_JOIN_SECONDS)
-        if thread.is_alive():
-            pytest.fail(f"the test left a thread running: {thread.name}")
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: nobody has to look through it for garbage again."""
+    gc.collect()
+    gc.freeze()

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
+SECONDS = 300
+"""How long a script may take."""
+
+in_one_process = pytest.mark.xdist_group("forks")
+"""Tests that fork run where the server of the forks is: another one would import it all again."""
+
+# What the server has imported; the last of them is what the tests of several ranks import.
+_IMPORTED = [
+    "torch",
+    "lightning.pytorch",
+    "lightning_graphs.training.callback",
+    "tests.training.fsdp_fits",
+]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -13,3 +34,43 @@ def environment(**variables: str) -> dict[str, str]:
     known = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([known] if known else [])])
     return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def forks() -> Any:
+    """Makes processes from one that has done nothing but import, which takes them seconds."""
+    # A process that was forked from one with CUDA in use could not use it: the server has none.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
+def run_script(path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What ``python path *arguments`` does and prints, without its imports.
+
+    Args:
+        path: The script.
+        arguments: Its flags.
+        variables: Of its environment.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        written = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = forks().Process(target=_script, args=(path, arguments, variables, written))
+        process.start()
+        process.join(SECONDS)
+        process.kill()
+        process.join()
+        texts = [one.read_text(encoding="utf-8") for one in written]
+        return subprocess.CompletedProcess([str(path)], process.exitcode or 0, *texts)
+
+
+def _script(
+    path: Path, arguments: tuple[str, ...], variables: dict[str, str], written: list[Path]
+) -> None:
+    for file, descriptor in zip(written, (1, 2), strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")

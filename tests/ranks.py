@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import socket
 import time
@@ -16,11 +15,10 @@ from typing import Any
 
 import torch
 
+from tests.processes import forks
+
 SECONDS = 120
 """How long the ranks of a test may take all in all; one that waits for ever is killed then."""
-
-# Modules that the server of the processes has imported, so that a rank starts at once.
-_IMPORTED = ["torch", "lightning.pytorch", "lightning_graphs.training.callback"]
 
 
 class RankError(AssertionError):
@@ -47,10 +45,7 @@ def run_on_ranks(
 
 @contextlib.contextmanager
 def _processes(function: Callable[..., Any], args: Any, ranks: int) -> Iterator[list[Any]]:
-    # A process that was forked from one with CUDA in use could not use it: the server has none.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_IMPORTED, function.__module__])
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    context = forks()
     port = _free_port()
     started = []
     try:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
-from tests.processes import ROOT, environment
+import pytest
+import torch
+
+from tests.processes import ROOT
+
+Printed = Callable[..., str]
 
 
-def _run(*arguments: str) -> str:
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     """What ``benchmarks/core.py`` prints on a machine without a GPU."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "core.py"), *arguments],
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        monkeypatch.setattr(sys, "argv", ["core.py", *arguments])
+        assert import_module("core").main() == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_dry_run_checks_every_row_and_times_nothing(tmp_path: Path) -> None:
+def test_the_dry_run_checks_every_row_and_times_nothing(tmp_path: Path, printed: Printed) -> None:
     written = tmp_path / "rows.json"
-    versions, *rows = _run("--dry-run", "--json", str(written)).splitlines()
+    versions, *rows = printed("--dry-run", "--json", str(written)).splitlines()
     assert versions.startswith("card none")
     assert all(row.endswith(": results equal eager") for row in rows), rows
     names = [row.split(": results")[0] for row in rows]
@@ -35,6 +42,6 @@ def test_the_dry_run_checks_every_row_and_times_nothing(tmp_path: Path) -> None:
     assert not written.exists()
 
 
-def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
+def test_without_a_gpu_it_says_so_in_one_sentence(printed: Printed) -> None:
     said = "This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.\n"
-    assert _run() == said
+    assert printed() == said

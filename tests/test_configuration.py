@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
-from tests.test_package import run_python
+from tests.processes import in_one_process, run_script
 from tests.training.fits import Net, batches, compare, loader_of, prepare
 
 pytest.importorskip("jsonargparse")
@@ -124,18 +124,23 @@ def test_a_callback_appended_on_the_command_line(cli: Run, backend: str) -> None
     ]
 
 
-def test_the_short_name_works_where_the_class_was_imported() -> None:
+@in_one_process
+def test_the_short_name_works_where_the_class_was_imported(tmp_path: Path) -> None:
     # In a process of its own, which holds no other class of that name.
-    code = """
-import sys
+    program = tmp_path / "train.py"
+    program.write_text(
+        """
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_graphs import GraphCapture
-sys.argv = ["train.py", "--trainer.callbacks+=GraphCapture", "--trainer.callbacks.max_graphs=3"]
 cli = LightningCLI(BoringModel, run=False, trainer_defaults={"accelerator": "cpu"})
 print([one.options.max_graphs for one in cli.trainer.callbacks if type(one) is GraphCapture])
-"""
-    assert run_python(code) == "[3]"
+""",
+        encoding="utf-8",
+    )
+    flags = ("--trainer.callbacks+=GraphCapture", "--trainer.callbacks.max_graphs=3")
+    done = run_script(program, *flags)
+    assert done.stdout.strip() == "[3]", done.stderr
 
 
 def test_a_key_of_its_own(cli: Run, backend: str, tmp_path: Path) -> None:

@@ -195,6 +195,10 @@ def _options_in(value: Any) -> Iterator[dict[str, Any]]:
             yield from _options_in(list(value.values()))
 
 
+def commands(page: Path) -> list[str]:
+    return "".join(text for _, text in blocks(page, "bash")).splitlines()
+
+
 @as_a_user
 @pytest.mark.parametrize("page", with_blocks("bash"))
 def test_commands_run_as_they_stand(
@@ -206,7 +210,10 @@ def test_commands_run_as_they_stand(
     for _, text in blocks(page, "python"):  # what they write is read by commands
         if "to_json" in text:
             exec(text, {})
-    for line in "".join(text for _, text in blocks(page, "bash")).splitlines():
+    earlier = [line for other in PAGES[: PAGES.index(page)] for line in commands(other)]
+    for line in commands(page):
+        if "examples/" in line and line in earlier:
+            continue  # the same wherever it stands, and it takes seconds
         words = shlex.split(line, comments=True)
         with monkeypatch.context() as context:
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -326,7 +333,10 @@ def test_no_advice_leans_on_another(hooks: ModuleType) -> None:
     assert not [text for text in hooks.advice().values() if "before" in text and "sentence" in text]
 
 
-def test_the_lists_in_the_repository_are_current(hooks: ModuleType) -> None:
+def test_the_lists_in_the_repository_are_current(
+    hooks: ModuleType, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "Messages", lambda: found)
     listed = 0
     for page in PAGES[1:]:
         text = page.read_text(encoding="utf-8")

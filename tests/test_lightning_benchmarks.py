@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -14,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import ROOT, environment
+from tests.processes import ROOT
 
 for library in ("tokenizers", "torchmetrics", "transformers"):
     pytest.importorskip(library)
 
 BENCHMARKS = ROOT / "benchmarks"
-HERE = (
-    "13 lengths",
-    "mixture of experts",
-    "15 steps",
-    "validation every 20 steps",
-    "BERT with a padding collator",
-)
-IN_PROCESSES = ("GPT-2 350M", "new length at each step")
+HERE = {  # rounds of the fits
+    "13 lengths": 1,
+    "mixture of experts": 2,
+    "15 steps": 1,
+    "validation every 20 steps": 1,
+    "BERT with a padding collator": 1,
+}
+BY_THE_SCRIPT = {"GPT-2 350M": True, "new length at each step": False}  # whether it has graphs
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +43,13 @@ def fits() -> Any:
 
 
 def test_every_row_is_tested(fits: Any) -> None:
-    assert {"60 lengths", *HERE, *IN_PROCESSES} == set(fits.ROWS)  # that one is as 13, when tiny
+    assert {"60 lengths", *HERE, *BY_THE_SCRIPT} == set(fits.ROWS)  # that one is as 13, when tiny
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", HERE)
-def test_a_row_trains_as_eager_training_does(fits: Any, name: str) -> None:
-    found = fits.measure(name, rounds=2, tiny=True)
+@pytest.mark.parametrize(("name", "rounds"), HERE.items())
+def test_a_row_trains_as_eager_training_does(fits: Any, name: str, rounds: int) -> None:
+    found = fits.measure(name, rounds=rounds, tiny=True)
     assert (found["wrong"], found["verdict"]) == ([], "PASS")
     assert found["eager fits equal"]
     assert found["captures"] > 0
@@ -61,29 +59,20 @@ def test_a_row_trains_as_eager_training_does(fits: Any, name: str) -> None:
     assert name in fits.line(found)
 
 
-def test_rows_run_in_processes_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "replays"), BY_THE_SCRIPT.items())
+def test_the_script_prints_and_writes_a_row(
+    fits: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, replays: bool
+) -> None:
     written = tmp_path / "rows.json"
-    script = str(BENCHMARKS / "whole_fits.py")
-    flags = ["--tiny", "--jobs", "2", "--rows", ",".join(IN_PROCESSES), "--out", str(written)]
-    done = subprocess.run(
-        [sys.executable, script, *flags],
-        env=environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    versions, titles, *rows = done.stdout.splitlines()
+    assert fits.main(["--tiny", "--rows", name, "--out", str(written)]) == 0
+    versions, titles, row = capsys.readouterr().out.splitlines()
     assert "best by hand" in titles
     assert str(torch.__version__) in versions
-    assert sorted(row[:30].strip() for row in rows) == sorted(IN_PROCESSES)
-    found = json.loads(written.read_text())
-    assert {row["verdict"] for row in found["rows"]} == {"PASS"}
-    assert {row["row"]: row["replayed"] > 0 for row in found["rows"]} == {
-        "GPT-2 350M": True,
-        "new length at each step": False,
-    }
-    assert "--tiny" in found["command"]
+    assert row[:30].strip() == name
+    [found] = json.loads(written.read_text())["rows"]
+    assert found["verdict"] == "PASS"
+    assert (found["replayed"] > 0) == replays
 
 
 def test_a_process_that_dies_is_a_failure(

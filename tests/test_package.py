@@ -12,6 +12,7 @@ import pytest
 
 import lightning_graphs
 from lightning_graphs import errors
+from tests.processes import in_one_process, run_script
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,9 +68,7 @@ def run_python(code: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("module", "blocked"),
     [
-        ("lightning_graphs", LAZY),
         ("lightning_graphs", LAZY | LIGHTNING | {"torch"}),
-        ("lightning_graphs.core", LAZY),
         ("lightning_graphs.core", LAZY | LIGHTNING),
         ("lightning_graphs.reporting", LAZY | LIGHTNING | {"torch"}),
     ],
@@ -84,18 +83,53 @@ def test_the_blocker_blocks() -> None:
     assert run_python(code, "rich") == "rich is blocked"
 
 
-def test_importing_core_leaves_lightning_alone() -> None:
-    code = "import sys, lightning_graphs.core\nprint(sorted(LIGHTNING & set(sys.modules)))"
-    assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{code}") == "[]"
+def test_importing_core_takes_no_cuda_context_and_leaves_lightning_alone() -> None:
+    code = (
+        "import sys, torch, lightning_graphs.core\n"
+        "print(torch.cuda.is_initialized(), sorted(LIGHTNING & set(sys.modules)))"
+    )
+    assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{code}") == "False []"
 
 
 def test_importing_the_package_leaves_torch_alone() -> None:
     assert run_python("import sys, lightning_graphs\nprint('torch' in sys.modules)") == "False"
 
 
-def test_importing_takes_no_cuda_context() -> None:
-    code = "import torch, lightning_graphs.core\nprint(torch.cuda.is_initialized())"
-    assert run_python(code) == "False"
+UNUSUAL = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_graphs"]:
+    del sys.modules[name]  # found anew
+sys.path.insert(0, {path!r})
+import lightning as L
+import lightning_graphs
+assert lightning_graphs.__file__.startswith({path!r})
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_graphs import GraphCapture
+
+weights = []
+for scope in (None, "step", "modules"):
+    L.seed_everything(1)
+    graphs = GraphCapture(scope=scope or "step", on_failure="raise", backend={backend!r},
+                          only_if_faster=False)
+    module = BoringModel()
+    L.Trainer(
+        max_epochs=1, devices=1, accelerator="cpu" if {backend!r} == "emulated" else "gpu",
+        callbacks=[graphs] if scope else [], limit_val_batches=0, logger=False,
+        enable_checkpointing=False,
+    ).fit(module)
+    assert not scope or graphs.statistics.replayed > 50, graphs.statistics
+    weights.append(module.layer.weight.tolist())
+assert weights[0] == weights[1] == weights[2]
+"""
+
+
+@in_one_process
+def test_a_package_that_is_found_through_an_unusual_path(backend: str, tmp_path: Path) -> None:
+    """Its own code is then no user's."""
+    program = tmp_path / "program.py"
+    program.write_text(UNUSUAL.format(path=f"{ROOT}/tests/..", backend=backend), encoding="utf-8")
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_public_names() -> None:

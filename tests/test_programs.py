@@ -104,13 +104,23 @@ def test_limits(programs: Any, whole: int, modules: int, eager: int, verdict: st
     assert import_module("harness").verdict_of(summary) == verdict
 
 
-def test_processes_and_tables(
+@pytest.mark.filterwarnings("ignore")
+def test_tables(
     programs: Any,
+    lab: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    def in_this_process(script: str, names: list[str], flags: list[str], *_: Any) -> list[Any]:
+        """As the zoo's, whose processes have tests of their own."""
+        measures: list[Any] = []
+        monkeypatch.setattr(programs.zoo, "work", measures.append)
+        assert (Path(script).name, programs.main([*flags, "--worker"])) == ("programs.py", 0)
+        return [measure(name) for measure in measures for name in names]
+
+    monkeypatch.setattr(programs.zoo, "in_processes", in_this_process)
+    monkeypatch.setattr(programs, "Lab", lambda dry: lab)
     written, table = tmp_path / "rows.json", tmp_path / "programs.md"
     flags = ["--tiny", "--jobs", "1", "--limit", "300", "--rows", "autoencoder,LBFGS"]
     assert programs.main([*flags, "--json", str(written), "--markdown", str(table)]) == 1

@@ -13,22 +13,27 @@ from typing import Any
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from tests.processes import ROOT, in_one_process, run_script
 
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script as a module, on the CPU."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the processes that it kills
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return import_module("soak")
 
 
+@in_one_process
 @pytest.mark.filterwarnings("ignore")
 def test_memory_is_bounded_and_a_killed_fit_goes_on(
     soak: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def run(command: list[str], **_: Any) -> Any:
+        _, script, *arguments = command
+        return run_script(Path(script), *arguments, CUDA_VISIBLE_DEVICES="")
+
+    monkeypatch.setattr(soak.subprocess, "run", run)
     monkeypatch.chdir(tmp_path)
     written = tmp_path / "soak.json"
     short = ["--replays", "100", "--moves", "18", "--kills", "1", "--json", str(written)]

@@ -31,7 +31,7 @@ def scope(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One fit makes what a process keeps for good; what is frozen here is not counted later."""
     prepare("emulated", tmp_path_factory.mktemp("first"), True).run()
     if torch.cuda.is_available():
@@ -41,8 +41,6 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             torch.ones(1, device="cuda").item()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

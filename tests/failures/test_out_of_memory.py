@@ -29,7 +29,7 @@ from tests.training.fits import Fit, Net, adamw, batches, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
-SAMPLES = 12
+SAMPLES = 12 if torch.cuda.is_available() else 6
 """Fits of each case, at allocations that are spread over all of them."""
 
 

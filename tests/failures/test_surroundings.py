@@ -33,7 +33,6 @@ from tests.failures.support import (
     raise_mishap,
     tripping,
 )
-from tests.processes import environment
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 ROOT = Path(__file__).parents[2]
@@ -249,44 +248,3 @@ def test_the_process_ends_without_a_teardown(backend: str, tmp_path: Path) -> No
     assert done.returncode == 3, done.stderr
     for word in ("Traceback", "Error", "error", "terminate called"):
         assert word not in done.stderr
-
-
-UNUSUAL = """
-import sys
-sys.path.insert(0, {path!r})
-import lightning as L
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_graphs import GraphCapture
-
-weights = []
-for scope in (None, "step", "modules"):
-    L.seed_everything(1)
-    graphs = GraphCapture(scope=scope or "step", on_failure="raise", backend={backend!r},
-                          only_if_faster=False)
-    module = BoringModel()
-    L.Trainer(
-        max_epochs=1, devices=1, accelerator="cpu" if {backend!r} == "emulated" else "gpu",
-        callbacks=[graphs] if scope else [], limit_val_batches=0, logger=False,
-        enable_checkpointing=False,
-    ).fit(module)
-    assert not scope or graphs.statistics.replayed > 50, graphs.statistics
-    weights.append(module.layer.weight.tolist())
-assert weights[0] == weights[1] == weights[2]
-"""
-
-
-@pytest.mark.parametrize("path", [f"{ROOT}/.", f"{ROOT}/tests/.."])
-def test_a_package_that_is_found_through_an_unusual_path(
-    backend: str, tmp_path: Path, path: str
-) -> None:
-    """Its own code is then no user's."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", UNUSUAL.format(path=path, backend=backend)],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr

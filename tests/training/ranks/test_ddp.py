@@ -18,6 +18,7 @@ from lightning_graphs import CaptureError
 from lightning_graphs.training.costs.memory import MemoryBudget, MemoryKept
 from lightning_graphs.training.ddp import why_not_captured
 from lightning_graphs.training.options import Options
+from tests.processes import in_one_process
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import (
     CASES,
@@ -28,6 +29,8 @@ from tests.training.ddp_fits import (
     trained_twice,
 )
 from tests.training.fits import prepare
+
+pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import in_one_process
 from tests.ranks import RankError, in_folder, run_on_ranks
 from tests.training.ddp_fits import DDP
 from tests.training.fits import prepare
@@ -20,6 +21,8 @@ from tests.training.rank_differences import (
     require_together,
     stopped,
 )
+
+pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("kind", KINDS)

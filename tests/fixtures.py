@@ -1,0 +1,96 @@
+"""Fixtures of every test: the backend it runs on, its seed, and a check of what it left behind.
+
+A plugin rather than a part of ``conftest.py``: the process that hands out tests needs none of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+from lightning_graphs import GraphCapture
+
+_BACKENDS = ["emulated"]
+if torch.cuda.is_available():
+    _BACKENDS.append("cuda")
+
+# Threads that libraries start once and keep for the life of the process.
+# "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
+_PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
+_JOIN_SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_compiled() -> None:
+    """In a process that has compiled something no host half is recorded: each test begins anew."""
+    if (compiler := sys.modules.get("torch._dynamo.utils")) is not None:
+        compiler.counters.clear()
+
+
+@pytest.fixture(params=_BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of the backend under test: ``emulated``, and ``cuda`` where torch sees a GPU."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def device(backend: str) -> torch.device:
+    """The device on which the backend under test captures."""
+    return torch.device("cuda" if backend == "cuda" else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _captured_whether_it_pays_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are short, and no capture would pay off in them."""
+    defaults = {**(GraphCapture.__init__.__kwdefaults__ or {}), "only_if_faster": False}
+    monkeypatch.setattr(GraphCapture.__init__, "__kwdefaults__", defaults)
+
+
+@pytest.fixture(autouse=True)
+def _no_dispatch_mode_left() -> Iterator[None]:
+    """Fails a test that leaves a dispatch mode active, and takes it off for the next test."""
+    yield
+    left = []
+    while (mode := _get_current_dispatch_mode()) is not None:
+        left.append(type(mode).__name__)
+        _pop_mode()
+    if left:
+        pytest.fail(f"the test left dispatch modes on the stack: {', '.join(left)}")
+
+
+@pytest.fixture(autouse=True)
+def _default_stream_again() -> Iterator[None]:
+    """Fails a test that leaves another stream current than the default one of its device."""
+    yield
+    if not torch.cuda.is_initialized():
+        return
+    device = torch.cuda.current_device()  # by itself torch looks for one, which a test may hide
+    stream, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+    if stream != default:
+        torch.cuda.set_stream(default)
+        pytest.fail(f"the test left {stream} as the current stream")
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves a Python thread running."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if type(thread).__name__ in _PROCESS_THREADS or thread.name.startswith(_PROCESS_THREADS):
+            continue
+        # A thread that was told to end may need a moment to do so.
+        thread.join(_JOIN_SECONDS)
+        if thread.is_alive():
+            pytest.fail(f"the test left a thread running: {thread.name}")
