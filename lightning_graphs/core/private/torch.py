@@ -66,7 +66,8 @@ def storage_reference(storage: UntypedStorage) -> Callable[[], UntypedStorage | 
     """A weak reference to a storage, as torch's own multiprocessing holds one.
 
     On torch 2.8 a Python ``weakref`` dies with a cycle of garbage that held the storage, though
-    tensors still use it: pickling a module makes such cycles.
+    tensors still use it: pickling a module makes such cycles. Where this reference lives, a Python
+    one finds a storage without memory.
     """
     reference = StorageWeakRef(storage)
     return lambda: UntypedStorage._new_with_weak_ptr(reference.cdata)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torchmetrics
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.core.graph import CUDAGraph
@@ -296,10 +296,10 @@ def test_old_gradients_are_gone_in_a_check(
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            old[:] = [weakref.ref(p.grad.untyped_storage()) for p in module.parameters()]
+            old[:] = [StorageWeakRef(p.grad.untyped_storage()) for p in module.parameters()]
 
     def eager(self: Verification, plan: Any, *args: Any) -> Any:
-        found.append(sum(reference() is not None for reference in old))
+        found.append(sum(not reference.expired() for reference in old))
         return own(self, plan, *args)
 
     monkeypatch.setattr(Verification, "_eager", eager)
