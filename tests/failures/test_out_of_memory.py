@@ -137,7 +137,7 @@ def _replays_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _modes() -> list[Any]:
-    from lightning_graphs.core.private.torch import dispatch_modes
+    from lightning_graphs.core.private.modes import dispatch_modes
 
     return dispatch_modes()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -204,6 +205,8 @@ def csv_of(trainer: Trainer) -> str:
 
 def fit(trainer: Trainer, module: LightningModule, loader: Any, **options: Any) -> None:
     """``trainer.fit`` without Lightning's remarks on tiny runs."""
+    if "weights_only" not in inspect.signature(trainer.fit).parameters:  # Lightning 2.5
+        options.pop("weights_only", None)
     with warnings.catch_warnings():
         for message in _LIGHTNING_SAYS:
             warnings.filterwarnings("ignore", message=message)

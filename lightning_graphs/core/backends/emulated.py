@@ -31,7 +31,8 @@ from lightning_graphs.core.backends.recorder import (
 from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.inspect import GraphInfo, from_recording
 from lightning_graphs.core.obstacles import MOVED_STORAGE
-from lightning_graphs.core.private.torch import announced_as_cuda_capture, dispatch_modes
+from lightning_graphs.core.private.modes import dispatch_modes
+from lightning_graphs.core.private.torch import announced_as_cuda_capture
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 _NO_KERNEL = frozenset(

@@ -36,11 +36,12 @@ from lightning_graphs.core.obstacles import (
     with_known_remedy,
 )
 from lightning_graphs.core.private.fsdp import asks_for_shapes, unwraps_itself
-from lightning_graphs.core.private.torch import (
+from lightning_graphs.core.private.modes import (
     eager_attention,
+    let_higher_order_operators_in,
     out_of_sight,
-    storage_reference,
 )
+from lightning_graphs.core.private.torch import storage_reference
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError, ReplayError
 
@@ -201,6 +202,7 @@ class OperatorMode(TorchDispatchMode):
             # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
             # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
             self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
+        let_higher_order_operators_in(type(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:
             self._functions.enter_context(_FunctionMode(self.call))

@@ -19,7 +19,8 @@ from lightning_graphs.core.backends.recorder import OperatorCall, tensors_in
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import HostGenerator
 from lightning_graphs.core.host.half import READS, Draw, Operation, Register, copy_in, shape
-from lightning_graphs.core.private.torch import generator_identity, out_of_sight, storage_uses
+from lightning_graphs.core.private.modes import out_of_sight
+from lightning_graphs.core.private.torch import generator_identity, storage_uses
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten

@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.arguments.values import Absence
@@ -251,32 +250,6 @@ def current_autograd_node() -> Node | None:
     return getter() if getter is not None else None
 
 
-def dispatch_modes() -> list[Any]:
-    """The dispatch modes of this thread, outermost first; nothing public reads them."""
-    return list(_python_dispatch._get_current_dispatch_mode_stack())
-
-
-@contextlib.contextmanager
-def out_of_sight() -> Iterator[None]:
-    """Run operators and functions of torch that no mode of this thread sees."""
-    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
-    try:
-        with torch._C.DisableTorchFunction():
-            yield
-    finally:
-        while modes:
-            _python_dispatch._push_mode(modes.pop())
-
-
-def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
-    """Run what an operator does on a device, where modes see the operators that it is made of.
-
-    Nothing public leaves out the modes for an operator and keeps them for those inside of it.
-    """
-    key = getattr(torch._C.DispatchKey, device.type.upper())
-    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
-
-
 def demangle(symbol: str) -> str:
     """The C++ name behind a symbol, as torch's profiler finds it.
 
@@ -466,11 +439,3 @@ def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[i
         return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
 
     return uses
-
-
-def eager_attention(operator: Any) -> Callable[..., Any] | None:
-    """What ``flex_attention`` runs in eager mode; None for other operators."""
-    kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
-    is_attention = str(operator).startswith("flex_attention")  # or its backward pass
-    key = torch._C.DispatchKey.CompositeExplicitAutograd
-    return kernels.get(key) if is_attention else None

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.values import Absence
 from lightning_graphs.core.host.tape import HostTape
-from lightning_graphs.core.private.torch import out_of_sight
+from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.training.guards.frozen import (
     FrozenNumber,
     NumberPlaces,
