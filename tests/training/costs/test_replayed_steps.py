@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -157,8 +158,9 @@ def beside_the_graphs(
 
 
 # Whole steps: two copies of the batch, two operators for both learning rates, and Lightning's own
-# for its logs. Submodules: the loss runs eagerly, forward and backward.
+# for its logs, of which 2.5 has more. Submodules: the loss runs eagerly, forward and backward.
 LIMITS = {"step": (26, 10, 182), "modules": (40, 18, 245)}
+OLDER = 7 if lightning.__version__.startswith("2.5.") else 0
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -177,6 +179,6 @@ def test_what_runs_beside_a_replay_is_little_and_does_not_grow_with_the_paramete
         assert large.calls == small.calls
         if backend == "cuda":  # it also moves batches and mirrors the progress bar
             continue
-        assert large.operators.total() <= operators, large.operators
+        assert large.operators.total() <= operators + OLDER, large.operators
         assert large.tensors <= tensors, large.operators
         assert large.calls.total() <= calls, large.calls

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from tests.processes import in_one_process
 from tests.ranks import RankError, in_folder, run_on_ranks
@@ -41,7 +42,9 @@ def synchronizing(rank: int, root: Path) -> Any:
     for is_captured in (False, True):
         made = prepare("emulated", in_folder(root, rank), is_captured, validation=0, **DDP)
         loop = made.trainer.fit_loop.epoch_loop
-        own = loop._broadcast_sigterm_tensor
+        own = getattr(loop, "_broadcast_sigterm_tensor", None)
+        if own is None:  # Lightning 2.5 does not ask
+            continue
 
         def ask(own: Any = own, at: int = is_captured) -> None:
             asked[at] += 1
@@ -54,7 +57,8 @@ def synchronizing(rank: int, root: Path) -> Any:
 
 
 def test_no_step_waits_for_the_device_to_hear_of_signals(tmp_path: Path) -> None:
-    assert run_on_ranks(synchronizing, tmp_path) == [[20, 0]] * 2
+    asks = hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
+    assert run_on_ranks(synchronizing, tmp_path) == [[20 * asks, 0]] * 2
 
 
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
