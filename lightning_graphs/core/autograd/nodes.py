@@ -117,7 +117,9 @@ class UsesApart:
                 if leaf in self._found:
                     self._users.setdefault(node, []).append((i, leaf))
         uses = Counter(leaf for found in self._users.values() for _, leaf in found)
-        self.number = {leaf: uses[leaf] for leaf in leaves if uses[leaf] > 1}
+        # One that is returned as well gets a gradient as an output, which no node gives.
+        returned = set(outputs)
+        self.number = {x: uses[x] for x in leaves if uses[x] > 1 and x not in returned}
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:

@@ -119,6 +119,36 @@ def test_gradients_of_all_uses_are_added_in_the_order_of_autograd(
     compare(*fits)
 
 
+class Passing(Normed):
+    """Returns its argument, too, as norms that add up residuals do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class PassedOn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = Passing(), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed, residual = self.norm(x)
+        return residual + nn.functional.gelu(self.inner(normed))
+
+
+class PassingResiduals(Residuals):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PassedOn() for _ in range(4))
+
+
+def test_an_argument_that_is_returned_keeps_the_gradient_that_it_gets_as_an_output(
+    backend: str, tmp_path: Path
+) -> None:
+    fits = fit_twice(backend, tmp_path, module=PassingResiduals, capture=named("Passing"))
+    compare(*fits)
+
+
 def test_autocast_caches_nothing_between_graphs_and_eager_code(
     backend: str, tmp_path: Path
 ) -> None:
