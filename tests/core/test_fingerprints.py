@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_graphs.core.arguments import fingerprints
 from lightning_graphs.core.arguments.fingerprints import Fingerprinter
@@ -89,3 +91,21 @@ def test_a_sparse_tensor_is_that_of_its_values(device: torch.device) -> None:
     dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]], device=device)
     first, second = Fingerprinter().of([dense, dense.to_sparse()])
     assert first == second
+
+
+def test_small_tensors_are_copied_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of a large model has no memory for a copy of all of them."""
+    size, beside, alive = fingerprints._CHUNK["cpu"], torch.cat, []
+    copies: list[StorageWeakRef] = []
+
+    def cat(tensors: list[Tensor]) -> Tensor:
+        copy = beside(tensors)
+        assert copy.numel() <= size
+        alive.append(sum(not known.expired() for known in copies))
+        copies.append(StorageWeakRef(copy.untyped_storage()))
+        return copy
+
+    monkeypatch.setattr(torch, "cat", cat)
+    Fingerprinter().of([torch.rand(size // 2) for _ in range(10)], together=True)
+    assert len(alive) == 5
+    assert max(alive) <= 1

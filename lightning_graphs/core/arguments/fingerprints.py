@@ -35,23 +35,17 @@ class Fingerprinter:
 
         Together, small ones have one fingerprint for as many as are looked at at a time.
         """
-        pieces: dict[torch.device, list[tuple[list[int], Tensor]]] = defaultdict(list)
-        small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
-        for i, tensor in enumerate(tensors):
-            words, size = _words(tensor), _CHUNK[tensor.device.type]
-            if together and words.numel() < size:
-                small[words.device, words.dtype].append((i, words))
-            else:
-                pieces[words.device] += [([i], piece) for piece in words.split(size)]
-        for (device, _), found in small.items():
-            pieces[device] += _groups(found, _CHUNK[device.type])
-        values: list[list[int]] = [[] for _ in tensors]
-        for of_device in pieces.values():
-            sums = [(words * self._of_place(words)).sum() for _, words in of_device]
-            for (owners, _), value in zip(of_device, torch.stack(sums).tolist(), strict=True):
-                for i in owners:
-                    values[i].append(value)
-        return [tuple(found) for found in values]
+        sums: dict[torch.device, list[Tensor]] = defaultdict(list)
+        owners: dict[torch.device, list[list[int]]] = defaultdict(list)
+        for whose, words in _pieces(tensors, together):
+            sums[words.device].append((words * self._of_place(words)).sum())
+            owners[words.device].append(whose)
+        found: list[list[int]] = [[] for _ in tensors]
+        for device, scalars in sums.items():
+            for whose, value in zip(owners[device], torch.stack(scalars).tolist(), strict=True):
+                for i in whose:
+                    found[i].append(value)
+        return [tuple(values) for values in found]
 
     def _of_place(self, words: Tensor) -> Tensor:
         known = self._factors.get(words.device)
@@ -69,16 +63,24 @@ def _words(tensor: Tensor) -> Tensor:
     return flat.contiguous().view(_INTEGERS[flat.element_size()])
 
 
-def _groups(found: Sequence[tuple[int, Tensor]], size: int) -> Iterator[tuple[list[int], Tensor]]:
-    """These words, as many side by side as are looked at at a time; and whose they are."""
-    owners: list[int] = []
-    words: list[Tensor] = []
-    room = size
-    for i, own in found:
-        if own.numel() > room:
-            yield owners, torch.cat(words)
-            owners, words, room = [], [], size
-        owners.append(i)
-        words.append(own)
-        room -= own.numel()
-    yield owners, torch.cat(words)
+def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[int], Tensor]]:
+    """Words, as many as are looked at at a time, and whose they are; copies are made one by one."""
+    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
+    taken: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
+    for i, tensor in enumerate(tensors):
+        words, size = _words(tensor), _CHUNK[tensor.device.type]
+        if not together or words.numel() >= size:
+            for piece in words.split(size):
+                yield [i], piece
+            continue
+        kind = words.device, words.dtype
+        if taken[kind] + words.numel() > size:
+            yield _side_by_side(small.pop(kind))
+            taken[kind] = 0
+        small[kind].append((i, words))
+        taken[kind] += words.numel()
+    yield from map(_side_by_side, small.values())
+
+
+def _side_by_side(group: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
+    return [i for i, _ in group], torch.cat([words for _, words in group])

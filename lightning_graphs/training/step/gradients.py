@@ -92,10 +92,7 @@ class AttachedGradients:
         self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
 
     def lend(self) -> None:
-        """Let others use the memory of the buffers, which every replay writes anew.
-
-        These are the next capture, and the eager step that a replay is compared with.
-        """
+        """Let the next capture use the memory of the buffers, which every replay writes anew."""
         if not (self.in_pool and self._are_whole) or self._has_lent:
             return
         before = self.buffers
@@ -111,19 +108,42 @@ class AttachedGradients:
         """Give ``.grad`` memory of its own, where it is in memory that is released by now."""
         if not self._has_lent:
             return
-        pairs = zip(self.parameters, self.buffers, strict=True)
-        found = [(p, buffer) for p, buffer in pairs if p.grad is buffer]
+        before = self.buffers
+        self._use(without_ownership(before))
         try:
-            for parameter, buffer in found:
-                parameter.grad = buffer.clone()
+            for buffer in before:  # whoever has kept it has it still
+                buffer.data = buffer.clone()
         except torch.OutOfMemoryError:  # the next step zeroes them in any case
-            for parameter, _ in found:
-                parameter.grad = None
+            for parameter, buffer in zip(self.parameters, before, strict=True):
+                if parameter.grad is buffer:
+                    parameter.grad = None
 
     def forget_old(self) -> None:
         """Let go of the gradients of the step before, which this one zeroes first."""
         for parameter in self.parameters if self.in_pool else ():
             parameter.grad = None
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """While an eager step runs, move its gradients to the buffers: they take no more memory.
+
+        Buffers that were lent stay as they are: their memory is free for that step.
+        """
+
+        def move(buffer: Tensor, parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.requires_grad:
+                return
+            if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
+                parameter.grad = buffer.copy_(gradient)
+
+        takes_over = self.in_pool and not self._has_lent
+        pairs = zip(self.parameters, self.buffers, strict=True) if takes_over else ()
+        with contextlib.ExitStack() as hooks:
+            for parameter, buffer in pairs:
+                hook = parameter.register_post_accumulate_grad_hook(partial(move, buffer))
+                hooks.callback(hook.remove)
+            yield
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""

@@ -358,8 +358,6 @@ class StepRunner:
         if self._agreement.is_on:
             plan.unverified = False
             self._retry.forget_gradients(plan)
-            plan.gradients.lend()
-            self._kept.count()
             self._kept.attached = None
             try:
                 with self._investment.verifying():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,7 +93,9 @@ class Verification:
         own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
         memory = self._agreement.budget.memory_of(plan.forward)
-        with self._surroundings(plan, recorder), memory:
+        # They are the graph's own, and not lent: somebody may keep them
+        gradients = plan.gradients.taking_over() if self._ranks.are_one else nullcontext()
+        with self._surroundings(plan, recorder), memory, gradients:
             before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)

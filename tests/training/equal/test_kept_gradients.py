@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.training.step import gradients
+from lightning_graphs.training.step.gradients import AttachedGradients
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 KEPT = "a gradient of an earlier step is kept, and is copied now"
@@ -123,6 +124,52 @@ def test_gradients_that_are_taken_away_at_times(backend: str, tmp_path: Path) ->
     assert len(captured.module.kept) == 6 * len(list(captured.module.parameters()))
     for mine, theirs in zip(captured.module.kept, eager.module.kept, strict=True):
         assert torch.equal(mine, theirs)
+
+
+class KeepsTheLast(Net):
+    """Keeps the gradients of the last step, for after the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_last_batch:
+            self.kept = [p.grad.detach() for p in self.parameters()]
+
+
+def test_gradients_that_outlive_the_fit(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=KeepsTheLast)
+    compare(eager, captured)
+    if backend == "cuda":
+        torch.cuda.empty_cache()  # what nobody owns is gone
+    assert captured.module.kept
+    for mine, theirs in zip(captured.module.kept, eager.module.kept, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class OnAGPU(Tensor):
+    """A tensor whose memory may be lent."""
+
+    is_cuda = True
+
+
+def test_who_keeps_lent_gradients_has_them_after_the_graph() -> None:
+    """Those in ``.grad``, and those that have been taken away; the graph goes on with its own."""
+    memory = torch.arange(8.0)  # of the graph
+    buffers = [memory[:4].as_subclass(OnAGPU), memory[4:].as_subclass(OnAGPU)]
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in buffers]
+    attached = AttachedGradients(parameters, buffers, in_pool=True)
+    attached.lend()
+    attached.attach()
+    kept = [p.grad for p in parameters]
+    assert [g.data_ptr() for g in kept if g is not None] == [b.data_ptr() for b in buffers]
+    parameters[1].grad = None
+    attached.leave()
+    assert parameters[0].grad is kept[0]
+    assert [b.data_ptr() for b in attached.buffers] == [b.data_ptr() for b in buffers]
+    memory.fill_(-1.0)  # the next step
+    assert [g.tolist() for g in kept if g is not None] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 class KeepsThemLate(KeepsGradients):

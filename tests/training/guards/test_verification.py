@@ -288,10 +288,10 @@ def test_the_first_tensor_that_differs_is_named(
         captured.run()
 
 
-def test_old_gradients_are_gone_in_a_check(
+def test_a_check_takes_no_memory_for_gradients(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever was to put them back."""
+    """Old ones are gone, whoever was to put them back, and new ones are where the graph has its."""
     own, old, found = Verification._eager, [], []
 
     class Watch(Callback):
@@ -299,8 +299,11 @@ def test_old_gradients_are_gone_in_a_check(
             old[:] = [StorageWeakRef(p.grad.untyped_storage()) for p in module.parameters()]
 
     def eager(self: Verification, plan: Any, *args: Any) -> Any:
-        found.append(sum(not reference.expired() for reference in old))
-        return own(self, plan, *args)
+        kept = sum(not reference.expired() for reference in old)
+        results = own(self, plan, *args)
+        pairs = zip(plan.gradients.parameters, plan.gradients.buffers, strict=True)
+        found.append((kept, all(p.grad is buffer for p, buffer in pairs)))
+        return results
 
     monkeypatch.setattr(Verification, "_eager", eager)
     options: dict[str, Any] = {"callbacks": lambda: [Watch()]}
@@ -308,7 +311,7 @@ def test_old_gradients_are_gone_in_a_check(
         prepare(backend, tmp_path, False, **options).run(),
         prepare(backend, tmp_path, True, **options).run(),
     )
-    assert found == [0]
+    assert found == [(0, True)]
 
 
 def test_a_step_left_out_is_found(
