@@ -137,17 +137,20 @@ class MemoryBudget:
         if self.is_tight:
             torch.cuda.empty_cache()
 
-    def room_for(self, needed: int) -> int:
-        """How many of so many bytes a copy may take that the host could have as well."""
+    def room_for(self, needed: int, beside: int = 0) -> int:
+        """How many of so many bytes a copy may take that the host could have as well.
+
+        So many bytes are taken beside it.
+        """
         if self._device is None:
             return needed
-        if self._room() < needed:
+        if self._room(beside) < needed:
             torch.cuda.empty_cache()
-        return min(self._room(), needed)
+        return min(self._room(beside), needed)
 
-    def _room(self) -> int:
-        taken = torch.cuda.memory_reserved(self._device)
-        return max(0, min(self._free(), self._part - taken) - _BESIDE)
+    def _room(self, beside: int) -> int:
+        taken = torch.cuda.memory_reserved(self._device) + beside
+        return max(0, min(self._free() - beside, self._part - taken) - _BESIDE)
 
     def _free(self) -> int:
         """What the allocator may still take of the device."""

@@ -91,6 +91,11 @@ class AttachedGradients:
         self._are_whole = all(local(b) is b for b in self.buffers)
         self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
 
+    @property
+    def held(self) -> int:
+        """Bytes of the memory of the graphs that nobody else can use."""
+        return sum(b.nbytes for b in self.buffers) if self.in_pool and not self._has_lent else 0
+
     def lend(self) -> None:
         """Let the next capture use the memory of the buffers, which every replay writes anew."""
         if not (self.in_pool and self._are_whole) or self._has_lent:

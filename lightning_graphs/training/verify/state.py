@@ -39,11 +39,12 @@ class Kept:
         device: torch.device,
         budget: MemoryBudget,
         *others: Restorable,
+        beside: int = 0,  # bytes that are taken beside the copies
     ) -> None:
         tensors = [local(tensor) for tensor in tensors if tensor.layout is torch.strided]
         storages = [t.untyped_storage() for t in tensors]
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        self._snapshot = StateSnapshot(tensors, room=budget.room_for(size))
+        self._snapshot = StateSnapshot(tensors, room=budget.room_for(size, beside))
         self.saved = self._snapshot.saved
         self._others = others
         self._device = device if device.type == "cuda" else None
@@ -72,9 +73,10 @@ class StepState:
         loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
         *others: Restorable,
         budget: MemoryBudget,
+        beside: int = 0,  # bytes that the step takes beside it
     ) -> None:
         self._optimizer = optimizer
-        self._budget = budget
+        self._budget, self._beside = budget, beside
         self._device = module.device
         self._buffers = dict(module.named_buffers())
         self._loose = dict(loose)
@@ -107,7 +109,9 @@ class StepState:
 
     def keep(self) -> None:
         """Copy the state."""
-        self._kept = Kept(self._tensors, self._device, self._budget, *self._others)
+        self._kept = Kept(
+            self._tensors, self._device, self._budget, *self._others, beside=self._beside
+        )
         if self._scaler is not None:
             self._scale = self._scaler.state_dict()
 

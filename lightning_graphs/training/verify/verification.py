@@ -50,9 +50,9 @@ class Verification:
         self._capturable = capturable
         self._ranks = ranks
 
-    def _state(self, written: dict[str, Tensor], *others: Restorable) -> StepState:
+    def _state(self, written: dict[str, Tensor], *others: Restorable, beside: int = 0) -> StepState:
         parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
-        return StepState(*parts, written, *others, budget=budget)
+        return StepState(*parts, written, *others, budget=budget, beside=beside)
 
     def _rates(self) -> Any:
         """While this is open, rates are on the device: kernels round others otherwise."""
@@ -68,7 +68,8 @@ class Verification:
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
         others = () if plan.host is None else (plan.host,)
-        state = self._state(plan.loose, *others)
+        # The gradients of the graph lie where the eager step would compute
+        state = self._state(plan.loose, *others, beside=plan.gradients.held)
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state), exchanges=True),
             partial(together, partial(self._replayed, plan, args, state), exchanges=True),

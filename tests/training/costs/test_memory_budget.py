@@ -78,6 +78,7 @@ def test_free_memory_is_not_taken_because_it_is_there(
     # Of 1350; a comparison takes 64 beside.
     assert budget.room_for(10 * MIB) == 10 * MIB
     assert budget.room_for(300 * MIB) == 186 * MIB
+    assert budget.room_for(300 * MIB, 100 * MIB) == 86 * MIB
     allocator["free"] = 100
     assert budget.room_for(300 * MIB) == 36 * MIB
     allocator["free"] = 20
