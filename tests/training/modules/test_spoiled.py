@@ -202,10 +202,10 @@ def test_a_check_that_is_interrupted_leaves_nothing(
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Kept.__init__
 
-    def keep(self: Kept, tensors: Sequence[Tensor], *others: Any) -> None:
+    def keep(self: Kept, tensors: Sequence[Tensor], *others: Any, **options: Any) -> None:
         if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
             raise torch.OutOfMemoryError("9 MiB are free")
-        own(self, tensors, *others)
+        own(self, tensors, *others, **options)
 
     monkeypatch.setattr(Kept, "__init__", keep)
 
