@@ -282,14 +282,17 @@ class CallableCapture:
         handed = LentGradients(to_autograd)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         asked: list[Tensor | GradientEdge] = [*targets]
-        apart: list[Tensor] = []
-        if may_write:
-            apart = targets
-        elif direct is not None:  # it copies gradients to `.grad`, which casts them as well
+        if (
+            direct is not None and not may_write
+        ):  # it copies gradients to `.grad`, which casts them as well
             asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
         with self._made.pool.capture() as captured, rewinding_refused(self.draws), uses.taken():
             found = gradients_behind(
-                outputs, asked, static, hooked=self._made.parameters, apart=apart
+                outputs,
+                asked,
+                static,
+                hooked=self._made.parameters,
+                apart=targets if may_write else (),
             )
             self._check_gradients(found)
             pairs = zip(targets, found, strict=True)

@@ -109,17 +109,21 @@ class UsesApart:
     """
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in leaves}
-        self._users: dict[Node, list[tuple[int, Tensor]]] = {}
-        for node in nodes_behind(outputs) if leaves else ():
-            for i, (parent, _) in enumerate(node.next_functions):
-                leaf = None if parent is None else leaf_of(parent)
-                if leaf in self._found:
-                    self._users.setdefault(node, []).append((i, leaf))
-        uses = Counter(leaf for found in self._users.values() for _, leaf in found)
         # One that is returned as well gets a gradient as an output, which no node gives.
-        returned = set(outputs)
-        self.number = {x: uses[x] for x in leaves if uses[x] > 1 and x not in returned}
+        apart = set(leaves) - set(outputs)
+        uses = [
+            (node, i, leaf)
+            for node in (nodes_behind(outputs) if apart else ())
+            for i, (parent, _) in enumerate(node.next_functions)
+            if parent is not None and (leaf := leaf_of(parent)) in apart
+        ]
+        count = Counter(leaf for _, _, leaf in uses)
+        self.number = {leaf: times for leaf, times in count.items() if times > 1}
+        self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in self.number}
+        self._users: dict[Node, list[tuple[int, Tensor]]] = {}
+        for node, i, leaf in uses:
+            if leaf in self.number:
+                self._users.setdefault(node, []).append((i, leaf))
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -138,9 +142,8 @@ class UsesApart:
     ) -> tuple[Tensor | None, ...]:
         left = list(gradients)
         for i, leaf in uses:
-            if leaf in self.number:
-                self._found[leaf].append(gradients[i])
-                left[i] = None
+            self._found[leaf].append(gradients[i])
+            left[i] = None
         return tuple(left)
 
     def of(self, leaf: Tensor, gradient: Tensor | None) -> list[Tensor | None]:

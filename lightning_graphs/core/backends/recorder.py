@@ -247,7 +247,8 @@ class OperatorMode(TorchDispatchMode):
     def operator(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        raise NotImplementedError
+        """Run an operator that is seen."""
+        return func(*args, **kwargs)
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a Python function of torch (``numpy``, ``tolist``, tensors from numbers).
