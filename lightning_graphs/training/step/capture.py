@@ -35,6 +35,7 @@ from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
     NumberPlaces,
     counters_watched,
+    number_places,
     numbers_exchanged,
     old_gradients_watched,
     rates_exchanged,
@@ -291,17 +292,18 @@ class StepCapture:
             stack.enter_context(self._learned.reads.watching(self._module))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_autocast_cache(self._plugin))
-            reads, counter = self._learned.reads, self._numbers.counter
-            stack.enter_context(counters_watched(self._trainer, reads=reads, counter=counter))
+            reads, number = self._learned.reads, self._numbers.number
+            stack.enter_context(counters_watched(self._trainer, reads=reads, counter=number))
             stack.enter_context(replaced(self._body, "forward", self._forward))
             stack.enter_context(replaced(self._body, "_backward", self._backward))
             rates = None if self._capturable is None else self._capturable.live_rates()
-            self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
-            stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
+            parts = self._trainer, self._optimizer, rates
+            self._in_optimizer = number_places(*parts, number, self._open_keys())
+            stack.enter_context(rates_exchanged(*parts))
             effects = effects_refused(self._trainer, self._own, outside, "training_step")
             stack.enter_context(effects)
             if places is not None:
-                stack.enter_context(places.exchanged(self._numbers.number))
+                stack.enter_context(places.exchanged(number))
             yield outside, loose
 
     def _forward(
