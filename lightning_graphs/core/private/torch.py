@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -21,8 +20,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-
-from lightning_graphs.core.arguments.values import Absence
 
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
@@ -161,37 +158,6 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     if isinstance(module, torch.jit.ScriptModule):
         tables = tuple(dict(table.items()) for table in tables)
     return tables  # type: ignore[no-any-return]
-
-
-_OnSet = Callable[[nn.Module, str, Any], None]
-_on_set: list[_OnSet] = []
-_on_set_lock = threading.Lock()
-_set_attribute = nn.Module.__setattr__
-
-
-def _set_and_tell(module: nn.Module, name: str, value: Any) -> None:
-    before = vars(module).get(name, Absence.ABSENT)
-    _set_attribute(module, name, value)
-    for tell in tuple(_on_set):
-        tell(module, name, before)
-
-
-@contextlib.contextmanager
-def attributes_watched(tell: _OnSet) -> Iterator[None]:
-    """Call this with module, name and former value of whatever is set in a module, by any thread.
-
-    Only the setter of ``nn.Module`` sees all of them.
-    """
-    with _on_set_lock:
-        _on_set.append(tell)
-        nn.Module.__setattr__ = _set_and_tell  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        with _on_set_lock:
-            _on_set.remove(tell)
-            if not _on_set:
-                nn.Module.__setattr__ = _set_attribute  # type: ignore[method-assign]
 
 
 _attention = torch.backends.cuda

@@ -20,9 +20,10 @@ from lightning_graphs.core.arguments.values import Absence, HeldValues, is_plain
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.core.private.torch import attributes_watched, current_autograd_node
+from lightning_graphs.core.private.torch import current_autograd_node
 from lightning_graphs.training.guards.held_values import OF_ALL_MODULES, held_in, held_in_value
 from lightning_graphs.training.guards.own_code import inside_of_compiled
+from lightning_graphs.training.interception import replaced
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")
 _LIVE_IN_LIBRARIES = frozenset(
@@ -143,13 +144,16 @@ class AttributeReads(HeldValues):
     def _stores_noted(self, root: nn.Module) -> Iterator[None]:
         """Note what is set in modules that there are already; metrics look after themselves."""
         modules = {id(module) for module in root.modules() if not _is_metric(type(module))}
+        original: Any = nn.Module.__setattr__  # the only one that sees all of them
 
-        def note(owner: nn.Module, key: str, before: Any) -> None:
+        def store(owner: nn.Module, key: str, value: Any) -> None:
+            before = vars(owner).get(key, Absence.ABSENT)
+            original(owner, key, value)
             if id(owner) in modules and key not in OF_ALL_MODULES and self._is_mine():
                 self._stored.setdefault((id(owner), key), (owner, before))
 
         self._stored.clear()  # of code that was refused in the middle
-        with attributes_watched(note):
+        with replaced(nn.Module, "__setattr__", store):
             yield
 
     def _watched(self, kind: type, paths: Mapping[int, str]) -> type:

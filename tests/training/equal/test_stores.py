@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_graphs.core.private.torch import attributes_watched
 from tests.training.fits import Fit, Net, batches, compare, fit_twice
 from tests.training.modules.test_equal import named
 
@@ -492,19 +490,3 @@ def test_what_another_thread_sets_is_not_the_step_s(backend: str, tmp_path: Path
     )
     assert fits[1].statistics.modules == ["block", "net"]
     assert fits[1].statistics.replayed > 0
-
-
-def test_watchers_that_overlap() -> None:
-    before = nn.Module.__setattr__
-    told: list[str] = []
-    first = attributes_watched(lambda module, name, value: told.append(f"first {name}"))
-    second = attributes_watched(lambda module, name, value: told.append(f"second {name}"))
-    module = Block()
-    with ExitStack() as stack:
-        with first:
-            stack.enter_context(second)
-            module.samples = 1
-        module.samples = 2
-    module.samples = 3
-    assert told == ["first samples", "second samples", "second samples"]
-    assert nn.Module.__setattr__ is before
