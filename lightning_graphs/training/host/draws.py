@@ -15,6 +15,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
@@ -87,11 +88,7 @@ def draws_recorded(numbers: StepNumbers, recording: HostRecording) -> Iterator[N
 
 def _own(arguments: Any) -> Any:
     """Arguments whose containers and arrays nobody else changes."""
-    if type(arguments) in (list, tuple):
-        return type(arguments)(map(_own, arguments))
-    if type(arguments) is dict:
-        return {key: _own(value) for key, value in arguments.items()}
-    return arguments.copy() if hasattr(arguments, "__array_interface__") else arguments
+    return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
 
 
 def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -194,7 +194,7 @@ class LiveNumber(Followed, FrozenNumber):
         if self.drawn:
             name, (read, _) = f"{function.__name__}({self.name})", self.follow(function, *args)
             return self.numbers.guarded(name, read, value, drawn=True)
-        self.numbers.guarded(self.name, self.now, self.value)
+        self.guarded()
         return value
 
     def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
@@ -215,12 +215,14 @@ class LiveNumber(Followed, FrozenNumber):
         """The outcome of a comparison, which is a guard."""
         if type(other) is float:
             self.numbers.bounded(other)
-        found = self.computed(_infix(self, symbol, other), function, other)
-        return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
+        return self.computed(_infix(self, symbol, other), function, other).guarded()
 
     def is_true(self) -> Any:
-        found = self.computed(f"bool({self.name})", bool)
-        return self.numbers.guarded(found.name, found.now, found.value, drawn=found.drawn)
+        return self.computed(f"bool({self.name})", bool).guarded()
+
+    def guarded(self) -> Any:
+        """The bare value, for steps in which it is the same."""
+        return self.numbers.guarded(self.name, self.now, self.value, drawn=self.drawn)
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         if function in _PLAIN and type(self.value) is function:
@@ -228,7 +230,8 @@ class LiveNumber(Followed, FrozenNumber):
         place = next(i for i, argument in enumerate(args) if argument is self)
         given = ", ".join(map(_operand, args))
         others = [*args[:place], *args[place + 1 :]]
-        return self.computed(f"{function.__name__}({given})", _first(function, place), *others)
+        first = _first(function, place) if place else function
+        return self.computed(f"{function.__name__}({given})", first, *others)
 
     @classmethod
     def __torch_function__(
@@ -323,20 +326,16 @@ def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
     return _of_numbers(lambda self, other: self.compared(symbol, function, other))
 
 
-def _alone(function: Callable[..., Any]) -> Any:
-    def method(self: LiveNumber, *digits: Any) -> Any:
-        given = ", ".join([self.name, *map(repr, digits)])
-        return self.computed(f"{function.__name__}({given})", function, *digits)
-
-    return method
-
-
 def _converted(kind: type) -> Any:
     def convert(number: LiveNumber) -> Any:
         number.numbers.asked.add((sys._getframe(1).f_globals.get("__name__", ""), kind))
         return number.seen(kind)
 
     return convert
+
+
+def _applied(function: Callable[..., Any]) -> Any:
+    return lambda self, *digits: self.applied(function, (self, *digits))
 
 
 def _seen(function: Callable[..., Any]) -> Any:
@@ -353,9 +352,9 @@ for _symbol, _name in ARITHMETIC.items():
 for _symbol, _name in COMPARISONS.items():
     setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
 for _name in ("neg", "pos", "abs"):
-    setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
+    setattr(LiveNumber, f"__{_name}__", _applied(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
-    setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
+    setattr(LiveNumber, f"__{_function.__name__}__", _applied(_function))
 LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment]
 _BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
