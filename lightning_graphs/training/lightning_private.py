@@ -283,14 +283,5 @@ def has_cheap_contexts(trainer: Trainer) -> bool:
     return vars(trainer.profiler).get("profile") is _Unrecorded  # type: ignore[attr-defined]
 
 
-class _Unrecorded(contextlib.ContextDecorator):
+class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
     """What ``Profiler.profile`` gives: a context, and a decorator."""
-
-    def __init__(self, action_name: str) -> None:
-        self._name = action_name
-
-    def __enter__(self) -> str:
-        return self._name
-
-    def __exit__(self, *_: object) -> None:
-        pass

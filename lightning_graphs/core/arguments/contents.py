@@ -132,7 +132,7 @@ class Contents:
         return None
 
     @contextlib.contextmanager
-    def left(self, refuse: Callable[[str], object]) -> Iterator[None]:
+    def left(self, refuse: Callable[[Sequence[str]], object]) -> Iterator[None]:
         """Undo what the body changes, and refuse it by its names."""
         try:
             yield
@@ -140,7 +140,7 @@ class Contents:
             changed = self.changed()
             self.restore()
         if changed:
-            refuse(", ".join(changed[:3]))
+            refuse(changed)
 
     def restore(self) -> None:
         for _, _, container, before in self._containers:
@@ -227,11 +227,11 @@ def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractCon
     if any(map(_is_of_transformers, [*args, *kwargs.values()])):
         remedy = "set config.use_cache = False: training needs no cache of keys and values"
 
-    def refuse(names: str) -> None:
+    def refuse(names: Sequence[str]) -> None:
         raise CaptureError(
             "A graphed callable must not change its arguments: a replay would leave the caller's "
             "containers and objects as they are.",
-            f"the call changes {names}",
+            f"the call changes {', '.join(names[:3])}",
             remedy,
         )
 

@@ -414,7 +414,7 @@ class Doctor:
             )
         ]
         found = [(STORED, name, outside.site_of(name)) for name in own]
-        found += [(STORED_OUTSIDE, name, site) for name, site in outside.changed().items()]
+        found += [(STORED_OUTSIDE, n, outside.site_of(n)) for n in outside.contents.changed()]
         for obstacle, name, site in found:
             site = site if site.line else self._step
             in_step = self._only_submodules and site.function == "training_step"

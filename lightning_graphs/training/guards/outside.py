@@ -61,9 +61,9 @@ class OutsideValues:
         self._known: set[CodeType] = set()
         self._codes: list[CodeType] = []
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
-        self._contents = Contents()
-        self._classes = self._contents.classes
-        self._listeners = (self._contents.add, *listeners)
+        self.contents = Contents()  # of all that is found
+        self._classes = self.contents.classes
+        self._listeners = (self.contents.add, *listeners)
         for child in module.modules():
             self._look_into_class(type(child))
             self._look_inside(vars(child).get("forward"))
@@ -87,7 +87,7 @@ class OutsideValues:
         """
         for kind in set(map(type, self._module.modules())):  # those that watch reads are others
             if self._own.has_module(kind.__module__):
-                self._contents.add_class(kind)
+                self.contents.add_class(kind)
         profiled = sys.getprofile() is not None
         hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
         for kind in {base for child in hidden for base in type(child).__mro__}:
@@ -137,10 +137,10 @@ class OutsideValues:
             return
         if not self._is_own(function):
             return
-        code, known = function.__code__, len(self._contents.bindings)
+        code, known = function.__code__, len(self.contents.bindings)
         self._functions[code][function] = None
         self._read(code, function.__globals__)
-        for found in list(self._contents.bindings.values())[known:]:
+        for found in list(self.contents.bindings.values())[known:]:
             self._assume(found.before)
         for kind, before in list(self._classes.items()):
             for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
@@ -168,8 +168,8 @@ class OutsideValues:
             if self._own.has_module(value.__name__):
                 for inner in set(names) & vars(value).keys():
                     self._add(f"{name}.{inner}", vars(value), inner, ())
-        elif (id(owner), key) not in self._contents.bindings:
-            self._contents.add_place(name, owner, key)
+        elif (id(owner), key) not in self.contents.bindings:
+            self.contents.add_place(name, owner, key)
             self._look(name, value)
 
     def _look(self, name: str, value: Any) -> None:
@@ -215,7 +215,7 @@ class OutsideValues:
         self._kinds[kind] = None
         for base in kind.__mro__:
             if base not in self._classes and self._own.has_module(base.__module__):
-                self._contents.add_class(base)
+                self.contents.add_class(base)
                 for key, value in self._classes[base].items():
                     if not key.startswith("__") or isinstance(value, FunctionType):
                         self._look(f"{base.__name__}.{key}", value)
@@ -224,10 +224,6 @@ class OutsideValues:
 
     # ------------------------------------------------------------------ what they have changed
 
-    def changed(self) -> dict[str, CallSite]:
-        """The names of what is no longer as it was, each with the author's line that has it."""
-        return {name: self.site_of(name) for name in self._contents.changed()}
-
     def site_of(self, name: str) -> CallSite:
         """The author's line that binds a name, or else the first one that reads it."""
         for word in reversed(re.findall(r"\w+", name)):
@@ -235,9 +231,6 @@ class OutsideValues:
             if found:
                 return max(found, key=lambda place: place[0])[1]
         return CallSite()
-
-    def restore(self) -> None:
-        self._contents.restore()
 
     def empty_caches(self) -> None:
         """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
@@ -275,7 +268,7 @@ class OutsideValues:
         for function in (f for code in self._known for f in self._functions.get(code, ())):
             if function.__defaults__:
                 yield f"{function.__qualname__}'s defaults", _DEFAULTS, function, function
-        for name, owner, key, before in self._contents.bindings.values():
+        for name, owner, key, before in self.contents.bindings.values():
             if before is not Absence.ABSENT and isinstance(owner, (dict, CellType)):
                 get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
                 yield name, get, key, owner

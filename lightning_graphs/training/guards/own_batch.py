@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -50,11 +50,11 @@ def batch_left(batch: Any) -> Iterator[None]:
         )
 
 
-def _refuse(names: str) -> None:
+def _refuse(names: Sequence[str]) -> None:
     raise CaptureError(
         "A captured step runs no Python code: what it stores in objects of the batch would stand "
         "still.",
-        f"training_step changes {names}",
+        f"training_step changes {', '.join(names[:3])}",
         "return it, and store it in on_train_batch_end",
     )
 
@@ -65,18 +65,14 @@ _OURS = "lightning_graphs."
 class BatchValueRead(CaptureError):
     """A captured step reads Python values of its batch that have been others before."""
 
-    names: Collection[str] = ()
-
-
-def _read(names: Collection[str], observed: str) -> BatchValueRead:
-    error = BatchValueRead(
-        "A captured step freezes the Python values of the batch that it reads: one that is another "
-        "in every batch gets no graph.",
-        observed,
-        "make a tensor of what it needs, in the data set or in collate_fn",
-    )
-    error.names = names
-    return error
+    def __init__(self, names: Collection[str], observed: str) -> None:
+        super().__init__(
+            "A captured step freezes the Python values of the batch that it reads: one that is "
+            "another in every batch gets no graph.",
+            observed,
+            "make a tensor of what it needs, in the data set or in collate_fn",
+        )
+        self.names = names
 
 
 class _UnreadValue(StandIn):
@@ -99,7 +95,7 @@ class _UnreadValue(StandIn):
 
     def refuse(self) -> NoReturn:
         where = CallSiteFinder().here().describe()
-        error = _read([self._name], f"{self._name} is read at {where}")
+        error = BatchValueRead([self._name], f"{self._name} is read at {where}")
         self._read.setdefault(self._name, error)
         raise error
 
@@ -190,7 +186,7 @@ class UnreadValues:
     def refuse_read(self, raised: str = "") -> None:
         """Refuse a capture that has read some of them."""
         for first in self._read.values():
-            raise _read(list(self._read), first.observed)
+            raise BatchValueRead(list(self._read), first.observed)
         if raised and self._stand_ins:
             names = list(self._stand_ins)
-            raise _read(names, f"{names[0]} is read, or else: {raised}")
+            raise BatchValueRead(names, f"{names[0]} is read, or else: {raised}")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -61,19 +61,18 @@ def effects_refused(
         refused.append(SIDE_EFFECT.refused(f"{name} is used at {site.describe()}"))
         raise refused[-1]
 
-    try:
-        with effects_watched(trainer, own, refuse), values.followed():
-            yield
-    finally:
-        values.empty_caches()
-        if changed := values.changed():
-            values.restore()
-    if refused:  # caught in an `except` of the code's own
-        raise refused[-1]
-    if changed:
-        names = ", ".join([*changed][:3])
-        line = next(iter(changed.values())).describe()
-        raise STORED_OUTSIDE.refused(f"{what} changes {names}, named at {line}")
+    def refuse_stored(names: Sequence[str]) -> None:
+        line = values.site_of(names[0]).describe()
+        raise STORED_OUTSIDE.refused(f"{what} changes {', '.join(names[:3])}, named at {line}")
+
+    with values.contents.left(refuse_stored), values.followed():
+        try:
+            with effects_watched(trainer, own, refuse):
+                yield
+        finally:
+            values.empty_caches()
+        if refused:  # caught in an `except` of the code's own
+            raise refused[-1]
 
 
 @contextlib.contextmanager

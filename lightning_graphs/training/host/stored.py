@@ -40,6 +40,9 @@ FILLED = Obstacle(
 class Place(abc.ABC):
     """Where something is kept."""
 
+    counted: tuple[type, ...] = ()
+    """The types of what is counted or filled there."""
+
     def __init__(self, name: str) -> None:
         self.name = name  # what messages call it
 
@@ -57,7 +60,7 @@ class Place(abc.ABC):
 
     def is_state(self) -> bool:
         """Whether what is there now is kept, and neither counted nor filled."""
-        return True
+        return type(self.now()) not in self.counted
 
 
 class Entry(Place):
@@ -109,15 +112,13 @@ class Content(Entry):
 class Number(Entry):
     """A number of Python's that steps count."""
 
-    def is_state(self) -> bool:
-        return type(self.now()) not in (int, float)
+    counted = (int, float)
 
 
 class Growing(Entry):
     """A list to which steps append."""
 
-    def is_state(self) -> bool:
-        return type(self.now()) is not list
+    counted = (list,)
 
 
 class Memory(Place):
@@ -199,8 +200,8 @@ class CapturedStores:
         state = (*module.parameters(), *module.buffers())
         self._themselves = {t.untyped_storage().data_ptr() for t in state} - {0}
         kept = [place for place in places if place.is_state()]
-        self._numbers = [p for p in places if isinstance(p, Number) and not p.is_state()]
-        self._lists = [p for p in places if isinstance(p, Growing) and not p.is_state()]
+        # Numbers, and lists that are filled
+        self._counted = [p for p in places if isinstance(p, Entry) and not p.is_state()]
         self._read = [place for place in kept if is_read(place)]
         self._unread = [place for place in kept if not is_read(place)]
         self.signature, tensors = signature_of(self._read)
@@ -231,16 +232,17 @@ class CapturedStores:
         Args:
             number: Makes what stands for a number, of its name and what gives it.
         """
-        counters = [number(place.name, place.now) for place in self._numbers]
-        self._filled = [Filled(place) for place in self._lists]
-        given = [
-            *zip(self._read, self._inside, strict=True),
-            *zip(self._numbers, counters, strict=True),
-            *zip(self._lists, self._filled, strict=True),
+        stand_ins = [
+            Filled(place) if isinstance(place, Growing) else number(place.name, place.now)
+            for place in self._counted
         ]
-        self._given = [*given, *((place, place.now()) for place in self._unread)]
+        self._given = [
+            *zip(self._read, self._inside, strict=True),
+            *zip(self._counted, stand_ins, strict=True),
+            *((place, place.now()) for place in self._unread),
+        ]
         before = [(place, place.now()) for place, _ in self._given]
-        for place, value in given:
+        for place, value in self._given:
             place.put(value)
         try:
             yield
@@ -250,7 +252,7 @@ class CapturedStores:
 
     def without_numbers(self, stores: Stores) -> Stores:
         """Without the numbers among them: those are stored here, and read by the next step."""
-        mine = {(id(place.owner), place.keys) for place in self._numbers}
+        mine = {(id(place.owner), place.keys) for place in self._counted}
         return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 
     def look(self) -> None:
@@ -268,14 +270,14 @@ class CapturedStores:
         self._looked = now
         rebound = set()
         for (place, given), value in zip(self._given, now, strict=True):
-            if place.is_still(value, given):
-                continue
+            is_still = place.is_still(value, given)
             if isinstance(given, Filled):
-                given.refuse()
-            self._outgoing.append((place, value))
-            rebound.add(id(place))
-        lists = zip(self._lists, self._filled, strict=True)
-        self._outgoing += [(place, filled.added) for place, filled in lists if filled.added]
+                if not is_still:
+                    given.refuse()
+                value, is_still = given.added, not given.added
+            if not is_still:
+                self._outgoing.append((place, value))
+                rebound.add(id(place))
         self._plan_copies(rebound)
 
     def _plan_copies(self, rebound: set[int]) -> None:
@@ -312,7 +314,7 @@ class CapturedStores:
         """Copy in what the places hold, if the graph is captured for such."""
         try:
             raw = [place.now() for place in self._read]
-            others = [p.is_state() for p in (*self._numbers, *self._lists)]
+            others = [place.is_state() for place in self._counted]
         except (LookupError, TypeError):  # what holds it is something else by now
             return False
         tensors = self._call.match(list(map(_detached, raw)), {})
