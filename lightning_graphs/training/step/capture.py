@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
-from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
@@ -90,6 +90,7 @@ class StepCapture:
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._own = OwnCode(module)
         self._plugin = trainer.precision_plugin
+        self._copies = partial(copies_on_host, trainer)
         self._units = units_of(trainer)
         self._registers_hooks = False
         self._asked: list[str] = []
@@ -196,8 +197,7 @@ class StepCapture:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
             if self._learned.has_host_half:
-                copies = copies_on_host(self._trainer, tensors)
-                room = self._room_on_device
+                copies, room = self._copies(tensors), self._room_on_device
                 recording = HostRecording(self._module.device, inputs.tensors, copies, room)
             tape = None if recording is None else recording.tape
             reads, device = self._learned.reads, self._module.device
@@ -243,19 +243,14 @@ class StepCapture:
         outside.read_into(self._learned.reads)
         output.finish_capture()
         return StepPlan(
-            call=CallPlan(signature, check_modes=True),
             inputs=inputs,
             outputs=output,
             logs=recorder,
             gradients=gradients,
             outside=others,
-            phase=phase,
-            forward=segments.named["forward"],
-            backward=segments.named.get("backward"),
-            unscale=segments.named.get("unscale"),
-            step=segments.named.get("step"),
-            steps=phase.stepping and self._capturable is not None,
             graphs=segments.graphs,
+            copies=self._copies,
+            steps=phase.stepping and self._capturable is not None,
             adds=adds,
             written=loose.written(),
             stores=stores,
@@ -351,8 +346,7 @@ class _Segments:
         self._open = contextlib.ExitStack()
         self._current: CUDAGraph | None = None
         self._name = ""
-        self.graphs: list[CUDAGraph] = []
-        self.named: dict[str, CUDAGraph] = {}
+        self.graphs: dict[str, CUDAGraph] = {}
         self.stores: dict[str, Stores] = {}
 
     @contextlib.contextmanager
@@ -379,8 +373,7 @@ class _Segments:
     def _end(self) -> None:
         self._open.close()
         assert self._current is not None
-        self.graphs.append(self._current)
-        self.named[self._name] = self._current
+        self.graphs[self._name] = self._current
         if stores := self._reads.stored():
             self.stores[self._name] = stores
         self._current = None
@@ -388,7 +381,7 @@ class _Segments:
     def abandon(self) -> None:
         """Release the graphs that were finished before the failure."""
         while self.graphs:
-            self._pool.release(self.graphs.pop())
+            self._pool.release(self.graphs.popitem()[1])
 
 
 def refuse_iterator(batch: Any) -> None:

@@ -24,7 +24,6 @@ from lightning_graphs.training.ranks import ONE_RANK, Ranks
 from lightning_graphs.training.step.body import StepBody, without_autocast_cache
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
-from lightning_graphs.training.step.transfer import copies_on_host
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
 from lightning_graphs.training.verify.state import Restorable, StepState
@@ -78,11 +77,8 @@ class Verification:
             state.moved,
         )
         with self._agreement.budget.nothing_kept():
-            try:
-                self._agreement.compare(ways, "a captured step was not verified")
-            finally:
-                plan.fill(batch)
-        plan.run_host(partial(copies_on_host, self._trainer, batch))
+            self._agreement.compare(ways, "a captured step was not verified")
+        plan.fill(batch)
 
     def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """Run the step eagerly; what it computed, and what it changed, in place."""
@@ -93,12 +89,12 @@ class Verification:
         recorder = LogRecorder(self._module)
         own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
-        memory = self._agreement.budget.memory_of(plan.forward)
+        memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
         gradients = plan.gradients.taking_over() if self._ranks.are_one else nullcontext()
         with self._surroundings(plan, recorder), memory, gradients:
             before = [] if plan.places is None else plan.places.present()
-            output = self._body.run(arguments, plan.phase, recorder)
+            output = self._body.run(arguments, plan.conditions.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)
         output.finish_capture()
         return state.results(output.hand_out()) + stored
@@ -107,13 +103,12 @@ class Verification:
         """The same of a replay."""
         batch = self._tensors(plan, args)
         plan.fill(batch)
-        plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
         for number in plan.numbers:
             number.refresh()
-        for graph in plan.graphs:
-            if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
+        for name, graph in plan.graphs.items():
+            if name == ("backward" if "backward" in plan.graphs else "forward"):
                 plan.adopt()
             graph.replay()
         plan.attach()
