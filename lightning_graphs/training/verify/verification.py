@@ -26,7 +26,7 @@ from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
-from lightning_graphs.training.verify.state import Restorable, StepState
+from lightning_graphs.training.verify.state import Kept, StepState
 
 
 class Verification:
@@ -49,9 +49,8 @@ class Verification:
         self._capturable = capturable
         self._ranks = ranks
 
-    def _state(self, written: dict[str, Tensor], *others: Restorable, beside: int = 0) -> StepState:
-        parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
-        return StepState(*parts, written, *others, budget=budget, beside=beside)
+    def _state(self, written: dict[str, Tensor]) -> StepState:
+        return StepState(self._trainer, self._module, self._optimizer, written)
 
     def _rates(self) -> Any:
         """While this is open, rates are on the device: kernels round others otherwise."""
@@ -66,17 +65,19 @@ class Verification:
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        others = () if plan.host is None else (plan.host,)
-        # The gradients of the graph lie where the eager step would compute
-        state = self._state(plan.loose, *others, beside=plan.gradients.held)
+        state, budget = self._state(plan.loose), self._agreement.budget
+
+        def keep() -> Kept:
+            others = () if plan.host is None else (plan.host,)
+            # The gradients of the graph lie where the eager step would compute
+            return state.keep(lambda size: budget.room_for(size, plan.gradients.held), *others)
+
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state), exchanges=True),
             partial(together, partial(self._replayed, plan, args, state), exchanges=True),
-            state.restore,
-            partial(state.kept, together),
-            state.moved,
+            partial(together, keep),
         )
-        with self._agreement.budget.nothing_kept():
+        with budget.nothing_kept():
             self._agreement.compare(ways, "a captured step was not verified")
         plan.fill(batch)
 
@@ -146,7 +147,7 @@ class Verification:
         """Verify a captured optimizer step on the gradients that there are."""
         if not self._agreement.is_on:
             return
-        state = self._state({}, Attributes(self._module), Generators(self._module))
+        state, python = self._state({}), (Attributes(self._module), Generators(self._module))
 
         def eager() -> list[Result]:
             with self._rates():
@@ -157,5 +158,7 @@ class Verification:
             replay()
             return state.results(None)
 
-        ways = BothWays(eager, replayed, state.restore, state.kept, state.moved)
+        ways = BothWays(
+            eager, replayed, lambda: state.keep(self._agreement.budget.room_for, *python)
+        )
         self._agreement.compare(ways, "the captured optimizer step was not verified")
