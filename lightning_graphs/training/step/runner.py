@@ -110,7 +110,7 @@ class StepRunner:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
         own, observers = self._retry.own, self._observers
-        body = StepBody(
+        self._body = body = StepBody(
             self._trainer, self._module, own, self._optimizer, self._in_graph, observers
         )
         self._capture = StepCapture(self._fit, body, self._learned)
@@ -194,7 +194,7 @@ class StepRunner:
         moved = self._in_graph.hyper_parameters() != plan.conditions.hyper_parameters
         replaced = self._in_graph.replaced(self._trainer.current_epoch)
         if moved or replaced or not plan.gradients.complete():
-            self._capture.update_eagerly(plan)
+            self._body.step_eagerly(plan.scaling)
             return
         plan.gradients.adopt()
         self._in_graph.refresh()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.tree import substitute
-from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
@@ -21,7 +18,7 @@ from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
-from lightning_graphs.training.step.body import StepBody, without_autocast_cache
+from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
@@ -93,7 +90,16 @@ class Verification:
         memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
         gradients = plan.gradients.taking_over() if self._ranks.are_one else nullcontext()
-        with self._surroundings(plan, recorder), memory, gradients:
+        assert self._places is not None, "whole steps have places"
+        seen = None if plan.host is None else plan.host.generators
+        generators = Generators(self._module, seen=seen)
+        with (
+            self._body.surrounded(recorder, self._places, generators),
+            # But for the stand-ins of a capture: here every value is real
+            replaced(self._body, "update", self._update),
+            memory,
+            gradients,
+        ):
             before = [] if plan.places is None else plan.places.present()
             output = self._body.run(arguments, plan.conditions.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)
@@ -115,21 +121,6 @@ class Verification:
         plan.attach()
         stored = [] if plan.places is None else plan.places.results()
         return state.results(plan.outputs.hand_out()) + stored
-
-    @contextlib.contextmanager
-    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
-        """What a capture has around it, but for the stand-ins: here every value is real."""
-        assert self._places is not None, "whole steps have places"
-        with contextlib.ExitStack() as stack:
-            seen = None if plan.host is None else plan.host.generators
-            generators = Generators(self._module, seen=seen)
-            stack.enter_context(self._places.left(generators))
-            stack.enter_context(unseen_by_ddp(self._trainer))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(recorder.recording())
-            stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
-            stack.enter_context(replaced(self._body, "update", self._update))
-            yield
 
     def _update(self, *args: Any) -> None:
         with self._rates():
