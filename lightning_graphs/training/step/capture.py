@@ -35,6 +35,7 @@ from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
     NumberPlaces,
     counters_watched,
+    number_places,
     numbers_exchanged,
     old_gradients_watched,
     rates_exchanged,
@@ -272,19 +273,20 @@ class StepCapture:
         held = list(held_in(self._module))
         loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
         outside = OutsideValues(self._module, self._own, loose.add, generators.add, held=held)
-        numbers, reads = self._numbers, self._learned.reads
+        number, reads = self._numbers.number, self._learned.reads
         rates = None if self._capturable is None else self._capturable.live_rates()
-        self._in_optimizer = numbers.places(self._optimizer, self._open_keys(), rates)
+        parts = self._trainer, self._optimizer, rates
+        self._in_optimizer = number_places(*parts, number, self._open_keys())
         with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self._body.surrounded(recorder, self._learned.places, generators),
             reads.watching(self._module),
-            counters_watched(self._trainer, reads=reads, counter=numbers.counter),
+            counters_watched(self._trainer, reads=reads, counter=number),
             replaced(self._body, "forward", self._forward),
             replaced(self._body, "_backward", self._backward),
-            rates_exchanged(self._trainer, self._optimizer, rates),
+            rates_exchanged(*parts),
             effects_refused(self._trainer, self._own, outside, "training_step"),
-            nullcontext() if places is None else places.exchanged(numbers.number),
+            nullcontext() if places is None else places.exchanged(number),
         ):
             yield outside, loose
 
