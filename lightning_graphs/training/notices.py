@@ -190,9 +190,7 @@ class FitReporter:
         if self._off_since is not None:
             self._statistics.eager += self._batches() - self._off_since
         self._judge()
-        statistics = self._statistics
         self._explain()
-        statistics.inspect()
         self._log()
 
     def _explain(self) -> None:
