@@ -173,7 +173,6 @@ def rate_places(
 ) -> list[tuple[dict[str, Any], str, Any]]:
     """Where learning rates stand, and what schedulers count by, with a stand-in for each."""
     places: list[tuple[dict[str, Any], str, Any]] = []
-    groups = range(len(optimizer.param_groups))
     for number, config in enumerate(trainer.lr_scheduler_configs):
         table = vars(config.scheduler)
         owner = f"scheduler {number}" if number else "a scheduler"
@@ -182,7 +181,8 @@ def rate_places(
                 places.append((table, key, count(f"{key} of {owner}", _reading(table, key))))
         if table.get("optimizer") is optimizer and "_last_lr" in table:
             name = f"the learning rate of {owner}"
-            reads = [_reading(table, "_last_lr", i) for i in groups]
+            known = range(len(table["_last_lr"]))  # a group may have been added since its last step
+            reads = [_reading(table, "_last_lr", i) for i in known]
             last = [rate(_of_group(name, i), read, i) for i, read in enumerate(reads)]
             places.append((table, "_last_lr", last))
     for i, group in enumerate(optimizer.param_groups):
