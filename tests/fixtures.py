@@ -37,7 +37,7 @@ def _nothing_was_compiled() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _packages_are_searched_once() -> Iterator[None]:
-    """Each trainer reads what every installed package offers, a tenth of the time of a small fit."""
+    """Each trainer reads what every installed package offers: a tenth of the time of a fit."""
     known: dict[tuple[str, ...], Any] = {}
 
     def found(group: str) -> Any:
