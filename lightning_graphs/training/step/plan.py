@@ -8,6 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
@@ -50,6 +51,8 @@ class StepPlan:
     adds: bool = False  # whether its gradients are added to those of earlier steps
     # What it writes beside parameters and buffers, by name
     written: dict[str, Tensor] = field(default_factory=dict)
+    writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
+    batch: Sequence[Tensor] = ()  # of the coming replay, where it does
     # Attributes that each of its graphs sets, by the graph's name in a capture
     stores: dict[str, Stores] = field(default_factory=dict)
     # What it finds in places where it stores something, and leaves there; or None
@@ -69,9 +72,15 @@ class StepPlan:
 
     def fill(self, batch: Sequence[Tensor]) -> None:
         """Copy the tensors of a batch in, and what steps before have stored."""
-        self.inputs.copy_in(batch)
+        self.copy_in(batch)
         if self.places is not None:
             self.places.take()
+
+    def copy_in(self, batch: Sequence[Tensor]) -> None:
+        """Copy the tensors of a batch in."""
+        self.inputs.copy_in(batch)
+        if self.writes_batch:
+            self.batch = batch
 
     @property
     def told(self) -> tuple[Hashable, ...]:
@@ -100,7 +109,15 @@ class StepPlan:
         self.logs.reissue()
         if self.places is not None:
             self.places.store()
+        if self.writes_batch:
+            self._write_batch()
         return self.outputs.hand_out() if copies else self.outputs.give_away()
+
+    @torch.no_grad()
+    def _write_batch(self) -> None:
+        for i in self.writes_batch if self.batch else ():
+            self.batch[i].copy_(self.inputs.tensors[i])
+        self.batch = ()
 
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""
@@ -154,7 +171,7 @@ class StepPlans(PlanCache[Signature, StepPlan]):
             return False
         if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
             return False
-        plan.inputs.copy_in(tensors)
+        plan.copy_in(tensors)
         return True
 
     def add(self, key: Signature, plan: StepPlan) -> None:
