@@ -22,6 +22,7 @@ from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,
     hooks_registered,
+    version_of,
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.costs.memory import (
@@ -43,7 +44,11 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, LooseTensors, held_in
 from lightning_graphs.training.guards.observers import cast_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left
+from lightning_graphs.training.guards.own_batch import (
+    UnreadValues,
+    batch_left,
+    written_tensors,
+)
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.guards.side_effects import effects_refused
@@ -191,6 +196,7 @@ class StepCapture:
         try:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
+            versions = list(map(version_of, inputs.tensors))
             if self._learned.has_host_half:
                 copies, room = self._copies(tensors), self._room_on_device
                 recording = HostRecording(self._module.device, inputs.tensors, copies, room)
@@ -226,6 +232,7 @@ class StepCapture:
                 gradients, others = targets.attached()
             unread.refuse_read()
             host = None if recording is None else recording.finish()
+            written = written_tensors(tensors, inputs.tensors, versions)
             _reset_autograd(inputs.tensors, tensors)
         except BaseException:  # KeyboardInterrupt and the like, too
             abandon()
@@ -239,6 +246,7 @@ class StepCapture:
         output.finish_capture()
         return StepPlan(
             inputs=inputs,
+            writes_batch=written,
             outputs=output,
             logs=recorder,
             gradients=gradients,
@@ -371,7 +379,7 @@ def refuse_iterator(batch: Any) -> None:
 def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
     """Take back what a step that asks for gradients of its batch has made of static inputs."""
     for own, given in zip(inputs, batch, strict=True):
-        own.requires_grad_(given.requires_grad)
+        own.detach_().requires_grad_(given.requires_grad)
         own.grad = None
 
 
