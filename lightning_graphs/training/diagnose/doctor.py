@@ -61,6 +61,7 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.guards.side_effects import (
@@ -141,6 +142,7 @@ class Doctor:
         self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
+        self._values = BatchValues()
         self._signatures: list[Signature] = []
         self._earlier: dict[Signature, list[Call]] = {}
         self._judge_fit(reason, no_whole_step)
@@ -378,7 +380,7 @@ class Doctor:
         try:
             refuse_iterator(batch)
             modes = Modes.current(self._trainer.strategy.root_device.type)
-            signature, tensors = Signature.of((batch,), {}, names=("batch",), modes=modes)
+            signature, tensors = self._values.signature(batch, modes)
         except CaptureError as error:
             self._refused("batch", error)
             return []

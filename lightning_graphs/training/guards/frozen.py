@@ -183,11 +183,13 @@ def number_places(
     for n, config in enumerate(trainer.lr_scheduler_configs):
         table = vars(config.scheduler)
         owner = f"scheduler {n}" if n else "a scheduler"
-        for key in table.keys() & {"last_epoch", "_step_count"}:
-            places.append((table, key, make(f"{key} of {owner}", _reading(table, key))))
+        for key in ("last_epoch", "_step_count"):
+            if key in table:
+                places.append((table, key, make(f"{key} of {owner}", _reading(table, key))))
         if table.get("optimizer") is optimizer and "_last_lr" in table:
             name = f"the learning rate of {owner}"
-            last = [rate(name, i, table, "_last_lr", i) for i in range(len(groups))]
+            known = range(len(table["_last_lr"]))  # a group may have been added since its last step
+            last = [rate(name, i, table, "_last_lr", i) for i in known]
             places.append((table, "_last_lr", last))
     for i, group in enumerate(groups):
         places.append((group, "lr", rate("the learning rate", i, group, "lr")))
