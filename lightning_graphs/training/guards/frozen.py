@@ -197,10 +197,10 @@ def number_places(
             name, value = _of_group(f"{key} of the optimizer", i), group[key]
             if isinstance(value, (tuple, list)):  # betas
                 names = [f"{name}[{k}]" if k else name for k in range(len(value))]
-                held = tuple(make(n, _reading(group, key, k)) for k, n in enumerate(names))
+                numbers = tuple(make(n, _reading(group, key, k)) for k, n in enumerate(names))
+                places.append((group, key, numbers))
             else:
-                held = make(name, _reading(group, key))
-            places.append((group, key, held))
+                places.append((group, key, make(name, _reading(group, key))))
     return places
 
 
@@ -292,7 +292,7 @@ def counters_watched(
 def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeReads | None) -> None:
     """Note what the author's code reads from the trainer, or tell that it moves."""
     # Whether it moves is known ahead of a look at metrics, which computes them
-    value = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
+    value: Any = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
     if isinstance(value, MethodType):
         return
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
