@@ -36,7 +36,7 @@ from lightning_graphs.training.options import (
     in_present_names,
 )
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry, Runner
+from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.transfer import BatchTransfer
@@ -117,7 +117,7 @@ class GraphCapture(Callback):
         self.statistics = Statistics()
         self.diagnosis: Diagnosis | None = None
         self.gives_way = False  # The environment made it: one of the program's own comes first.
-        self._runner: Runner | None = None
+        self._retry: EagerRetry | None = None
         self._reporter: FitReporter | None = None
         self._fit = contextlib.ExitStack()
         self._stream: torch.cuda.Stream | None = None
@@ -229,23 +229,23 @@ class GraphCapture(Callback):
             retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
             fit = Fit(trainer, pl_module, options, pool, *parts)
-            runner = runner_for(fit)
-            stack.callback(runner.close)
+            retry.attach(runner_for(fit))
+            stack.callback(lambda: retry.runner.close())
 
             def switch_off() -> None:
-                runner.close()
+                retry.runner.close()
                 release(trainer.strategy, calls)
                 if progress is not None:
                     progress.mirrored = frozenset()
-                self._runner = None
+                self._retry = None
 
             self.statistics.backend = name
             reporter = FitReporter(fit, switch_off)
-            retry.attach(runner, reporter.switch_off)
+            retry.switch_off = reporter.switch_off
             intercept(trainer.strategy, reporter.timing)
             stack.callback(release, trainer.strategy, calls)
             self._fit = stack.pop_all()
-        self._runner, self._reporter = runner, reporter
+        self._retry, self._reporter = retry, reporter
         steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
@@ -282,7 +282,7 @@ class GraphCapture(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Save the optimizer's state in the form that it has without the callback."""
-        capturable = self._runner.capturable if self._runner is not None else None
+        capturable = self._retry.runner.capturable if self._retry is not None else None
         states = checkpoint.get("optimizer_states")
         if capturable is not None and states and states[0]:  # rank 0 alone has one of FSDP2
             checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
@@ -310,7 +310,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._runner = self._reporter = self._stream = None
+        self._retry = self._reporter = self._stream = None
         self._fit.close()
 
 

@@ -117,6 +117,11 @@ class EagerRetry:
     not find it without us either.
     """
 
+    runner: Runner  # what runs the steps at present
+    backward: Callable[..., Any]
+    optimizer_step: Callable[..., Any]
+    switch_off: Callable[[str], None]  # called with the reason, where a step found no memory
+
     def __init__(
         self,
         trainer: Trainer,
@@ -146,12 +151,16 @@ class EagerRetry:
         self._reason = ""
         self._update_fits = -1  # beside the graphs of so many captures
 
-    def attach(self, runner: Runner, switch_off: Callable[[str], None]) -> None:
-        """Take the place of what runs the steps."""
-        self._runner = runner
-        self._switch_off = switch_off
-        self.backward = runner.backward
-        self.optimizer_step = runner.optimizer_step
+    def attach(self, runner: Runner) -> Runner:
+        """Take the place of what runs the steps from now on."""
+        self.runner = runner
+        table = vars(self._trainer.strategy)
+        for name in ("backward", "optimizer_step"):  # nothing stands in between
+            before, now = getattr(self, name, None), getattr(runner, name)
+            setattr(self, name, now)
+            if name in table and table[name] == before:
+                table[name] = now
+        return runner
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """To be called ahead of the capture of a whole step."""
@@ -179,7 +188,7 @@ class EagerRetry:
         self._forget()
         counted = self._statistics.eager, self._statistics.replayed
         try:
-            return self._runner.training_step(*args, **kwargs)
+            return self.runner.training_step(*args, **kwargs)
         except Exception as error:
             if not self._may_retry(error) or (self._running and self._begin is None):
                 raise
@@ -216,7 +225,7 @@ class EagerRetry:
     def _may_retry(self, error: Exception) -> bool:
         if not is_out_of_memory(error):
             return False
-        if not self._is_alone and self._runner.held:
+        if not self._is_alone and self.runner.held:
             why = GraphError(
                 "A step that runs out of memory is repeated without graphs where there is one "
                 "rank: here others are amid its collectives.",
@@ -228,7 +237,7 @@ class EagerRetry:
 
     def _give_up(self, reason: str) -> None:
         self._reason, self._begin = "", None
-        self._switch_off(
+        self.switch_off(
             f"steps run eagerly from now on: one found no memory beside what graphs hold: {reason}"
         )
         gc.collect()  # what the error's traceback holds
@@ -238,7 +247,7 @@ class EagerRetry:
     # ------------------------------------------------------------------ the strategy's own methods
 
     def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        held = self._runner.held
+        held = self.runner.held
         if self._retries and self._begin is None and held:
             self._size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
             self._beside = held, self._statistics.captures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,7 +11,6 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.uncapturable import obstacle_in
 from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.retry import Runner
-from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.runner import StepRunner
 
 
@@ -23,7 +22,11 @@ def _module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
 
 
 def runner_for(fit: Fit) -> Runner:
-    """The runner that the options ask for."""
+    """The runner that the options ask for.
+
+    By default that of whole steps. Submodules follow, from the next step on, where that turns out
+    to fail: where the first capture is refused, and where attributes take new values too often.
+    """
     if fit.options.scope == "step":
         return StepRunner(fit)
     if fit.options.by_submodules:
@@ -32,7 +35,7 @@ def runner_for(fit: Fit) -> Runner:
     if reason:
         fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
         return _module_runner(fit)
-    return AutoRunner(fit)
+    return StepRunner(fit, partial(_module_runner, fit, warmed_up=True))
 
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
@@ -47,38 +50,3 @@ def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         return "LBFGS calls the training step several times for each update"
     return ""
-
-
-class AutoRunner:
-    """Whole steps as graphs; submodules, from the next step on, where that turns out to fail.
-
-    It fails where the first capture is refused, and where attributes take new values too often.
-    """
-
-    def __init__(self, fit: Fit) -> None:
-        self._fit = fit
-        self._runner: StepRunner | ModuleRunner = StepRunner(fit)
-
-    @property
-    def capturable(self) -> CapturableOptimizer | None:
-        return self._runner.capturable
-
-    @property
-    def held(self) -> str:
-        return self._runner.held
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        runner = self._runner
-        if isinstance(runner, StepRunner) and runner.has_failed:  # here alone the scope changes
-            runner.close()
-            self._runner = _module_runner(self._fit, warmed_up=True)
-        return self._runner.optimizer_step(*args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner.training_step(*args, **kwargs)
-
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._runner.backward(*args, **kwargs)

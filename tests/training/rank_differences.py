@@ -298,7 +298,7 @@ def parting(rank: int, root: Path) -> Any:
                 return
             (graphs,) = (c for c in trainer.callbacks if isinstance(c, GraphCapture))
             with pytest.raises(PartedError) as raised:
-                graphs._runner._ranks.together(_find_no_memory, exchanges=True)
+                graphs._retry.runner._ranks.together(_find_no_memory, exchanges=True)
             assert not is_out_of_memory(raised.value)
             told.append(str(raised.value))
 

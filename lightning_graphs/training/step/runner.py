@@ -33,6 +33,7 @@ from lightning_graphs.training.lightning_private import (
 )
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
+from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step.body import StepBody, scaler_of
 from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
@@ -52,8 +53,9 @@ _WRAPPED = (
 class StepRunner:
     """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: Fit, successor: Callable[[], Runner] | None = None) -> None:
         self._fit = fit
+        self._successor = successor  # makes what follows where whole steps turn out to fail
         self._retry = fit.retry
         self._progress = fit.progress
         self._trainer = fit.trainer
@@ -78,7 +80,7 @@ class StepRunner:
         self._active: StepPlan | None = None
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often
-        self._failing = self.has_failed = False
+        self._failing = self._has_failed = False
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
         # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
@@ -157,6 +159,10 @@ class StepRunner:
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
+        if self._has_failed and self._successor is not None:  # here alone the scope changes
+            self.close()
+            runner = self._retry.attach(self._successor())
+            return runner.optimizer_step(optimizer, closure, model, **kwargs)
         if optimizer is not self._optimizer:
             if optimizer is not self._trainer.optimizers[0]:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
@@ -258,7 +264,7 @@ class StepRunner:
         choice, verify = GIVE_UP if self._failing else choice, wish
         if not ranks.are_one:
             choice, verify = ranks.settle(choice, wish)
-        self.has_failed |= choice == GIVE_UP
+        self._has_failed |= choice == GIVE_UP
         if plan is not None and choice <= CAPTURE:
             plan.rewind_host()
         if choice == CAPTURE:
@@ -433,4 +439,4 @@ class StepRunner:
     def _fails(self, failing: bool) -> None:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
-        self.has_failed |= self._failing and self._ranks.are_one
+        self._has_failed |= self._failing and self._ranks.are_one
