@@ -20,6 +20,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.training.guards.own_code import is_lightnings
 from lightning_graphs.training.interception import replaced, subclassed
 
@@ -46,18 +47,10 @@ def logs_kept(trainer: Trainer) -> Callable[[], None]:
     """
     results = training_results(trainer)
     tables = [] if results is None else [results, vars(results), *map(vars, results.values())]
-    before = [(table, dict(table)) for table in tables]
-    connector = getattr(trainer, "_logger_connector", None)
-    hook = getattr(connector, "_current_fx", None)
-
-    def put_back() -> None:
-        for table, values in before:
-            table.clear()
-            table.update(values)
-        if connector is not None:
-            connector._current_fx = hook
-
-    return put_back
+    kept = Contents(("", table) for table in tables)
+    if (connector := getattr(trainer, "_logger_connector", None)) is not None:
+        kept.add_place("", vars(connector), "_current_fx")
+    return kept.restore
 
 
 def result_key(name: str) -> str:
@@ -132,7 +125,8 @@ def announce_optimizer_step(trainer: Trainer, module: LightningModule, optimizer
 
     Without one, nobody does. Fallback: not to call what does nothing.
     """
-    if _IS_KNOWN and not has_cheap_contexts(trainer):
+    profile = vars(trainer.profiler).get("profile")  # type: ignore[attr-defined]
+    if _IS_KNOWN and profile is not _Unrecorded:
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
 
@@ -276,11 +270,6 @@ def cheap_contexts(trainer: Trainer) -> Iterator[None]:
     profiler = trainer.profiler  # type: ignore[attr-defined]
     with replaced(profiler, "profile", _Unrecorded):
         yield
-
-
-def has_cheap_contexts(trainer: Trainer) -> bool:
-    """Whether :func:`cheap_contexts` has found that nothing is profiled."""
-    return vars(trainer.profiler).get("profile") is _Unrecorded  # type: ignore[attr-defined]
 
 
 class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):

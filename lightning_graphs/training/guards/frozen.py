@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import Absence, is_object, is_plain
 from lightning_graphs.core.callsite import CallSiteFinder
@@ -211,37 +212,24 @@ def _of_group(name: str, index: int) -> str:
 @contextlib.contextmanager
 def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
     """While capturing, these numbers and what parameter groups hold are nobody's to set."""
-    groups = optimizer.param_groups
-    before = [(table, key, table[key]) for table, key, _ in places]
-    before += [(group, key, group[key]) for group in groups for key in group]
+    tables = [("", table) for table in (*optimizer.param_groups, *(table for table, *_ in places))]
+    before = Contents(tables)
+    tensors = [(key, v, version_of(v)) for _, key, v in places if isinstance(v, Tensor)]
     try:
         for table, key, value in places:
             table[key] = value
-        given = [_values(group) for group in groups]
+        given = Contents(tables)
         yield
-        moved = {key for table, key, value in places if table[key] is not value}
-        for then, now in zip(given, map(_values, groups), strict=True):
-            moved |= {key for key in then if then[key] != now[key]}
+        moved = {change.key for change in given.changes()}
+        moved |= {key for key, tensor, version in tensors if version_of(tensor) != version}
     finally:
-        for table, key, value in reversed(before):
-            table[key] = value
+        before.restore()
     if moved:
         raise CaptureError(
             "A captured step runs no Python code: what it sets in the optimizer would stand still.",
             f"the step sets {', '.join(sorted(moved))} in param_groups",
             "set it in on_train_batch_start or another hook, or by a scheduler",
         )
-
-
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """What a parameter group holds, to be compared: tensors and stand-ins by identity."""
-    return {
-        key: (id(value), version_of(value) if isinstance(value, Tensor) else 0)
-        if isinstance(value, (Tensor, StandIn))
-        else value
-        for key, value in group.items()
-        if key != "params"
-    }
 
 
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
