@@ -126,17 +126,17 @@ def requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
 
     Gradients that a graph writes itself have no edge in autograd: it would call them unused.
     """
-    grad, backward = torch.autograd.grad, torch.autograd.backward
 
-    def watched_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        asked(leaves_of(inputs))
-        return grad(outputs, inputs, *args, **kwargs)
+    def watched(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inputs = args[place] if len(args) > place else kwargs.get("inputs")
+            if inputs is not None:
+                asked(leaves_of(inputs))
+            return original(*args, **kwargs)
 
-    def watched_backward(*args: Any, **kwargs: Any) -> None:
-        if kwargs.get("inputs") is not None:
-            asked(leaves_of(kwargs["inputs"]))
-        backward(*args, **kwargs)
+        return call
 
     engine = torch.autograd
-    with replaced(engine, "grad", watched_grad), replaced(engine, "backward", watched_backward):
+    grad, backward = watched(engine.grad, 1), watched(engine.backward, 5)
+    with replaced(engine, "grad", grad), replaced(engine, "backward", backward):
         yield
