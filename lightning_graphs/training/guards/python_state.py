@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.arguments.contents import Contents, is_still
+from lightning_graphs.core.arguments.contents import Contents, bind, is_still
 from lightning_graphs.core.arguments.values import Absence, HeldValues, is_plain, value_of_class
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
@@ -90,9 +90,7 @@ class AttributeReads(HeldValues):
         for (place, key), (owner, before) in self._stored.items():
             if place not in owners and not is_still(vars(owner).get(key, Absence.ABSENT), before):
                 names.append(f"{key} of a {type(owner).__name__}")
-                vars(owner).pop(key, None)
-                if before is not Absence.ABSENT:
-                    vars(owner)[key] = before
+                bind(vars(owner), key, before)
         return names
 
     def stored(self) -> Stores:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from numbers import Real
 from typing import Any
 
 import torch
@@ -104,12 +105,9 @@ def _reader_of(data: Any) -> Callable[[], Any] | None:
 def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:
     """What stands for something that is drawn, or that follows from it."""
     numpy: Any = sys.modules.get("numpy")
-    kinds: tuple[Any, ...] = (int, float)
-    if numpy is not None:
-        kinds = (*kinds, numpy.integer, numpy.floating)
-        if type(value) is numpy.ndarray:
-            return LiveArray(numbers, name, read, value, True, drawn=True)
-    if isinstance(value, kinds) and type(value) is not bool:
+    if numpy is not None and type(value) is numpy.ndarray:
+        return LiveArray(numbers, name, read, value, True, drawn=True)
+    if isinstance(value, Real) and type(value) is not bool:  # NumPy's are, too
         return LiveNumber(numbers, name, read, value, True, drawn=True)
     if type(value) in (list, tuple):
         items = enumerate(value)
