@@ -274,3 +274,6 @@ def cheap_contexts(trainer: Trainer) -> Iterator[None]:
 
 class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
     """What ``Profiler.profile`` gives: a context, and a decorator."""
+
+    def __init__(self, action_name: str) -> None:
+        super().__init__(action_name)
