@@ -107,11 +107,11 @@ def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: An
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and type(value) is numpy.ndarray:
         return LiveArray(numbers, name, read, value, True, drawn=True)
-    if isinstance(value, Real) and type(value) is not bool:  # NumPy's are, too
-        return LiveNumber(numbers, name, read, value, True, drawn=True)
     if type(value) in (list, tuple):
         items = enumerate(value)
         return type(value)(standing(numbers, f"{name}[{i}]", _item(read, i), v) for i, v in items)
+    if not isinstance(value, bool) and isinstance(value, Real):  # NumPy's are, too
+        return LiveNumber(numbers, name, read, value, True, drawn=True)
     if not is_plain(value):
         refuse_drawn(name)
     return numbers.guarded(name, read, value, drawn=True)
