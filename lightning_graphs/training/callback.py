@@ -25,7 +25,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.observers import moves_batches_itself
 from lightning_graphs.training.guards.uncapturable import flattened_once
 from lightning_graphs.training.host.progress import ProgressValues
-from lightning_graphs.training.interception import calls_of, intercept, release
+from lightning_graphs.training.interception import calls_of, intercepted
 from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.notices import FitReporter
 from lightning_graphs.training.options import (
@@ -234,7 +234,7 @@ class GraphCapture(Callback):
 
             def switch_off() -> None:
                 retry.runner.close()
-                release(trainer.strategy, calls)
+                methods.close()
                 if progress is not None:
                     progress.mirrored = frozenset()
                 self._retry = None
@@ -242,8 +242,7 @@ class GraphCapture(Callback):
             self.statistics.backend = name
             reporter = FitReporter(fit, switch_off)
             retry.switch_off = reporter.switch_off
-            intercept(trainer.strategy, reporter.timing)
-            stack.callback(release, trainer.strategy, calls)
+            methods = stack.enter_context(intercepted(trainer.strategy, reporter.timing))
             self._fit = stack.pop_all()
         self._retry, self._reporter = retry, reporter
         steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"

@@ -56,14 +56,12 @@ def intercept(strategy: Strategy, handler: StepHandler) -> None:
         vars(strategy)[name] = getattr(handler, name)
 
 
-def release(strategy: Strategy, calls: StrategyCalls) -> None:
-    """Give the strategy its methods back, also those that a user had exchanged before."""
+def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStack:
+    """The same; to be closed, which gives the strategy back what it has, a user's methods too."""
+    stack = contextlib.ExitStack()
     for name in NAMES:
-        own = getattr(calls, name)
-        if getattr(own, "__func__", None) is getattr(type(strategy), name):
-            vars(strategy).pop(name, None)
-        else:
-            vars(strategy)[name] = own
+        stack.enter_context(replaced(strategy, name, getattr(handler, name)))
+    return stack
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ from lightning_graphs.training.host.logs import (
     metrics_of,
 )
 from lightning_graphs.training.host.places import place_of, trained_parameters
-from lightning_graphs.training.interception import StrategyCalls, intercept, release, replaced
+from lightning_graphs.training.interception import StrategyCalls, intercepted, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.step.body import loss_of, scaler_of
@@ -146,14 +146,14 @@ class Doctor:
         self._signatures: list[Signature] = []
         self._earlier: dict[Signature, list[Call]] = {}
         self._judge_fit(reason, no_whole_step)
-        intercept(trainer.strategy, self)
+        self._methods = intercepted(trainer.strategy, self)
 
     def finish(self) -> None:
         """Give the strategy back and print what was found; may be called again."""
         if self._finished:
             return
         self._finished = True
-        release(self._trainer.strategy, self._calls)
+        self._methods.close()
         for name, site in self._numbers.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
