@@ -309,11 +309,11 @@ class Doctor:
         if self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
-    def _met(self, obstacle: Obstacle, name: str, use: str) -> None:
+    def _met(self, obstacle: Obstacle, name: str, _: CaptureError) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
-        gradient = obstacle is OLD_GRADIENTS
-        if not gradient or self._module.automatic_optimization or self._is_inside:
-            self._used(f"{name} {use}" if gradient else name, obstacle=obstacle)
+        is_eager = not (self._module.automatic_optimization or self._is_inside)
+        if not (is_eager and obstacle is OLD_GRADIENTS):
+            self._used(name, obstacle=obstacle)
 
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator

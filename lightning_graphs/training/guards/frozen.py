@@ -70,14 +70,12 @@ OLD_GRADIENTS = Obstacle(
 )
 
 
-OnUse = Callable[[Obstacle, str, str], object]
-"""Called with what stands against a use, with a name and with what is done; where it returns, that
-goes on."""
+OnUse = Callable[[Obstacle, str, CaptureError], object]
+"""Called with what stands against a use, a name and the error; where it returns, that goes on."""
 
 
-def refuse_use(obstacle: Obstacle, name: str, use: str) -> NoReturn:
-    """Raise for what the user's line does that is being executed."""
-    raise obstacle.refused_here(f"{name} {use}")
+def _refuse(_: Obstacle, __: str, error: CaptureError) -> NoReturn:
+    raise error
 
 
 class StandIn(abc.ABC):
@@ -129,7 +127,7 @@ class FrozenNumber(StandIn):
         self._read = read
 
     def refuse(self) -> NoReturn:
-        refuse_use(COUNTER, self.name, "is read")
+        raise COUNTER.refused_here(f"{self.name} is read")
 
     def now(self) -> Any:
         return self._read()
@@ -240,7 +238,7 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 @contextlib.contextmanager
 def counters_watched(
     trainer: Trainer,
-    on_use: OnUse = refuse_use,
+    on_use: OnUse = _refuse,
     *,
     reads: AttributeReads | None = None,  # learns what can be compared
     # What a counter is read as, of its name and what gives the value
@@ -259,7 +257,7 @@ def counters_watched(
         if key in _COUNTERS:
             if counter is not None:
                 return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
-            on_use(COUNTER, f"trainer.{key}", "is read")
+            on_use(COUNTER, f"trainer.{key}", COUNTER.refused_here(f"trainer.{key} is read"))
         elif not (
             key in _LASTING
             or key.startswith("__")
@@ -270,7 +268,7 @@ def counters_watched(
 
     def store(owner: Trainer, key: str, value: Any) -> None:
         if not is_library(sys._getframe(1).f_code.co_filename):
-            on_use(STORED, f"trainer.{key}", "is set")
+            on_use(STORED, f"trainer.{key}", STORED.refused_here(f"trainer.{key} is set"))
         object.__setattr__(owner, key, value)
 
     with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
@@ -285,7 +283,7 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeReads | Non
         return
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
     if key in _MOVING or not (key in _LOADERS or is_comparable):
-        on_use(COUNTER, f"trainer.{key}", "is read")
+        on_use(COUNTER, f"trainer.{key}", COUNTER.refused_here(f"trainer.{key} is read"))
     elif reads is not None and key == "callbacks":
         for index, callback in enumerate(value):
             if not type(callback).__module__.startswith(_OURS):
@@ -300,7 +298,7 @@ def _found_in(trainer: Trainer, key: str) -> Any:
 
 
 @contextlib.contextmanager
-def old_gradients_watched(trainer: Trainer, on_use: OnUse = refuse_use) -> Iterator[None]:
+def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator[None]:
     """While capturing a forward pass, nobody may use ``.grad`` of parameters.
 
     It is set aside there. An eager step finds the gradients of the step before. No library reads
@@ -312,17 +310,17 @@ def old_gradients_watched(trainer: Trainer, on_use: OnUse = refuse_use) -> Itera
     # after the forward pass, which takes nothing away unless gradients are accumulated.
     harmless = {"_apply"} if trainer.accumulate_grad_batches > 1 else {"_apply", "zero_grad"}
 
-    def used(use: str) -> None:
+    def used(name: str) -> None:
         frame = sys._getframe(2)
         if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame, harmless)):
-            on_use(OLD_GRADIENTS, ".grad of a parameter", use)
+            on_use(OLD_GRADIENTS, name, OLD_GRADIENTS.refused_here(name))
 
     def read(parameter: Parameter) -> Any:
-        used("is read")
+        used(".grad of a parameter is read")
         return gradient.__get__(parameter)
 
     def write(parameter: Parameter, value: Tensor | None) -> None:
-        used("is set")
+        used(".grad of a parameter is set")
         gradient.__set__(parameter, value)
 
     with replaced(Parameter, "grad", property(read, write)):

@@ -80,14 +80,18 @@ _OURS = "lightning_graphs."
 class BatchValueRead(CaptureError):
     """A captured step reads Python values of its batch that have been others before."""
 
-    def __init__(self, names: Collection[str], observed: str) -> None:
-        super().__init__(
-            "A captured step freezes the Python values of the batch that it reads: one that is "
-            "another in every batch gets no graph.",
-            observed,
-            "make a tensor of what it needs, in the data set or in collate_fn",
-        )
-        self.names = names
+    names: Collection[str] = ()
+
+
+def _read(names: Collection[str], observed: str) -> BatchValueRead:
+    error = BatchValueRead(
+        "A captured step freezes the Python values of the batch that it reads: one that is another "
+        "in every batch gets no graph.",
+        observed,
+        "make a tensor of what it needs, in the data set or in collate_fn",
+    )
+    error.names = names
+    return error
 
 
 class _UnreadValue(StandIn):
@@ -110,7 +114,7 @@ class _UnreadValue(StandIn):
 
     def refuse(self) -> NoReturn:
         where = CallSiteFinder().here().describe()
-        error = BatchValueRead([self._name], f"{self._name} is read at {where}")
+        error = _read([self._name], f"{self._name} is read at {where}")
         self._read.setdefault(self._name, error)
         raise error
 
@@ -201,7 +205,7 @@ class UnreadValues:
     def refuse_read(self, raised: str = "") -> None:
         """Refuse a capture that has read some of them."""
         for first in self._read.values():
-            raise BatchValueRead(list(self._read), first.observed)
+            raise _read(list(self._read), first.observed)
         if raised and self._stand_ins:
             names = list(self._stand_ins)
-            raise BatchValueRead(names, f"{names[0]} is read, or else: {raised}")
+            raise _read(names, f"{names[0]} is read, or else: {raised}")
