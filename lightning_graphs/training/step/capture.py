@@ -29,7 +29,7 @@ from lightning_graphs.training.costs.memory import (
     RaisedInCapture,
     code_captured,
 )
-from lightning_graphs.training.ddp import units_of, waits_for_gradients, wrapper_of
+from lightning_graphs.training.ddp import waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
@@ -85,7 +85,7 @@ class StepCapture:
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._own = OwnCode(module)
         self._copies = partial(copies_on_host, trainer)
-        self._units = units_of(trainer)
+        self._units = fit.ranks.units
         self._registers_hooks = False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
@@ -387,7 +387,8 @@ def state_as_known(optimizer: Optimizer) -> Iterator[None]:
                 del optimizer.state[parameter]
                 made += 1
             elif any(state[k] is not known.get(k) for k in state if torch.is_tensor(state[k])):
-                optimizer.state[parameter] = known
+                state.clear()
+                state.update(known)
                 made += 1
     if made:
         raise CaptureError(

@@ -307,18 +307,6 @@ class GradientUse:
     reduced: bool
 
 
-@dataclass(slots=True)
-class _Target:
-    """Where the gradient of one parameter goes."""
-
-    parameter: Parameter
-    inside: bool  # the optimizer has the parameter
-    buffer: Tensor | None  # outlives a replay; None where no step needs that
-    adds: bool  # the gradient is added to what is in the buffer
-    grows: bool  # autograd itself adds to the buffer, where what is there must be reduced as well
-    held: bool  # the buffer is read, whether it gets a gradient or not
-
-
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
@@ -333,39 +321,37 @@ class GradientTargets:
         use: GradientUse,
     ) -> None:
         self._use = use
-        self._targets = []
-        optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-        self.parameters = list({**optimized, **dict.fromkeys(trainable)})
-        for p in self.parameters:
-            inside, known = p in optimized, p.grad is not None
-            outlives = p.requires_grad and (use.keeps or not inside)
-            buffer = persistent.of([p])[0] if outlives else None
-            adds = use.adds or not inside
-            grows = use.reduced and adds and known
-            held = use.holds and inside and known
-            self._targets.append(_Target(p, inside, buffer, adds and not grows, grows, held))
+        inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        self.parameters = list({**inside, **dict.fromkeys(trainable)})
+        self._inside = inside
+        lasting = [p for p in self.parameters if p.requires_grad and (use.keeps or p not in inside)]
+        self._buffers = dict(zip(lasting, persistent.of(lasting), strict=True))
+        known = {p for p in lasting if p.grad is not None}
+        adding = {p for p in lasting if use.adds or p not in inside}
+        # Autograd itself adds to the buffer, where what is there must be reduced as well
+        self._grown = adding & known if use.reduced else set()
+        self._added = adding - self._grown
+        # The buffer is read, whether it gets a gradient or not
+        self._held = known & inside.keys() if use.holds else set()
 
     def begin(self) -> None:
         """Let ``.grad`` be what a backward pass of the capture adds to."""
-        for target in self._targets:
-            if target.grows:
-                target.parameter.grad = target.buffer
+        for parameter in self._grown:
+            parameter.grad = self._buffers[parameter]
 
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
-        refuse_sparse_gradients([target.parameter.grad for target in self._targets])
+        refuse_sparse_gradients([parameter.grad for parameter in self.parameters])
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for target in self._targets:
-            gradient, buffer = target.parameter.grad, target.buffer
-            if buffer is None:
-                continue
+        for parameter, buffer in self._buffers.items():
+            gradient = parameter.grad
             if gradient is not None and gradient is not buffer:
-                targets, fresh = added if target.adds else written
+                targets, fresh = added if parameter in self._added else written
                 targets.append(local(buffer))
                 fresh.append(local(gradient))
-            if gradient is not None or target.held:
-                target.parameter.grad = buffer
+            if gradient is not None or parameter in self._held:
+                parameter.grad = buffer
         with torch.no_grad():
             if written[0]:
                 torch._foreach_copy_(*written)
@@ -377,7 +363,7 @@ class GradientTargets:
         return self._attached(True), self._attached(False)
 
     def _attached(self, inside: bool) -> AttachedGradients:
-        mine = [target.parameter for target in self._targets if target.inside is inside]
+        mine = [p for p in self.parameters if (p in self._inside) is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         return AttachedGradients(
             [p for p, _ in used],

@@ -114,9 +114,7 @@ class StepRunner:
             self._trainer, self._module, own, self._optimizer, self._in_graph, observers
         )
         self._capture = StepCapture(self._fit, body, self._learned)
-        self._verification = Verification(
-            self._agreement, body, self._in_graph, self._ranks, self._learned.places
-        )
+        self._verification = Verification(self._agreement, body, self._learned.places)
         self._watch = FitWatch(self._module, body, self._learned)
 
     def _forget_plans(self) -> None:

@@ -16,7 +16,7 @@ from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.costs.memory import MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.ranks import ONE_RANK, Ranks
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.verify.differences import (
     NONE,
     Difference,
@@ -60,13 +60,13 @@ class Agreement:
         root: LightningModule,
         options: Options,
         budget: MemoryBudget,
-        ranks: Ranks = ONE_RANK,
+        ranks: Ranks,
     ) -> None:
         self.root = root
         self.is_on = options.verify != "off"
         self.every = options.verify if isinstance(options.verify, int) else 0
         self.budget = budget
-        self._ranks = ranks
+        self.ranks = ranks
         self._said: set[str] = set()
         precision = str(root.trainer.precision_plugin.precision)
         self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
@@ -101,11 +101,11 @@ class Agreement:
         del expected
         kept.restore()
         found = ways.replayed()
-        self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
+        self.ranks.together(partial(self._require_names, names, [r.name for r in found]))
         now = prints.of([result.value for result in found], together=True)
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
-        if self._ranks.any(bool(differing)):
+        if self.ranks.any(bool(differing)):
             kept.restore()
             self._require_values(ways, kept, differing, (prints, names, known), tolerance)
 
@@ -126,7 +126,7 @@ class Agreement:
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
         noise: dict[str, Difference] = {}
-        if self._ranks.any(not steady):
+        if self.ranks.any(not steady):
             kept.restore()
             third = ways.eager()
             noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
@@ -154,7 +154,7 @@ class Agreement:
                 if result.is_gradient and rule.is_rounding(eager, apart):
                     unjudged.add(result.name)
 
-        self._ranks.together(judge)
+        self.ranks.together(judge)
 
     def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
         ways = (("the eager step", eager, replayed), ("the replay", replayed, eager))

@@ -17,9 +17,7 @@ from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.ranks import ONE_RANK, Ranks
 from lightning_graphs.training.step.body import StepBody
-from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
@@ -33,8 +31,6 @@ class Verification:
         self,
         agreement: Agreement,
         body: StepBody,
-        capturable: CapturableOptimizer | None,
-        ranks: Ranks = ONE_RANK,
         places: Places | None = None,
     ) -> None:
         self._places = places
@@ -43,8 +39,8 @@ class Verification:
         self._trainer = agreement.root.trainer
         self._optimizer = body.optimizer
         self._body = body
-        self._capturable = capturable
-        self._ranks = ranks
+        self._capturable = body.capturable
+        self._ranks = agreement.ranks
 
     def _state(self, written: dict[str, Tensor]) -> StepState:
         return StepState(self._trainer, self._module, self._optimizer, written)
