@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
@@ -295,18 +294,6 @@ class PersistentGradients:
         self._buffers.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class GradientUse:
-    """What becomes of the gradients of a step that is captured."""
-
-    keeps: bool  # they outlive the step
-    adds: bool  # they are added to those of earlier steps
-    holds: bool  # the optimizer step is captured, and reads gradients of earlier steps too
-    copied: bool  # somebody keeps them
-    # The backward pass reduces them over ranks, those of earlier steps with them
-    reduced: bool
-
-
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
@@ -318,21 +305,27 @@ class GradientTargets:
         optimizer: Optimizer,
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
-        use: GradientUse,
+        *,
+        keeps: bool,  # gradients outlive the step
+        adds: bool,  # they are added to those of earlier steps
+        holds: bool,  # the optimizer step is captured, and reads gradients of earlier steps too
+        copied: bool,  # somebody keeps them
+        # The backward pass reduces them over ranks, those of earlier steps with them
+        reduced: bool,
     ) -> None:
-        self._use = use
+        self._copied, self._in_pool = copied, not (keeps or reduced)
         inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**inside, **dict.fromkeys(trainable)})
         self._inside = inside
-        lasting = [p for p in self.parameters if p.requires_grad and (use.keeps or p not in inside)]
+        lasting = [p for p in self.parameters if p.requires_grad and (keeps or p not in inside)]
         self._buffers = dict(zip(lasting, persistent.of(lasting), strict=True))
         known = {p for p in lasting if p.grad is not None}
-        adding = {p for p in lasting if use.adds or p not in inside}
+        adding = {p for p in lasting if adds or p not in inside}
         # Autograd itself adds to the buffer, where what is there must be reduced as well
-        self._grown = adding & known if use.reduced else set()
+        self._grown = adding & known if reduced else set()
         self._added = adding - self._grown
         # The buffer is read, whether it gets a gradient or not
-        self._held = known & inside.keys() if use.holds else set()
+        self._held = known & inside.keys() if holds else set()
 
     def begin(self) -> None:
         """Let ``.grad`` be what a backward pass of the capture adds to."""
@@ -369,6 +362,6 @@ class GradientTargets:
             [p for p, _ in used],
             [g for _, g in used],
             [p for p in mine if p.grad is None],
-            copied=self._use.copied and inside,
-            in_pool=inside and not (self._use.keeps or self._use.reduced),
+            copied=self._copied and inside,
+            in_pool=self._in_pool and inside,
         )

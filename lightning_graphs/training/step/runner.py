@@ -34,7 +34,7 @@ from lightning_graphs.training.lightning_private import (
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
 from lightning_graphs.training.statistics import capture_cost, in_words
-from lightning_graphs.training.step.body import StepBody, scaler_of
+from lightning_graphs.training.step.body import scaler_of
 from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
@@ -109,13 +109,11 @@ class StepRunner:
         if obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
-        own, observers = self._retry.own, self._observers
-        self._body = body = StepBody(
-            self._trainer, self._module, own, self._optimizer, self._in_graph, observers
+        self._capture = StepCapture(
+            self._fit, self._learned, self._optimizer, self._in_graph, self._observers
         )
-        self._capture = StepCapture(self._fit, body, self._learned)
-        self._verification = Verification(self._agreement, body, self._learned.places)
-        self._watch = FitWatch(self._module, body, self._learned)
+        self._verification = Verification(self._agreement, self._capture, self._learned.places)
+        self._watch = FitWatch(self._module, self._capture, self._learned)
 
     def _forget_plans(self) -> None:
         """Drop every graph, and not how often steps were seen: none copies in from a new place."""
@@ -192,7 +190,7 @@ class StepRunner:
         moved = self._in_graph.hyper_parameters() != plan.conditions.hyper_parameters
         replaced = self._in_graph.replaced(self._trainer.current_epoch)
         if moved or replaced or not plan.gradients.complete():
-            self._body.step_eagerly(plan.scaling)
+            self._capture.step_eagerly(plan.scaling)
             return
         plan.gradients.adopt()
         self._in_graph.refresh()
