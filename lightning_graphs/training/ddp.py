@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from lightning.pytorch import Trainer
@@ -16,6 +15,7 @@ from lightning_graphs.core.private.ddp import (
 )
 from lightning_graphs.core.private.fsdp import ShardedUnits
 from lightning_graphs.training.guards.own_code import is_lightnings
+from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
 from lightning_graphs.training.options import Options
 
@@ -88,7 +88,7 @@ def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
-def capture_stream(trainer: Trainer, stack: contextlib.ExitStack) -> torch.cuda.Stream:
+def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
     """The stream on which a fit is captured; a strategy that uses DDP makes it there, too."""
     stream = torch.cuda.Stream(trainer.strategy.root_device)
     if is_ddp(trainer.strategy):
@@ -122,15 +122,7 @@ def syncs(trainer: Trainer) -> bool:
     return ddp is not None and bool(ddp.modules_buffers) and ddp.require_forward_param_sync
 
 
-@contextlib.contextmanager
-def unseen_by_ddp(trainer: Trainer) -> Iterator[None]:
+def unseen_by_ddp(trainer: Trainer) -> AbstractContextManager[None]:
     """Let DDP forget the forward passes of the body."""
-    ddp = wrapper_of(trainer)
-    if ddp is None:
-        yield
-        return
-    before = ddp.require_forward_param_sync
-    try:
-        yield
-    finally:
-        ddp.require_forward_param_sync = before
+    ddp, name = wrapper_of(trainer), "require_forward_param_sync"
+    return nullcontext() if ddp is None else replaced(ddp, name, getattr(ddp, name))

@@ -79,7 +79,7 @@ class Agreement:
     def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
         """Compare both ways, or say that there was no memory for it."""
         try:
-            kept = ways.keep()
+            kept = self.ranks.together(ways.keep)
             try:
                 self._require(ways, kept, tolerance or self._tolerance)
             finally:
@@ -93,14 +93,17 @@ class Agreement:
             if self.root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager run and the copy of the state
 
+    def _run(self, way: Callable[[], list[Result]]) -> list[Result]:
+        return self.ranks.together(way, exchanges=True)
+
     def _require(self, ways: BothWays, kept: Kept, tolerance: Tolerance) -> None:
         prints = Fingerprinter()
-        expected = ways.eager()
+        expected = self._run(ways.eager)
         names = [result.name for result in expected]
         known = prints.of([result.value for result in expected], together=True)
         del expected
         kept.restore()
-        found = ways.replayed()
+        found = self._run(ways.replayed)
         self.ranks.together(partial(self._require_names, names, [r.name for r in found]))
         now = prints.of([result.value for result in found], together=True)
         del found
@@ -118,7 +121,7 @@ class Agreement:
         rule: Tolerance,
     ) -> None:
         prints, names, known = first
-        again = ways.eager()
+        again = self._run(ways.eager)
         now = prints.of([result.value for result in again], together=True)
         steady = [r.name for r in again] == names and now == known
         held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
@@ -128,11 +131,11 @@ class Agreement:
         noise: dict[str, Difference] = {}
         if self.ranks.any(not steady):
             kept.restore()
-            third = ways.eager()
+            third = self._run(ways.eager)
             noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
             del third
         kept.restore()
-        results = ways.replayed()
+        results = self._run(ways.replayed)
 
         def judge() -> None:
             changed, unjudged = set(), set()

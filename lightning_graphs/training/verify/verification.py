@@ -36,7 +36,6 @@ class Verification(StepBody):
         super().__init__(*parts, body.optimizer, body.capturable, body.observers)
         self._places = places
         self._agreement = agreement
-        self._ranks = agreement.ranks
 
     def _state(self, written: dict[str, Tensor]) -> StepState:
         return StepState(self.trainer, self.module, self.optimizer, written)
@@ -51,7 +50,8 @@ class Verification(StepBody):
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
         """Verify a plan with the batch that is about to be trained on."""
-        batch, together = self._tensors(plan, args), self._ranks.together
+        batch = plan.call.match((args[0],), {})
+        assert batch is not None, "the plan was found for this batch"
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
@@ -63,26 +63,28 @@ class Verification(StepBody):
             return state.keep(lambda size: budget.room_for(size, plan.gradients.held), *others)
 
         ways = BothWays(
-            partial(together, partial(self._eager, plan, args, state), exchanges=True),
-            partial(together, partial(self._replayed, plan, args, state), exchanges=True),
-            partial(together, keep),
+            partial(self._eager, plan, args, batch, state),
+            partial(self._replayed, plan, batch, state),
+            keep,
         )
         with budget.nothing_kept():
             self._agreement.compare(ways, "a captured step was not verified")
         plan.fill(batch)
 
-    def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+    def _eager(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: StepState
+    ) -> list[Result]:
         """Run the step eagerly; what it computed, and what it changed, in place."""
         if not plan.adds:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
         recorder = LogRecorder(self.module)
-        own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
+        own = StaticInputs(batch).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
         memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
-        gradients = plan.gradients.taking_over() if self._ranks.are_one else nullcontext()
+        gradients = plan.gradients.taking_over() if self._agreement.ranks.are_one else nullcontext()
         assert self._places is not None, "whole steps have places"
         seen = None if plan.host is None else plan.host.generators
         generators = Generators(self.module, seen=seen)
@@ -98,9 +100,8 @@ class Verification(StepBody):
         output.finish_capture()
         return state.results(output.hand_out()) + stored
 
-    def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+    def _replayed(self, plan: StepPlan, batch: Sequence[Tensor], state: StepState) -> list[Result]:
         """The same of a replay."""
-        batch = self._tensors(plan, args)
         plan.fill(batch)
         if self.capturable is not None:
             self.capturable.refresh()
@@ -113,12 +114,6 @@ class Verification(StepBody):
         plan.attach()
         stored = [] if plan.places is None else plan.places.results()
         return state.results(plan.outputs.hand_out()) + stored
-
-    @staticmethod
-    def _tensors(plan: StepPlan, args: tuple[Any, ...]) -> Sequence[Tensor]:
-        tensors: Sequence[Tensor] | None = plan.call.match((args[0],), {})
-        assert tensors is not None, "the plan was found for this batch"
-        return tensors
 
     # ------------------------------------------------------------------ an optimizer step
 
