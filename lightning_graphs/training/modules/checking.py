@@ -18,7 +18,7 @@ from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import as_observed
-from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
+from lightning_graphs.training.modules.sites import CallRefused, CapturedStep, Site
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
 from lightning_graphs.training.verify.state import Gradients, Kept
@@ -39,11 +39,11 @@ class CallChecks:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
 
-    def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
+    def check(self, step: CapturedStep, *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
         # A call of whose outputs somebody still holds the memory is left out, as by training.
-        for site in captured.captured:
-            captured.begin()
+        for site in step.captured:
+            step.begin()
             self.check_site(site, again=again)
 
     def check_site(self, site: Site, *, again: bool = False) -> None:

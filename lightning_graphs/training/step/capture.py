@@ -22,6 +22,7 @@ from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,
     hooks_registered,
+    version_of,
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.costs.memory import (
@@ -35,6 +36,7 @@ from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
     NumberPlaces,
     counters_watched,
+    number_places,
     numbers_exchanged,
     old_gradients_watched,
     rates_exchanged,
@@ -42,7 +44,11 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, LooseTensors, held_in
 from lightning_graphs.training.guards.observers import Observers, cast_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left
+from lightning_graphs.training.guards.own_batch import (
+    UnreadValues,
+    batch_left,
+    written_tensors,
+)
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.guards.side_effects import effects_refused
@@ -192,6 +198,7 @@ class StepCapture(StepBody):
         try:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
+            versions = list(map(version_of, inputs.tensors))
             if self._learned.has_host_half:
                 copies, room = self._copies(tensors), self._room_on_device
                 recording = HostRecording(self.module.device, inputs.tensors, copies, room)
@@ -228,6 +235,7 @@ class StepCapture(StepBody):
                 gradients, others = targets.attached()
             unread.refuse_read()
             host = None if recording is None else recording.finish()
+            written = written_tensors(tensors, inputs.tensors, versions)
             _reset_autograd(inputs.tensors, tensors)
         except BaseException:  # KeyboardInterrupt and the like, too
             abandon()
@@ -241,6 +249,7 @@ class StepCapture(StepBody):
         output.finish_capture()
         return StepPlan(
             inputs=inputs,
+            writes_batch=written,
             outputs=output,
             logs=recorder,
             gradients=gradients,
@@ -275,17 +284,18 @@ class StepCapture(StepBody):
         held = list(held_in(self.module))
         loose, generators = LooseTensors(self.module, held), Generators(self.module, held)
         outside = OutsideValues(self.module, self._own, loose.add, generators.add, held=held)
-        numbers, reads = self._numbers, self._learned.reads
+        number, reads = self._numbers.number, self._learned.reads
         rates = None if self.capturable is None else self.capturable.live_rates()
-        self._in_optimizer = numbers.places(self.optimizer, self._open_keys(), rates)
+        parts = self.trainer, self.optimizer, rates
+        self._in_optimizer = number_places(*parts, number, self._open_keys())
         with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self.surrounded(recorder, self._learned.places, generators),
             reads.watching(self.module),
-            counters_watched(self.trainer, reads=reads, counter=numbers.counter),
-            rates_exchanged(self.trainer, self.optimizer, rates),
+            counters_watched(self.trainer, reads=reads, counter=number),
+            rates_exchanged(*parts),
             effects_refused(self.trainer, self._own, outside, "training_step"),
-            nullcontext() if places is None else places.exchanged(numbers.number),
+            nullcontext() if places is None else places.exchanged(number),
         ):
             yield outside, loose
 
@@ -370,7 +380,7 @@ def refuse_iterator(batch: Any) -> None:
 def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
     """Take back what a step that asks for gradients of its batch has made of static inputs."""
     for own, given in zip(inputs, batch, strict=True):
-        own.requires_grad_(given.requires_grad)
+        own.detach_().requires_grad_(given.requires_grad)
         own.grad = None
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
@@ -45,6 +46,8 @@ class StepPlan:
     adds: bool = False  # whether its gradients are added to those of earlier steps
     # What it writes beside parameters and buffers, by name
     written: dict[str, Tensor] = field(default_factory=dict)
+    writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
+    batch: Sequence[Tensor] = ()  # of the coming replay, where it does
     # Attributes that each of its graphs sets, by the graph's name in a capture
     stores: dict[str, Stores] = field(default_factory=dict)
     # What it finds in places where it stores something, and leaves there; or None
@@ -80,8 +83,14 @@ class StepPlan:
             return False
         if self.host is not None and not self.host.run(partial(self.copies, batch)):
             return False
-        self.inputs.copy_in(batch)
+        self.copy_in(batch)
         return True
+
+    def copy_in(self, batch: Sequence[Tensor]) -> None:
+        """Copy the tensors of a batch in."""
+        self.inputs.copy_in(batch)
+        if self.writes_batch:
+            self.batch = batch
 
     @property
     def told(self) -> tuple[Hashable, ...]:
@@ -110,7 +119,15 @@ class StepPlan:
         self.logs.reissue()
         if self.places is not None:
             self.places.store()
+        if self.writes_batch:
+            self._write_batch()
         return self.outputs.hand_out() if copies else self.outputs.give_away()
+
+    @torch.no_grad()
+    def _write_batch(self) -> None:
+        for i in self.writes_batch if self.batch else ():
+            self.batch[i].copy_(self.inputs.tensors[i])
+        self.batch = ()
 
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""

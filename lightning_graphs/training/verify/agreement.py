@@ -63,8 +63,8 @@ class Agreement:
         ranks: Ranks,
     ) -> None:
         self.root = root
-        self.is_on = options.verify != "off"
-        self.every = options.verify if isinstance(options.verify, int) else 0
+        self.is_on = options.verify is not False
+        self.every = 0 if isinstance(options.verify, bool) else options.verify
         self.budget = budget
         self.ranks = ranks
         self._said: set[str] = set()
