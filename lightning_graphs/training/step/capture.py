@@ -183,11 +183,6 @@ class StepCapture(StepBody):
         segments = _Segments(self._pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
-        def abandon() -> None:
-            segments.abandon()
-            if self._units is not None:
-                self._units.forget_step()
-
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(self.scaling())
@@ -209,11 +204,12 @@ class StepCapture(StepBody):
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
             adds = not phase.zeroing or self.observers.own_zero_grad
+            is_whole = phase.zeroing and phase.stepping and not self.observers.before_backward
             targets = GradientTargets(
                 self.optimizer,
                 [p for p in self.module.parameters() if p.requires_grad],
                 self.persistent,
-                keeps=self._keeps_gradients(phase),
+                keeps=not is_whole,
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
                 copied=self._learned.kept.are_copied,
@@ -238,7 +234,9 @@ class StepCapture(StepBody):
             written = written_tensors(tensors, inputs.tensors, versions)
             _reset_autograd(inputs.tensors, tensors)
         except BaseException:  # KeyboardInterrupt and the like, too
-            abandon()
+            segments.abandon()
+            if self._units is not None:
+                self._units.forget_step()
             raise
         if self.capturable is not None:
             self.capturable.remember_state()
@@ -271,11 +269,6 @@ class StepCapture(StepBody):
         first = not self._has_branched
         self._has_branched |= self._numbers.has_guards
         return first and self._has_branched
-
-    def _keeps_gradients(self, phase: Phase) -> bool:
-        """Whether gradients of one step must survive the forward pass of the next."""
-        whole_window = phase.zeroing and phase.stepping
-        return not whole_window or bool(self.observers.before_backward)
 
     @contextlib.contextmanager
     def _environment(

@@ -214,7 +214,8 @@ class CapturableOptimizer:
     def gather_state(self) -> None:
         """Move the state together in memory; to be called before the first capture."""
         if self._device.type == "cuda":
-            gather(local(value) for value in self._state_now() if isinstance(value, Tensor))
+            values = chain.from_iterable(state.values() for state in self._state.values())
+            gather(local(value) for value in values if isinstance(value, Tensor))
 
     def remember_state(self) -> None:
         """From now on other tensors in the place of these are a replacement; at every capture."""
@@ -229,9 +230,6 @@ class CapturableOptimizer:
             return True
         self.remember_state()  # a parameter that was unfrozen has made its own
         return False
-
-    def _state_now(self) -> list[Any]:
-        return list(chain.from_iterable([state.values() for state in self._state.values()]))
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""

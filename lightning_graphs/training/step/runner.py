@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -246,7 +247,7 @@ class StepRunner:
         if ranks.units is not None and not ranks.units.shard():
             ranks.leave(NOT_REDUCED)
         conditions = self._conditions()
-        plan = self._cache.find(lambda plan: plan.fits(args[0], conditions))
+        plan = self._cache.find(methodcaller("fits", args[0], conditions))
         if plan is not None:
             choice, wish = plan.number, plan.unverified and self._investment.affords_verification
         else:
@@ -336,7 +337,7 @@ class StepRunner:
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
         signature = replace(signature, extra=(conditions, *plan.told))
-        plan.call = CallPlan(signature, check_modes=True)
+        plan.call, plan.conditions = CallPlan(signature, check_modes=True), conditions
         plan.number = self._ranks.new_number()
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), [*plan.graphs.values()], cost)
