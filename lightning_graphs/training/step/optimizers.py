@@ -187,21 +187,19 @@ class CapturableOptimizer:
             or len(self._groups) != len(self._rates)
         ):
             return True
-        if epoch == self._epoch and self._seems_untouched():
+        lists = list(map(itemgetter("params"), self._groups))
+        if (
+            epoch == self._epoch
+            and self._holds(self._witnesses)
+            and all(map(is_, lists, self._lists))
+            and list(map(len, lists)) == self._lengths
+            and (self._known is None or len(self._state) == len(self._known))
+        ):
             return False
         self._epoch = epoch
-        members = list(chain.from_iterable([group["params"] for group in self._groups]))
+        members = list(chain.from_iterable(lists))
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
         return not same or self._state_was_replaced()
-
-    def _seems_untouched(self) -> bool:
-        lists = map(itemgetter("params"), self._groups)
-        return (
-            self._holds(self._witnesses)
-            and all(map(is_, lists, self._lists))
-            and list(map(len, self._lists)) == self._lengths
-            and (self._known is None or len(self._state) == len(self._known))
-        )
 
     def _holds(self, known: _Known) -> bool:
         for parameter, state, values in known:
