@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from lightning.pytorch import Trainer
@@ -89,7 +88,7 @@ def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
     return model if isinstance(model, DistributedDataParallel) else None
 
 
-def capture_stream(trainer: Trainer, stack: contextlib.ExitStack) -> torch.cuda.Stream:
+def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
     """The stream on which a fit is captured; a strategy that uses DDP makes it there, too."""
     stream = torch.cuda.Stream(trainer.strategy.root_device)
     if is_ddp(trainer.strategy):
@@ -126,4 +125,4 @@ def syncs(trainer: Trainer) -> bool:
 def unseen_by_ddp(trainer: Trainer) -> AbstractContextManager[None]:
     """Let DDP forget the forward passes of the body."""
     ddp, name = wrapper_of(trainer), "require_forward_param_sync"
-    return contextlib.nullcontext() if ddp is None else replaced(ddp, name, getattr(ddp, name))
+    return nullcontext() if ddp is None else replaced(ddp, name, getattr(ddp, name))

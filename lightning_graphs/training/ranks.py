@@ -54,37 +54,37 @@ class Ranks:
     Every rank calls the same methods in the same order.
     """
 
-    def __init__(self, trainer: Trainer | None = None) -> None:
-        self.are_one = trainer is None or trainer.world_size == 1  # there is one rank only
+    def __init__(self, trainer: Trainer) -> None:
+        self.are_one = trainer.world_size == 1  # there is one rank only
         # Called with the reason where one of the ranks :meth:`leave`
         self.left: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self._numbers = itertools.count(CAPTURE + 1)
         # What reduces gradients over ranks; None if nothing does
-        self.ddp = None if trainer is None else wrapper_of(trainer)
+        self.ddp = wrapper_of(trainer)
         # What FSDP2 gathers and reduces; None if it does nothing
-        self.units = None if trainer is None else units_of(trainer)
+        self.units = units_of(trainer)
         # Submodules cannot be captured
-        self.whole_steps_only = trainer is not None and is_model_parallel(trainer)
-        self.ready = trainer is None  # steps may be captured; see :meth:`are_ready`
+        self.whole_steps_only = is_model_parallel(trainer)
+        self.ready = False  # steps may be captured; see :meth:`are_ready`
         self._reason = self.lost = ""  # why no graph is right any longer; empty as long as they are
         self._sigterm = Sigterm()
         self._open = contextlib.ExitStack()
         self._group: Any = None
-        if trainer is not None and not self.are_one:
+        if not self.are_one:
             self._group = torch.distributed.new_group(backend="gloo")
             self._open.callback(torch.distributed.destroy_process_group, self._group)
             self._open.enter_context(sigterm_agreed(trainer, self._sigterm))
 
     def close(self) -> None:
-        """Agree on nothing any more; may be called again."""
-        self._group = None
+        """Agree on nothing any more, as if there were one rank; may be called again."""
+        self._group = self.ddp = None
+        self.are_one = True
         self._open.close()
 
     def are_ready(self) -> bool:
         """Whether steps may be captured: the gradient reducer must have settled."""
         if not self.ready:
-            assert self._trainer is not None
             self.ready = is_warm(self._trainer)
         return self.ready
 
@@ -147,7 +147,7 @@ class Ranks:
         worst, least, unfinished = self._largest(
             _outcome(error),
             -_outcome(error),
-            error is not None and self._trainer is not None and waits_for_gradients(self._trainer),
+            error is not None and waits_for_gradients(self._trainer),
         )
         if unfinished:
             assert self.ddp is not None
@@ -173,7 +173,7 @@ class Ranks:
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
         """The first rank that says something, and what it says."""
-        found = [said] * (1 if self._trainer is None else self._trainer.world_size)
+        found = [said] * self._trainer.world_size
         if self._group is not None:
             mine = str(said) if isinstance(said, Exception) else said
             torch.distributed.all_gather_object(found, mine, self._group)
@@ -200,6 +200,3 @@ def _elsewhere(outcome: int, rank: int, said: str) -> CaptureError:
         return no_room("A captured step", observed)
     rule = "A step is captured on all ranks or on none, and computes what the eager step does."
     return CaptureError(rule, observed, "mend it there")
-
-
-ONE_RANK = Ranks()

@@ -144,10 +144,9 @@ class EagerRetry:
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
         self._begin: StepBegin | None = None
         self._running = False  # the step's own code
-        # What is held, after how many captures; the largest batch trained beside it, how often.
-        self._beside: tuple[str, int] | None = None
-        self._size = 0
-        self._fits: dict[tuple[str, int], tuple[int, int]] = {}
+        # What is held, after how many captures, and the size of the batch that is trained beside it
+        self._trial: tuple[tuple[str, int], int] | None = None
+        self._fits: dict[tuple[str, int], tuple[int, int]] = {}  # the largest size, and how often
         self._reason = ""
         self._update_fits = -1  # beside the graphs of so many captures
 
@@ -166,7 +165,7 @@ class EagerRetry:
         """To be called ahead of the capture of a whole step."""
         self.budget.require_room("A captured step")
         if self._retries and not self.budget.is_roomy:
-            self._keep(args)
+            self._begin = self._kept(args)
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Let go of old gradients that the captured step zeroes before its code sees them."""
@@ -174,10 +173,9 @@ class EagerRetry:
         if self._begin is not None:
             self._begin.gradients.forget()
 
-    def _keep(self, args: tuple[Any, ...]) -> None:
-        self._begin = StepBegin(
-            self._trainer, self._module, args, self.budget, gradients=self._manual
-        )
+    def _kept(self, args: tuple[Any, ...], *, gradients: bool | None = None) -> StepBegin:
+        gradients = self._manual if gradients is None else gradients
+        return StepBegin(self._trainer, self._module, args, self.budget, gradients=gradients)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, and once more if need be."""
@@ -201,11 +199,11 @@ class EagerRetry:
 
     def _forget(self) -> None:
         """Begin another step: the one before has ended well."""
-        if self._begin is not None and self._beside is not None:
-            largest, times = self._fits.get(self._beside, _NONE_YET)
-            again = self._size == largest
-            self._fits[self._beside] = self._size, times + 1 if again else 1
-        self._begin, self._beside, self._running = None, None, False
+        if self._begin is not None and self._trial is not None:
+            beside, size = self._trial
+            largest, times = self._fits.get(beside, _NONE_YET)
+            self._fits[beside] = size, times + 1 if size == largest else 1
+        self._begin, self._trial, self._running = None, None, False
 
     def handed_out(self, plan: StepPlan) -> Any:
         """What a step returns that was replayed.
@@ -249,12 +247,12 @@ class EagerRetry:
     def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         held = self.runner.held
         if self._retries and self._begin is None and held:
-            self._size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
-            self._beside = held, self._statistics.captures
-            largest, times = self._fits.get(self._beside, _NONE_YET)
-            is_large = self._size > largest or (self._size == largest and times < SETTLED)
+            size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
+            beside = held, self._statistics.captures
+            largest, times = self._fits.get(beside, _NONE_YET)
+            is_large = size > largest or (size == largest and times < SETTLED)
             if is_large and not self.budget.is_roomy:
-                self._keep(args)
+                self._begin, self._trial = self._kept(args), (beside, size)
         self._running = True
         return self.own.training_step(*args, **kwargs)
 
@@ -277,11 +275,8 @@ class EagerRetry:
         """The backward pass without the hooks around it."""
         begin, now = self._begin, None
         assert begin is not None
-        keep = partial(
-            StepBegin, self._trainer, self._module, begin.args, self.budget, gradients=True
-        )
         try:
-            now = keep()
+            now = self._kept(begin.args, gradients=True)
             own(loss, *args, **kwargs)
             return
         except Exception as error:
@@ -291,7 +286,7 @@ class EagerRetry:
         for tensor in (closure_loss, loss):
             tensor.detach_()  # what is left of the autograd graph goes, whoever has the loss
         self._give_up(reason)
-        now = now or keep()
+        now = now or self._kept(begin.args, gradients=True)
         begin.restore()
         with replaced(self._module, "log", nothing):
             returned = self.own.training_step(*begin.args)

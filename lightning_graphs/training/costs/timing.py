@@ -58,19 +58,11 @@ class Stopwatch:
         return max(0.0, ms - (end.launched - start.launched) * 1e3)
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """What had happened when a step began."""
-
-    disturbances: tuple[object, ...]
-    eager: int
-    replays: tuple[int, ...]
-
-    @classmethod
-    def of(cls, done: Statistics) -> _Counts:
-        captures = done.captures, sum(record.captures for record in done.graphs)
-        disturbances = (*captures, *done.fallbacks, len(done.recaptures))
-        return cls(disturbances, done.eager, tuple(record.replays for record in done.graphs))
+def _counted(done: Statistics) -> tuple[tuple[object, ...], int, list[int]]:
+    """What disturbs a step's time, eager steps, and replays of each graph so far."""
+    captures = done.captures, sum(record.captures for record in done.graphs)
+    disturbances = (*captures, *done.fallbacks, len(done.recaptures))
+    return disturbances, done.eager, [record.replays for record in done.graphs]
 
 
 @dataclass(slots=True)
@@ -80,7 +72,7 @@ class _Sample:
     step: int
     batch: Hashable
     start: Mark
-    counted: _Counts
+    counted: tuple[tuple[object, ...], int, list[int]]  # when it began
     end: Mark | None = None
     kept: bool = False
     records: tuple[GraphRecord, ...] = ()
@@ -127,8 +119,8 @@ class StepTiming:
         self._open = None
         if not self._verified():
             batch = (_shapes_of(args), self._stepping)
-            counts = _Counts.of(self._statistics)
-            self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counts)
+            counted = _counted(self._statistics)
+            self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)
         self._steps += 1
         result = self._handler.training_step(*args, **kwargs)
         if self._manual:
@@ -163,12 +155,12 @@ class StepTiming:
         sample, self._open = self._open, None
         if sample is None:
             return
-        before, now = sample.counted, _Counts.of(self._statistics)
-        if before.disturbances != now.disturbances:
+        disturbances, eager, replays = _counted(self._statistics)
+        if disturbances != sample.counted[0]:
             return
-        graphs = zip(self._statistics.graphs, now.replays, before.replays, strict=True)
+        graphs = zip(self._statistics.graphs, replays, sample.counted[2], strict=True)
         sample.records = tuple(record for record, after, earlier in graphs if after > earlier)
-        if not sample.records and now.eager == before.eager:
+        if not sample.records and eager == sample.counted[1]:
             return
         first = int(not sample.records)
         key = self._key(sample)

@@ -29,7 +29,7 @@ class ModuleRunner:
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
-        agreement = Agreement(module, fit.options, fit.retry.budget)
+        agreement = Agreement(module, fit.options, fit.retry.budget, fit.ranks)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(fit, gradients, agreement)
         if fit.options.validation:

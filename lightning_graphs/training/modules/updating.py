@@ -93,7 +93,7 @@ class CapturedUpdate:
             self.capturable,
             self._observers,
         )
-        self._checks = Verification(self._agreement, self._body, self.capturable)
+        self._checks = Verification(self._agreement, self._body)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""

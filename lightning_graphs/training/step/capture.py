@@ -30,7 +30,7 @@ from lightning_graphs.training.costs.memory import (
     RaisedInCapture,
     code_captured,
 )
-from lightning_graphs.training.ddp import units_of, waits_for_gradients, wrapper_of
+from lightning_graphs.training.ddp import waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
@@ -42,7 +42,7 @@ from lightning_graphs.training.guards.frozen import (
     rates_exchanged,
 )
 from lightning_graphs.training.guards.held_values import Generators, LooseTensors, held_in
-from lightning_graphs.training.guards.observers import cast_unseen
+from lightning_graphs.training.guards.observers import Observers, cast_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import (
     UnreadValues,
@@ -58,14 +58,13 @@ from lightning_graphs.training.host.live_numbers import StepNumbers
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import LeftBehindError
 from lightning_graphs.training.host.stored import CapturedStores, PlaceUsedError
-from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.gradients import (
     GradientTargets,
-    GradientUse,
     PersistentGradients,
     gradients_set_aside,
 )
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.step.transfer import copies_on_host
 
@@ -73,25 +72,28 @@ _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin 
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 
 
-class StepCapture:
+class StepCapture(StepBody):
     """Captures training steps of one fit."""
 
-    def __init__(self, fit: Fit, body: StepBody, learned: Learned) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        learned: Learned,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer | None,
+        observers: Observers,
+    ) -> None:
+        trainer, module = fit.trainer, fit.module
+        super().__init__(trainer, module, fit.retry.own, optimizer, capturable, observers)
         self._learned = learned
         self._progress = fit.progress
         self._investment = fit.investment
         self._ranks = fit.ranks
-        self._trainer = trainer = fit.trainer
-        self._module = module = fit.module
         self._pool = fit.pool
-        self._body = body
-        self._optimizer = body.optimizer
-        self._capturable = body.capturable
-        self._observers = body.observers
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._own = OwnCode(module)
         self._copies = partial(copies_on_host, trainer)
-        self._units = units_of(trainer)
+        self._units = fit.ranks.units
         self._registers_hooks = False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
@@ -126,17 +128,17 @@ class StepCapture:
                 return self._captured(batch, tensors, rest, signature, phase, unread)
             except ArenaFull as error:
                 self._room_on_device = error.needed
-                if waits_for_gradients(self._trainer):
+                if waits_for_gradients(self.trainer):
                     raise
             except PlaceUsedError as error:
-                if waits_for_gradients(self._trainer):
+                if waits_for_gradients(self.trainer):
                     raise
                 self._learned.places.unlearn(error.place)
             except CaptureError as error:
                 raised = error.observed if isinstance(error, RaisedInCapture) else ""
                 unread.refuse_read(raised)
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
-                if final or waits_for_gradients(self._trainer):
+                if final or waits_for_gradients(self.trainer):
                     raise
                 places = self._learned.places
                 if places.learn(places.found) or self._learn_conversions():
@@ -159,11 +161,11 @@ class StepCapture:
         return self._conversions != known
 
     def _refuse_looks_at_shards(self) -> None:
-        if self._units is not None and self._observers.before_backward:
+        if self._units is not None and self.observers.before_backward:
             raise CaptureError(
                 "Between forward and backward FSDP2 has gathered parameters in a module, where "
                 "replays have shards.",
-                f"{', '.join(self._observers.before_backward)} may look at them",
+                f"{', '.join(self.observers.before_backward)} may look at them",
                 "look at parameters in on_after_backward or later",
             )
 
@@ -181,14 +183,9 @@ class StepCapture:
         segments = _Segments(self._pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
-        def abandon() -> None:
-            segments.abandon()
-            if self._units is not None:
-                self._units.forget_step()
-
         def cut(name: str) -> None:
             if name == "step":
-                scaling.update(self._body.scaling())
+                scaling.update(self.scaling())
             if places is not None:
                 places.look()
             segments.cut(name)
@@ -199,34 +196,36 @@ class StepCapture:
             versions = list(map(version_of, inputs.tensors))
             if self._learned.has_host_half:
                 copies, room = self._copies(tensors), self._room_on_device
-                recording = HostRecording(self._module.device, inputs.tensors, copies, room)
+                recording = HostRecording(self.module.device, inputs.tensors, copies, room)
             tape = None if recording is None else recording.tape
-            reads, device = self._learned.reads, self._module.device
-            self._numbers = StepNumbers(self._trainer, reads, device, tape)
+            reads, device = self._learned.reads, self.module.device
+            self._numbers = StepNumbers(self.trainer, reads, device, tape)
             self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
-            adds = not phase.zeroing or self._observers.own_zero_grad
-            use = GradientUse(
-                keeps=self._keeps_gradients(phase),
+            adds = not phase.zeroing or self.observers.own_zero_grad
+            is_whole = phase.zeroing and phase.stepping and not self.observers.before_backward
+            targets = GradientTargets(
+                self.optimizer,
+                [p for p in self.module.parameters() if p.requires_grad],
+                self.persistent,
+                keeps=not is_whole,
                 adds=adds,
                 holds=phase.stepping and not phase.zeroing,
                 copied=self._learned.kept.are_copied,
-                reduced=phase.stepping and wrapper_of(self._trainer) is not None,
+                reduced=phase.stepping and wrapper_of(self.trainer) is not None,
             )
-            trainable = [p for p in self._module.parameters() if p.requires_grad]
-            targets = GradientTargets(self._optimizer, trainable, self.persistent, use)
-            recorder = LogRecorder(self._module, self._progress, self._learned.logged)
+            recorder = LogRecorder(self.module, self._progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
-                state_as_known(self._optimizer),
+                state_as_known(self.optimizer),
                 batch_left(own),
                 self._environment(recorder, places) as (outside, loose),
             ):
                 targets.begin()
                 with segments.capturing("forward"):
-                    output = self._body.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
+                    output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     if places is not None:
                         places.look()
                 gradients, others = targets.attached()
@@ -235,10 +234,12 @@ class StepCapture:
             written = written_tensors(tensors, inputs.tensors, versions)
             _reset_autograd(inputs.tensors, tensors)
         except BaseException:  # KeyboardInterrupt and the like, too
-            abandon()
+            segments.abandon()
+            if self._units is not None:
+                self._units.forget_step()
             raise
-        if self._capturable is not None:
-            self._capturable.remember_state()
+        if self.capturable is not None:
+            self.capturable.remember_state()
         stores = segments.stores
         if places is not None:
             stores = {name: places.without_numbers(found) for name, found in stores.items()}
@@ -253,7 +254,7 @@ class StepCapture:
             outside=others,
             graphs=segments.graphs,
             copies=self._copies,
-            steps=phase.stepping and self._capturable is not None,
+            steps=phase.stepping and self.capturable is not None,
             adds=adds,
             written=loose.written(),
             stores=stores,
@@ -269,63 +270,56 @@ class StepCapture:
         self._has_branched |= self._numbers.has_guards
         return first and self._has_branched
 
-    def _keeps_gradients(self, phase: Phase) -> bool:
-        """Whether gradients of one step must survive the forward pass of the next."""
-        whole_window = phase.zeroing and phase.stepping
-        return not whole_window or bool(self._observers.before_backward)
-
     @contextlib.contextmanager
     def _environment(
         self, recorder: LogRecorder, places: CapturedStores | None
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
-        held = list(held_in(self._module))
-        loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
-        outside = OutsideValues(self._module, self._own, loose.add, generators.add, held=held)
+        held = list(held_in(self.module))
+        loose, generators = LooseTensors(self.module, held), Generators(self.module, held)
+        outside = OutsideValues(self.module, self._own, loose.add, generators.add, held=held)
         number, reads = self._numbers.number, self._learned.reads
-        rates = None if self._capturable is None else self._capturable.live_rates()
-        parts = self._trainer, self._optimizer, rates
+        rates = None if self.capturable is None else self.capturable.live_rates()
+        parts = self.trainer, self.optimizer, rates
         self._in_optimizer = number_places(*parts, number, self._open_keys())
         with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            self._body.surrounded(recorder, self._learned.places, generators),
-            reads.watching(self._module),
-            counters_watched(self._trainer, reads=reads, counter=number),
-            replaced(self._body, "forward", self._forward),
-            replaced(self._body, "_backward", self._backward),
+            self.surrounded(recorder, self._learned.places, generators),
+            reads.watching(self.module),
+            counters_watched(self.trainer, reads=reads, counter=number),
             rates_exchanged(*parts),
-            effects_refused(self._trainer, self._own, outside, "training_step"),
+            effects_refused(self.trainer, self._own, outside, "training_step"),
             nullcontext() if places is None else places.exchanged(number),
         ):
             yield outside, loose
 
-    def _forward(
+    def forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
-        numbers, hooks = numbers_exchanged(self._optimizer, self._in_optimizer), hooks_registered()
+        numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
         recording, followed = self._recording, calls_followed(self._conversions)
         host = nullcontext() if recording is None else draws_recorded(self._numbers, recording)
-        with old_gradients_watched(self._trainer), numbers, self._unseen(), followed, host:
-            result = StepBody.forward(self._body, arguments, recorder)
+        with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host:
+            result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result
 
     def _open_keys(self) -> Sequence[Collection[str]]:
         """The numbers in each parameter group that may move without another capture."""
-        if self._capturable is not None:
+        if self.capturable is not None:
             return ()
         return [
             {key for key in _HYPER_PARAMETERS if _is_plain(group.get(key))}
-            for group in self._optimizer.param_groups
+            for group in self.optimizer.param_groups
         ]
 
     def _backward(self, loss: Tensor) -> None:
         casts: AbstractContextManager[None] = nullcontext()
         if not self._registers_hooks:
-            casts = cast_unseen(self._trainer, self._module, loss)
+            casts = cast_unseen(self.trainer, self.module, loss)
         recording = self._recording
         host = recording if recording is not None and recording.in_backward else nullcontext()
         with casts, self._unseen(), host:
-            StepBody._backward(self._body, loss)
+            super()._backward(loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
         return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
@@ -397,7 +391,8 @@ def state_as_known(optimizer: Optimizer) -> Iterator[None]:
                 del optimizer.state[parameter]
                 made += 1
             elif any(state[k] is not known.get(k) for k in state if torch.is_tensor(state[k])):
-                optimizer.state[parameter] = known
+                state.clear()
+                state.update(known)
                 made += 1
     if made:
         raise CaptureError(

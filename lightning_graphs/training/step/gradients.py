@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
@@ -295,30 +294,6 @@ class PersistentGradients:
         self._buffers.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class GradientUse:
-    """What becomes of the gradients of a step that is captured."""
-
-    keeps: bool  # they outlive the step
-    adds: bool  # they are added to those of earlier steps
-    holds: bool  # the optimizer step is captured, and reads gradients of earlier steps too
-    copied: bool  # somebody keeps them
-    # The backward pass reduces them over ranks, those of earlier steps with them
-    reduced: bool
-
-
-@dataclass(slots=True)
-class _Target:
-    """Where the gradient of one parameter goes."""
-
-    parameter: Parameter
-    inside: bool  # the optimizer has the parameter
-    buffer: Tensor | None  # outlives a replay; None where no step needs that
-    adds: bool  # the gradient is added to what is in the buffer
-    grows: bool  # autograd itself adds to the buffer, where what is there must be reduced as well
-    held: bool  # the buffer is read, whether it gets a gradient or not
-
-
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
@@ -330,42 +305,46 @@ class GradientTargets:
         optimizer: Optimizer,
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
-        use: GradientUse,
+        *,
+        keeps: bool,  # gradients outlive the step
+        adds: bool,  # they are added to those of earlier steps
+        holds: bool,  # the optimizer step is captured, and reads gradients of earlier steps too
+        copied: bool,  # somebody keeps them
+        # The backward pass reduces them over ranks, those of earlier steps with them
+        reduced: bool,
     ) -> None:
-        self._use = use
-        self._targets = []
-        optimized = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-        self.parameters = list({**optimized, **dict.fromkeys(trainable)})
-        for p in self.parameters:
-            inside, known = p in optimized, p.grad is not None
-            outlives = p.requires_grad and (use.keeps or not inside)
-            buffer = persistent.of([p])[0] if outlives else None
-            adds = use.adds or not inside
-            grows = use.reduced and adds and known
-            held = use.holds and inside and known
-            self._targets.append(_Target(p, inside, buffer, adds and not grows, grows, held))
+        self._copied, self._in_pool = copied, not (keeps or reduced)
+        inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        self.parameters = list({**inside, **dict.fromkeys(trainable)})
+        self._inside = inside
+        lasting = [p for p in self.parameters if p.requires_grad and (keeps or p not in inside)]
+        self._buffers = dict(zip(lasting, persistent.of(lasting), strict=True))
+        known = {p for p in lasting if p.grad is not None}
+        adding = {p for p in lasting if adds or p not in inside}
+        # Autograd itself adds to the buffer, where what is there must be reduced as well
+        self._grown = adding & known if reduced else set()
+        self._added = adding - self._grown
+        # The buffer is read, whether it gets a gradient or not
+        self._held = known & inside.keys() if holds else set()
 
     def begin(self) -> None:
         """Let ``.grad`` be what a backward pass of the capture adds to."""
-        for target in self._targets:
-            if target.grows:
-                target.parameter.grad = target.buffer
+        for parameter in self._grown:
+            parameter.grad = self._buffers[parameter]
 
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
-        refuse_sparse_gradients([target.parameter.grad for target in self._targets])
+        refuse_sparse_gradients([parameter.grad for parameter in self.parameters])
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for target in self._targets:
-            gradient, buffer = target.parameter.grad, target.buffer
-            if buffer is None:
-                continue
+        for parameter, buffer in self._buffers.items():
+            gradient = parameter.grad
             if gradient is not None and gradient is not buffer:
-                targets, fresh = added if target.adds else written
+                targets, fresh = added if parameter in self._added else written
                 targets.append(local(buffer))
                 fresh.append(local(gradient))
-            if gradient is not None or target.held:
-                target.parameter.grad = buffer
+            if gradient is not None or parameter in self._held:
+                parameter.grad = buffer
         with torch.no_grad():
             if written[0]:
                 torch._foreach_copy_(*written)
@@ -377,12 +356,12 @@ class GradientTargets:
         return self._attached(True), self._attached(False)
 
     def _attached(self, inside: bool) -> AttachedGradients:
-        mine = [target.parameter for target in self._targets if target.inside is inside]
+        mine = [p for p in self.parameters if (p in self._inside) is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         return AttachedGradients(
             [p for p, _ in used],
             [g for _, g in used],
             [p for p in mine if p.grad is None],
-            copied=self._use.copied and inside,
-            in_pool=inside and not (self._use.keeps or self._use.reduced),
+            copied=self._copied and inside,
+            in_pool=self._in_pool and inside,
         )

@@ -90,6 +90,9 @@ def _is_sharded(optimizer: Optimizer) -> bool:
     return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
 
 
+_Known = list[tuple[Any, dict[str, Any], list[Any]]]
+
+
 class CapturableOptimizer:
     """Keeps an optimizer capturable for the time of a fit, while it looks as it came.
 
@@ -120,9 +123,9 @@ class CapturableOptimizer:
         self._lists = [group["params"] for group in self._groups]
         self._lengths = list(map(len, self._lists))
         self._members = list(chain.from_iterable(self._lists))
-        self._entries: list[tuple[Any, str, Any]] | None = None
-        self._witnesses: list[tuple[Any, dict[str, Any], list[Any]]] = []
-        self._count = 0
+        # Parameter, its state and what was in it at the last capture; one of each group among them
+        self._known: _Known | None = None
+        self._witnesses: _Known = []
         self._move_steps(to_host=False)
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
@@ -184,51 +187,47 @@ class CapturableOptimizer:
             or len(self._groups) != len(self._rates)
         ):
             return True
-        if epoch == self._epoch and self._seems_untouched():
+        lists = list(map(itemgetter("params"), self._groups))
+        if (
+            epoch == self._epoch
+            and self._holds(self._witnesses)
+            and all(map(is_, lists, self._lists))
+            and list(map(len, lists)) == self._lengths
+            and (self._known is None or len(self._state) == len(self._known))
+        ):
             return False
         self._epoch = epoch
-        members = list(chain.from_iterable([group["params"] for group in self._groups]))
+        members = list(chain.from_iterable(lists))
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
         return not same or self._state_was_replaced()
 
-    def _seems_untouched(self) -> bool:
-        for parameter, state, values in self._witnesses:
-            now = self._state.get(parameter)
-            if now is not state or not all(map(is_, state.values(), values)):
+    def _holds(self, known: _Known) -> bool:
+        for parameter, state, values in known:
+            if self._state.get(parameter) is not state or len(state) < len(values):
                 return False
-        lists = map(itemgetter("params"), self._groups)
-        return (
-            all(map(is_, lists, self._lists))
-            and list(map(len, self._lists)) == self._lengths
-            and (self._entries is None or len(self._state) == self._count)
-        )
+            if not all(map(is_, values, state.values())):
+                return False
+        return True
 
     def gather_state(self) -> None:
         """Move the state together in memory; to be called before the first capture."""
         if self._device.type == "cuda":
-            gather(local(value) for value in self._state_now() if isinstance(value, Tensor))
+            values = chain.from_iterable(state.values() for state in self._state.values())
+            gather(local(value) for value in values if isinstance(value, Tensor))
 
     def remember_state(self) -> None:
         """From now on other tensors in the place of these are a replacement; at every capture."""
-        self._count = len(self._state)
-        self._entries = [
-            (p, k, value) for p, own in self._state.items() for k, value in own.items()
-        ]
-        firsts = (next(filter(self._state.__contains__, params), None) for params in self._lists)
-        states = ((p, self._state[p]) for p in firsts if p is not None)
-        self._witnesses = [(p, state, list(state.values())) for p, state in states]
+        self._known = [(p, state, list(state.values())) for p, state in self._state.items()]
+        firsts = {next(filter(self._state.__contains__, params), None) for params in self._lists}
+        self._witnesses = [known for known in self._known if known[0] in firsts]
 
     def _state_was_replaced(self) -> bool:
-        if self._entries is None:
+        if self._known is None:
             return False
-        for parameter, key, value in self._entries:
-            if self._state.get(parameter, {}).get(key) is not value:
-                return True
+        if not self._holds(self._known):
+            return True
         self.remember_state()  # a parameter that was unfrozen has made its own
         return False
-
-    def _state_now(self) -> list[Any]:
-        return list(chain.from_iterable([state.values() for state in self._state.values()]))
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""

@@ -42,6 +42,7 @@ class StepPlan:
     copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
     # Checks a batch against the signature and takes its tensors out
     call: CallPlan = field(init=False)
+    conditions: Conditions = field(init=False)  # what it was captured under
     steps: bool = False  # whether the optimizer step is captured at all
     adds: bool = False  # whether its gradients are added to those of earlier steps
     # What it writes beside parameters and buffers, by name
@@ -60,12 +61,6 @@ class StepPlan:
     number: int = 0  # the same on all ranks
     # Numbers of the trainer that its graphs read, to be refreshed before every replay
     numbers: Sequence[NumberOnDevice] = ()
-
-    @property
-    def conditions(self) -> Conditions:
-        """What it was captured under."""
-        conditions: Conditions = self.call.signature.extra[0]  # type: ignore[assignment]
-        return conditions
 
     def fits(self, batch: Any, conditions: Conditions) -> bool:
         """Whether batch and fit are what it was captured from; if so it is ready for a replay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
 from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.statistics import capture_cost, in_words
-from lightning_graphs.training.step.body import StepBody, scaler_of
+from lightning_graphs.training.step.body import scaler_of
 from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
@@ -111,15 +112,11 @@ class StepRunner:
         if obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
-        own, observers = self._retry.own, self._observers
-        self._body = body = StepBody(
-            self._trainer, self._module, own, self._optimizer, self._in_graph, observers
+        self._capture = StepCapture(
+            self._fit, self._learned, self._optimizer, self._in_graph, self._observers
         )
-        self._capture = StepCapture(self._fit, body, self._learned)
-        self._verification = Verification(
-            self._agreement, body, self._in_graph, self._ranks, self._learned.places
-        )
-        self._watch = FitWatch(self._module, body, self._learned)
+        self._verification = Verification(self._agreement, self._capture, self._learned.places)
+        self._watch = FitWatch(self._module, self._capture, self._learned)
 
     def _forget_plans(self) -> None:
         """Drop every graph, and not how often steps were seen: none copies in from a new place."""
@@ -200,7 +197,7 @@ class StepRunner:
         moved = self._in_graph.hyper_parameters() != plan.conditions.hyper_parameters
         replaced = self._in_graph.replaced(self._trainer.current_epoch)
         if moved or replaced or not plan.gradients.complete():
-            self._body.step_eagerly(plan.scaling)
+            self._capture.step_eagerly(plan.scaling)
             return
         plan.gradients.adopt()
         self._in_graph.refresh()
@@ -256,7 +253,7 @@ class StepRunner:
         if ranks.units is not None and not ranks.units.shard():
             ranks.leave(NOT_REDUCED)
         conditions = self._conditions()
-        plan = self._cache.find(lambda plan: plan.fits(args[0], conditions))
+        plan = self._cache.find(methodcaller("fits", args[0], conditions))
         if plan is not None:
             choice, wish = plan.number, plan.unverified and self._investment.affords_verification
         else:
@@ -346,7 +343,7 @@ class StepRunner:
             return None
         conditions = replace(conditions, attributes=self._watch.attributes())
         signature = replace(signature, extra=(conditions, *plan.told))
-        plan.call = CallPlan(signature, check_modes=True)
+        plan.call, plan.conditions = CallPlan(signature, check_modes=True), conditions
         plan.number = self._ranks.new_number()
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), [*plan.graphs.values()], cost)

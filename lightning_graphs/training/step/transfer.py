@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -139,7 +140,7 @@ def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]
     tensors: list[Any]
     build: Callable[[list[Tensor]], Any]
     if kind is Tensor:
-        tensors, build = [batch], _only
+        tensors, build = [batch], itemgetter(0)
     elif kind is tuple or kind is list:
         tensors, build = list(batch), kind
     elif kind is dict:
@@ -149,7 +150,3 @@ def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]
     if all([type(t) is Tensor and t.device.type == "cpu" and _is_strided(t) for t in tensors]):
         return tensors, build
     return None
-
-
-def _only(tensors: list[Tensor]) -> Tensor:
-    return tensors[0]

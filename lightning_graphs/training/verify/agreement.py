@@ -16,7 +16,7 @@ from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.costs.memory import MemoryBudget, first_line, is_out_of_memory
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.ranks import ONE_RANK, Ranks
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.verify.differences import (
     NONE,
     Difference,
@@ -60,13 +60,13 @@ class Agreement:
         root: LightningModule,
         options: Options,
         budget: MemoryBudget,
-        ranks: Ranks = ONE_RANK,
+        ranks: Ranks,
     ) -> None:
         self.root = root
         self.is_on = options.verify is not False
         self.every = 0 if isinstance(options.verify, bool) else options.verify
         self.budget = budget
-        self._ranks = ranks
+        self.ranks = ranks
         self._said: set[str] = set()
         precision = str(root.trainer.precision_plugin.precision)
         self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
@@ -79,7 +79,7 @@ class Agreement:
     def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
         """Compare both ways, or say that there was no memory for it."""
         try:
-            kept = ways.keep()
+            kept = self.ranks.together(ways.keep)
             try:
                 self._require(ways, kept, tolerance or self._tolerance)
             finally:
@@ -93,19 +93,22 @@ class Agreement:
             if self.root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager run and the copy of the state
 
+    def _run(self, way: Callable[[], list[Result]]) -> list[Result]:
+        return self.ranks.together(way, exchanges=True)
+
     def _require(self, ways: BothWays, kept: Kept, tolerance: Tolerance) -> None:
         prints = Fingerprinter()
-        expected = ways.eager()
+        expected = self._run(ways.eager)
         names = [result.name for result in expected]
         known = prints.of([result.value for result in expected], together=True)
         del expected
         kept.restore()
-        found = ways.replayed()
-        self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
+        found = self._run(ways.replayed)
+        self.ranks.together(partial(self._require_names, names, [r.name for r in found]))
         now = prints.of([result.value for result in found], together=True)
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
-        if self._ranks.any(bool(differing)):
+        if self.ranks.any(bool(differing)):
             kept.restore()
             self._require_values(ways, kept, differing, (prints, names, known), tolerance)
 
@@ -118,7 +121,7 @@ class Agreement:
         rule: Tolerance,
     ) -> None:
         prints, names, known = first
-        again = ways.eager()
+        again = self._run(ways.eager)
         now = prints.of([result.value for result in again], together=True)
         steady = [r.name for r in again] == names and now == known
         held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
@@ -126,13 +129,13 @@ class Agreement:
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
         noise: dict[str, Difference] = {}
-        if self._ranks.any(not steady):
+        if self.ranks.any(not steady):
             kept.restore()
-            third = ways.eager()
+            third = self._run(ways.eager)
             noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
             del third
         kept.restore()
-        results = ways.replayed()
+        results = self._run(ways.replayed)
 
         def judge() -> None:
             changed, unjudged = set(), set()
@@ -154,7 +157,7 @@ class Agreement:
                 if result.is_gradient and rule.is_rounding(eager, apart):
                     unjudged.add(result.name)
 
-        self._ranks.together(judge)
+        self.ranks.together(judge)
 
     def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
         ways = (("the eager step", eager, replayed), ("the replay", replayed, eager))

@@ -16,49 +16,42 @@ from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
-from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.ranks import ONE_RANK, Ranks
 from lightning_graphs.training.step.body import StepBody
-from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
 from lightning_graphs.training.verify.state import Kept, StepState
 
 
-class Verification:
+class Verification(StepBody):
     """Runs captured steps both ways from one state, and optimizer steps by themselves."""
 
     def __init__(
         self,
         agreement: Agreement,
         body: StepBody,
-        capturable: CapturableOptimizer | None,
-        ranks: Ranks = ONE_RANK,
         places: Places | None = None,
     ) -> None:
+        parts = body.trainer, body.module, body.calls
+        super().__init__(*parts, body.optimizer, body.capturable, body.observers)
         self._places = places
         self._agreement = agreement
-        self._module = agreement.root
-        self._trainer = agreement.root.trainer
-        self._optimizer = body.optimizer
-        self._body = body
-        self._capturable = capturable
-        self._ranks = ranks
 
     def _state(self, written: dict[str, Tensor]) -> StepState:
-        return StepState(self._trainer, self._module, self._optimizer, written)
+        return StepState(self.trainer, self.module, self.optimizer, written)
 
-    def _rates(self) -> Any:
-        """While this is open, rates are on the device: kernels round others otherwise."""
-        rates = None if self._capturable is None else self._capturable.live_rates()
-        return rates_exchanged(self._trainer, self._optimizer, rates)
+    def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
+        """With rates on the device: kernels round others otherwise."""
+        rates = None if self.capturable is None else self.capturable.live_rates()
+        with rates_exchanged(self.trainer, self.optimizer, rates):
+            super().update(cut)
 
     # ------------------------------------------------------------------ a whole step
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
         """Verify a plan with the batch that is about to be trained on."""
-        batch, together = self._tensors(plan, args), self._ranks.together
+        batch = plan.call.match((args[0],), {})
+        assert batch is not None, "the plan was found for this batch"
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
@@ -70,48 +63,48 @@ class Verification:
             return state.keep(lambda size: budget.room_for(size, plan.gradients.held), *others)
 
         ways = BothWays(
-            partial(together, partial(self._eager, plan, args, state), exchanges=True),
-            partial(together, partial(self._replayed, plan, args, state), exchanges=True),
-            partial(together, keep),
+            partial(self._eager, plan, args, batch, state),
+            partial(self._replayed, plan, batch, state),
+            keep,
         )
         with budget.nothing_kept():
             self._agreement.compare(ways, "a captured step was not verified")
         plan.fill(batch)
 
-    def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+    def _eager(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: StepState
+    ) -> list[Result]:
         """Run the step eagerly; what it computed, and what it changed, in place."""
         if not plan.adds:
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-        recorder = LogRecorder(self._module)
-        own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
+        recorder = LogRecorder(self.module)
+        own = StaticInputs(batch).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
         memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
-        gradients = plan.gradients.taking_over() if self._ranks.are_one else nullcontext()
+        gradients = plan.gradients.taking_over() if self._agreement.ranks.are_one else nullcontext()
         assert self._places is not None, "whole steps have places"
         seen = None if plan.host is None else plan.host.generators
-        generators = Generators(self._module, seen=seen)
+        generators = Generators(self.module, seen=seen)
         with (
-            self._body.surrounded(recorder, self._places, generators),
             # But for the stand-ins of a capture: here every value is real
-            replaced(self._body, "update", self._update),
+            self.surrounded(recorder, self._places, generators),
             memory,
             gradients,
         ):
             before = [] if plan.places is None else plan.places.present()
-            output = self._body.run(arguments, plan.conditions.phase, recorder)
+            output = self.run(arguments, plan.conditions.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)
         output.finish_capture()
         return state.results(output.hand_out()) + stored
 
-    def _replayed(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
+    def _replayed(self, plan: StepPlan, batch: Sequence[Tensor], state: StepState) -> list[Result]:
         """The same of a replay."""
-        batch = self._tensors(plan, args)
         plan.fill(batch)
-        if self._capturable is not None:
-            self._capturable.refresh()
+        if self.capturable is not None:
+            self.capturable.refresh()
         for number in plan.numbers:
             number.refresh()
         for name, graph in plan.graphs.items():
@@ -122,27 +115,16 @@ class Verification:
         stored = [] if plan.places is None else plan.places.results()
         return state.results(plan.outputs.hand_out()) + stored
 
-    def _update(self, *args: Any) -> None:
-        with self._rates():
-            StepBody.update(self._body, *args)
-
-    @staticmethod
-    def _tensors(plan: StepPlan, args: tuple[Any, ...]) -> Sequence[Tensor]:
-        tensors: Sequence[Tensor] | None = plan.call.match((args[0],), {})
-        assert tensors is not None, "the plan was found for this batch"
-        return tensors
-
     # ------------------------------------------------------------------ an optimizer step
 
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the gradients that there are."""
         if not self._agreement.is_on:
             return
-        state, python = self._state({}), (Attributes(self._module), Generators(self._module))
+        state, python = self._state({}), (Attributes(self.module), Generators(self.module))
 
         def eager() -> list[Result]:
-            with self._rates():
-                self._body.update()
+            self.update()
             return state.results(None)
 
         def replayed() -> list[Result]:

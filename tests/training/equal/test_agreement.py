@@ -11,6 +11,7 @@ import torch
 from lightning_graphs import VerificationError
 from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.options import Options
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
 from lightning_graphs.training.verify.state import Kept
@@ -24,9 +25,10 @@ def nothing() -> Kept:
 
 def agreement() -> Agreement:
     plugin = SimpleNamespace(precision="32-true")
-    trainer = SimpleNamespace(precision_plugin=plugin)
+    strategy = SimpleNamespace(model=None)
+    trainer: Any = SimpleNamespace(precision_plugin=plugin, world_size=1, strategy=strategy)
     root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
-    return Agreement(root, Options(), MemoryBudget(CPU))
+    return Agreement(root, Options(), MemoryBudget(CPU), Ranks(trainer))
 
 
 def compared(eager: list[float], replayed: list[float]) -> None:
