@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_graphs.core.autograd.gradients import GradientBuffers, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
@@ -28,7 +28,6 @@ from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.costs.memory import NoRoomError, code_captured
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import Attributes
-from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
@@ -155,7 +154,7 @@ class _Capture:
         warm: bool,
     ) -> None:
         self._call = call
-        self._restored = partial(as_observed, call, means.pool.backend.device_type)
+        self._restored = partial(as_observed, call)
         with self._restored():
             self._attributes = Attributes(call.module)
         self._baked = baked
@@ -168,8 +167,7 @@ class _Capture:
         here = CaptureSettings(means.pool, order, direct, True, gradient_buffers=buffers)
 
         def prepare() -> CallableCapture:
-            original = original_call(call.module)
-            capture = CallableCapture(call.module, call.args, call.kwargs, here, original)
+            capture = CallableCapture(call.module, call.args, call.kwargs, here, call.original)
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
             capture.used_elsewhere = call.used_elsewhere
@@ -255,23 +253,23 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def as_observed(call: ObservedCall, device_type: str) -> Iterator[None]:
+def as_observed(call: ObservedCall) -> Iterator[None]:
     """Let the module be in the state in which an observed call found it, while the body runs.
 
     Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
     """
     modules, parameters = list(call.module.modules()), list(call.module.parameters())
     flags = [m.training for m in modules]
-    required = [p.requires_grad for p in parameters]
-    _set_flags(modules, call.training)
-    _set_requires_grad(parameters, [p not in call.frozen for p in parameters])
+    required = list(map(_REQUIRES_GRAD, parameters))
+    _set(modules, "training", call.training)
+    _set(parameters, "requires_grad", [p not in call.frozen for p in parameters])
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(call.kernels.default_dtype)
     try:
         with (
             torch.set_grad_enabled(call.grad_enabled),
             torch.autocast(
-                device_type,
+                call.device_type,
                 dtype=call.autocast,
                 enabled=call.autocast is not None,
                 cache_enabled=False,
@@ -280,17 +278,11 @@ def as_observed(call: ObservedCall, device_type: str) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        _set_flags(modules, flags)
-        _set_requires_grad(parameters, required)
+        _set(modules, "training", flags)
+        _set(parameters, "requires_grad", required)
 
 
-def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
-    for module, flag in zip(modules, flags, strict=True):
-        if module.training is not flag:  # setting an attribute of a module takes long
-            module.training = flag
-
-
-def _set_requires_grad(parameters: Sequence[nn.Parameter], required: Sequence[bool]) -> None:
-    for parameter, require in zip(parameters, required, strict=True):
-        if parameter.requires_grad is not require:
-            parameter.requires_grad_(require)
+def _set(owners: Sequence[Any], name: str, values: Sequence[bool]) -> None:
+    for owner, value in zip(owners, values, strict=True):
+        if getattr(owner, name) is not value:  # setting an attribute of a module takes long
+            setattr(owner, name, value)
