@@ -56,8 +56,8 @@ class Means:
 
 
 def capture_step(
-    calls: Sequence[ObservedCall], observation: Observation, means: Means, baked: Baked
-) -> list[Site]:
+    calls: Sequence[ObservedCall], observation: Observation, means: Means
+) -> tuple[list[Site], Baked]:
     """Capture forward and backward of these calls in the order in which the step ran them."""
     # No call is inside of another. Those without autograd share graphs that are made when called.
     for call in calls:
@@ -71,12 +71,13 @@ def capture_step(
     groups += [(means.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
-    return _captured(groups, means, baked, warm=not has_compiled_anything())
+    return _captured(calls, groups, means, warm=not has_compiled_anything())
 
 
-def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
+def capture_alone(call: ObservedCall, means: Means) -> Site:
     """Capture a call without autograd, which any other may follow."""
-    return _captured([(means.pool, _both(call))], means, baked, warm=False)[0]
+    sites, _ = _captured([call], [(means.pool, _both(call))], means, warm=False)
+    return sites[0]
 
 
 def _both(call: ObservedCall) -> list[Pass]:
@@ -84,17 +85,19 @@ def _both(call: ObservedCall) -> list[Pass]:
 
 
 def _captured(
+    calls: Sequence[ObservedCall],
     groups: Sequence[tuple[GraphPool, Sequence[Pass]]],
     means: Means,
-    baked: Baked,
     *,
     warm: bool,  # the calls have just run, as they are captured
-) -> list[Site]:
+) -> tuple[list[Site], Baked]:
     """Capture passes in their order, each group of them over the memory of a pool."""
+    baked = Baked(means.root, means.own)
     captures: list[_Capture] = []
     pools: list[GraphPool] = []
     try:
-        with capture_cost(means.pool.backend) as cost:
+        modules = dict.fromkeys(call.module for call in calls)
+        with capture_cost(means.pool.backend) as cost, baked.watched(modules):
             for memory, passes in groups:
                 own, order = memory.beside(memory.handle), ReplayOrder()
                 pools.append(own)
@@ -106,7 +109,7 @@ def _captured(
                     if means.lends:
                         here[call].read_in_place(way, here)
                     here[call].run(way)
-        sites = [capture.finish() for capture in captures]
+            sites = [capture.finish() for capture in captures]
     except BaseException:
         for capture in captures:
             capture.passes.abandon()
@@ -118,7 +121,7 @@ def _captured(
         site.cost.added.update(cost.added)
     for capture in captures:
         capture.passes.outputs.settle()
-    return sites
+    return sites, baked
 
 
 def _refuse_other_submodules(call: ObservedCall) -> None:
@@ -227,7 +230,8 @@ class _Capture:
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(self._call, graphed, self._cost, parameters, required, self._written)
+        made = self._call, graphed, self._baked, self._cost
+        return Site(*made, parameters, required, self._written)
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""

@@ -19,7 +19,8 @@ from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import as_observed
-from lightning_graphs.training.modules.sites import CallRefused, CapturedStep, Site
+from lightning_graphs.training.modules.sites import CallRefused, Site
+from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
 from lightning_graphs.training.verify.state import Kept
@@ -40,11 +41,20 @@ class CallChecks:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
 
-    def check(self, step: CapturedStep, *, again: bool = False) -> None:
+    def check_new(self, sites: Sequence[Site], statistics: Statistics) -> None:
+        """Verify graphs that were just captured; if that fails, they are released."""
+        try:
+            self.check(sites)
+        except BaseException:
+            for site in sites:
+                site.release(statistics)
+            raise
+
+    def check(self, sites: Sequence[Site], *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
         # A call of whose outputs somebody still holds the memory is left out, as by training.
-        for site in step.captured:
-            step.begin()
+        for site in sites:
+            site.graphed.order.begin()
             self.check_site(site, again=again)
 
     def check_site(self, site: Site, *, again: bool = False) -> None:

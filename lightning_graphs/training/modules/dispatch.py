@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
-from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
+from lightning_graphs.training.modules.sites import CallRefused, Site, enter
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
@@ -89,8 +90,12 @@ class Forward:
         self._stage = stage
         self._calls = 0
         self._missing = ""
-        self._without_autograd: PlanCache[Hashable, tuple[Site, Baked]] = PlanCache(
-            stage.fit.investment, _replays, self._release, capacity=stage.fit.options.max_graphs
+        fit = stage.fit
+        self._without_autograd: PlanCache[Hashable, Site] = PlanCache(
+            fit.investment,
+            attrgetter("record.replays"),
+            lambda site: site.release(fit.statistics),
+            capacity=fit.options.max_graphs,
         )
         self._look()
 
@@ -141,29 +146,31 @@ class Forward:
         if torch.compiler.is_compiling():  # it sees nothing of this but the original
             return self._original(*args, **kwargs)
         observer = self._stage.observer
-        if observer is None:
-            return self._answer(args, kwargs)
-        observer.begin(self._name, self._module, self._original, args, kwargs)
-        output = self._answer(args, kwargs)
-        observer.end(self._module, output)
-        return output
+        if observer is not None:
+            observer.begin(self._name, self._module, self._original, args, kwargs)
+        answer = self._answer(args, kwargs)
+        if answer is _NONE:
+            answer = self._original(*args, **kwargs)
+        if observer is not None:
+            observer.end(self._module, answer)
+        return answer
 
     def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a replay returns; nothing for a call that has none."""
         stage = self._stage
         if not self.is_graphed or not (stage.stepping or stage.evaluating):
-            return self._original(*args, **kwargs)
+            return _NONE
         if not torch.is_grad_enabled():
             return self._answer_without_autograd(args, kwargs)
         if not stage.stepping:
-            return self._original(*args, **kwargs)
+            return _NONE
         index = self._calls
         self._calls = index + 1
         self._missing = _UNKNOWN
-        answer: Any = _NONE
         if index < len(self.sites):
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
-                return self._original(*args, **kwargs)
+                return _NONE
             kernels = KernelChoice.now()
             if kernels != site.call.kernels:
                 self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
@@ -172,13 +179,16 @@ class Forward:
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)
-        if answer is _NONE and stage.elsewhere is not None and not stage.stale:
-            site = stage.elsewhere(self._module, index, (args, kwargs))
-            if site is not None:
-                answer = self._replayed(site, args, kwargs)
-            elif not (stage.missed or stage.foreseen):  # others follow from it
-                stage.missed = f"a call of `{self._name}` runs eagerly: {self._missing}"
-        return self._original(*args, **kwargs) if answer is _NONE else answer
+                if answer is not _NONE:
+                    return answer
+        if stage.elsewhere is None or stage.stale:
+            return _NONE
+        site = stage.elsewhere(self._module, index, (args, kwargs))
+        if site is not None:
+            return self._replayed(site, args, kwargs)
+        if not (stage.missed or stage.foreseen):  # others follow from it
+            stage.missed = f"a call of `{self._name}` runs eagerly: {self._missing}"
+        return _NONE
 
     def _replayed(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -199,12 +209,11 @@ class Forward:
 
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if in_transform():
-            return self._original(*args, **kwargs)
+            return _NONE
         plans = self._without_autograd.plans()
-        fits = (s for s, baked in plans if s.accepts(args, kwargs) and baked.is_current)
+        fits = (s for s in plans if s.accepts(args, kwargs) and s.baked.is_current)
         site = next(fits, None) or self._captured_without_autograd(args, kwargs)
-        answer = _NONE if site is None else self._replayed(site, args, kwargs)
-        return self._original(*args, **kwargs) if answer is _NONE else answer
+        return _NONE if site is None else self._replayed(site, args, kwargs)
 
     def _captured_without_autograd(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -214,16 +223,14 @@ class Forward:
         this = self._name, self._module, self._original
         call = ObservedCall(*this, args, kwargs, device_type)
         # What earlier captures have read: a value that never returns is not worth a graph.
-        read = frozenset(item for _, baked in cache.plans() for item in baked.now())
+        read = frozenset(item for site in cache.plans() for item in site.baked.now())
         key = call.key(), call.kernels, read
         if not cache.is_due(key):
             return None
-        baked = Baked(stage.means.root, stage.means.own)
         try:
             with stage.aside():
-                with baked.watched([self._module]):
-                    site = capture_alone(call, stage.means, baked)
-                self._verify(site)
+                site = capture_alone(call, stage.means)
+                stage.checks.check_new([site], stage.fit.statistics)
         except CaptureError as error:
             if isinstance(error, CallRefused):
                 cache.refuse(key)
@@ -232,18 +239,8 @@ class Forward:
             stage.fit.statistics.note(f"`{self._name}` runs eagerly without autograd", error)
             return None
         enter([site], stage.fit.statistics, "; without autograd")
-        cache.add((*key[:2], baked.values), (site, baked))
+        cache.add((*key[:2], site.baked.values), site)
         return site
-
-    def _verify(self, site: Site) -> None:
-        try:
-            self._stage.checks.check_site(site)
-        except BaseException:
-            site.release(self._stage.fit.statistics)
-            raise
-
-    def _release(self, plan: tuple[Site, Baked]) -> None:
-        plan[0].release(self._stage.fit.statistics)
 
     def forget(self) -> None:
         """Release the graphs that are not a step's."""
@@ -255,7 +252,3 @@ class Forward:
         self.forget()
         self.is_graphed = False
         self.uninstall()
-
-
-def _replays(plan: tuple[Site, Baked]) -> int:
-    return plan[0].record.replays

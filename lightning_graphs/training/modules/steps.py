@@ -32,7 +32,6 @@ from lightning_graphs.training.modules.observation import (
     StepObserver,
 )
 from lightning_graphs.training.modules.sites import (
-    Baked,
     CallRefused,
     CapturedStep,
     FlagsReader,
@@ -356,18 +355,11 @@ class ModuleGraphs:
     ) -> CapturedStep | None:
         step: CapturedStep | None = None
         while calls and step is None:
-            baked = Baked(self._means.root, self._means.own)  # a refused call has read too much
             try:
                 self._budget.require_room("A captured module")
-                with baked.watched(dict.fromkeys(call.module for call in calls)):
-                    sites = capture_step(calls, observation, self._means, baked)
-                found = CapturedStep(kind, calls, observation, sites, baked)
-                try:
-                    self._checks.check(found)
-                except BaseException:
-                    found.release(self._statistics)
-                    raise
-                step = found
+                sites, baked = capture_step(calls, observation, self._means)
+                self._checks.check_new(sites, self._statistics)
+                step = CapturedStep(kind, calls, observation, sites, baked)
             except NoRoomError as error:
                 if self._options.on_failure == "raise":
                     raise
@@ -408,7 +400,7 @@ class ModuleGraphs:
     def _is_wrong(self, step: CapturedStep) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
         try:
-            self._checks.check(step, again=True)
+            self._checks.check(step.captured, again=True)
         except CallDiffers as error:
             if self._options.on_failure == "raise":
                 raise
