@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning_graphs.training.modules.sites import CallRefused, Site
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
-from lightning_graphs.training.verify.state import Kept
+from lightning_graphs.training.verify.state import Gradients, Kept
 
 
 class CallDiffers(CallRefused, VerificationError):
@@ -63,7 +62,7 @@ class CallChecks:
             return
         call = site.call
         run = _CallRun(self._agreement, site, again=again)
-        ways = BothWays(run.eager, run.replayed, run.restore, run.kept)
+        ways = BothWays(run.eager, run.replayed, run.keep)
         tolerance = Tolerance(run.device.type, call.autocast)
         try:
             self._agreement.compare(ways, "a captured module was not verified", tolerance)
@@ -88,14 +87,6 @@ class _CallRun:
         self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable()
-        self._gradients = [p.grad for p in self._parameters]
-        self._state = [
-            *call.module.parameters(),
-            *(buffer for _, buffer in self._buffers),
-            *site.written.values(),
-            *(g for g in self._gradients if g is not None),
-        ]
-        self._kept: Kept | None = None
         self._python = Attributes(call.module), Generators(root)
 
     def _differentiable(self) -> dict[Tensor, str]:
@@ -109,21 +100,16 @@ class _CallRun:
         trained = (p for p in found if p not in call.frozen)
         return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Copy the state; put it back at the end, whatever happened."""
-        self._kept = Kept(self._state, self.device, self._budget, *self._python)
-        try:
-            yield
-        finally:
-            self.restore()
-            self._kept = None
-
-    def restore(self) -> None:
-        assert self._kept is not None
-        self._kept.restore()
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+    def keep(self) -> Kept:
+        """A copy of the state."""
+        gradients = Gradients(self._parameters)
+        tensors = [
+            *self._site.call.module.parameters(),
+            *(buffer for _, buffer in self._buffers),
+            *self._site.written.values(),
+            *gradients.tensors,
+        ]
+        return Kept(tensors, self.device, self._budget.room_for, *self._python, gradients)
 
     # ------------------------------------------------------------------ the two ways
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.arguments.signature import KernelChoice
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.private.torch import (
     COMPILED_CALL,
     in_transform,
@@ -25,6 +24,7 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -93,9 +93,9 @@ class Forward:
         fit = stage.fit
         self._without_autograd: PlanCache[Hashable, Site] = PlanCache(
             fit.investment,
-            attrgetter("record.replays"),
             lambda site: site.release(fit.statistics),
             capacity=fit.options.max_graphs,
+            uses=attrgetter("record.replays"),
         )
         self._look()
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -320,11 +321,8 @@ class StepObserver:
             self._follow(call, output)
         trainable = [p for p in call.module.parameters() if p.requires_grad]
 
-        def backward(gradients: Sequence[Tensor | None]) -> None:
+        def backward(_: Tensor) -> None:
             call.backwards += 1
-            for i, gradient in zip(outputs, gradients, strict=True):
-                if gradient is not None and _has_address(gradient):
-                    call.gradient_strides[i] = gradient.stride()
             if torch.is_grad_enabled() and not call.obstacle:
                 call.obstacle = "is differentiated twice (create_graph=True)"
             if call.backwards > 1 and not call.obstacle:
@@ -334,13 +332,19 @@ class StepObserver:
             elif trainable:
                 node = get_gradient_edge(trainable[0]).node
                 call.partial |= not _accumulates(node)
-            if call.backwards == 1:
-                self.observation.passes.append((call, "backward"))
 
-        found = list(outputs.values())
-        self._handles.append(
-            torch.autograd.graph.register_multi_grad_hook(found, backward, mode="all")
-        )
+        def came(i: int, gradient: Tensor) -> None:
+            if _has_address(gradient):
+                call.gradient_strides[i] = gradient.stride()
+            if call.backwards == 1:  # it runs once the last of them has come
+                passes = self.observation.passes
+                passes[:] = [*(one for one in passes if one != ended), ended]
+
+        ended: tuple[ObservedCall, Direction] = (call, "backward")
+        # Its mode "all" misses a pass that begins at the only output, as a gradient penalty does.
+        hook = torch.autograd.graph.register_multi_grad_hook
+        self._handles.append(hook(list(outputs.values()), backward, mode="any"))
+        self._handles += [t.register_hook(partial(came, i)) for i, t in outputs.items()]
 
     @staticmethod
     def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import FEW, PATIENCE, Waiting
 from lightning_graphs.training.costs.memory import SETTLED, NoRoomError
 from lightning_graphs.training.ddp import wrapper_of
@@ -98,7 +97,6 @@ class ModuleGraphs:
         self._graphed: dict[nn.Module, Forward] = {}  # of those that have graphs
         self._cache: PlanCache[Hashable, CapturedStep] = PlanCache(
             investment,
-            attrgetter("uses"),
             self._release,
             capacity=options.max_graphs,
             shape=lambda key: key[0],  # type: ignore[index]
