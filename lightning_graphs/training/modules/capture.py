@@ -106,9 +106,7 @@ def _captured(
                     here[call] = _Capture(call, replace(means, pool=own), order, baked, warm=warm)
                     captures.append(here[call])
                 for call, way in passes:
-                    if means.lends:
-                        here[call].read_in_place(way, here)
-                    here[call].run(way)
+                    here[call].run(way, here if means.lends else {})
             sites = [capture.finish() for capture in captures]
     except BaseException:
         for capture in captures:
@@ -157,8 +155,7 @@ class _Capture:
         warm: bool,
     ) -> None:
         self._call = call
-        self._restored = partial(as_observed, call)
-        with self._restored():
+        with as_observed(call):
             self._attributes = Attributes(call.module)
         self._baked = baked
         self._cost = CaptureCost()
@@ -180,13 +177,6 @@ class _Capture:
             return capture
 
         self.passes = self._explained(prepare)
-
-    def read_in_place(self, way: Direction, others: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy nothing in that another graph of the same pool has already, ahead of a pass."""
-        if way == "forward":
-            self._read_arguments_in_place(others)
-        else:
-            self._read_gradients_in_place(others)
 
     def _read_arguments_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
         """An argument may be the output of another graph, or an argument of it, too."""
@@ -213,17 +203,22 @@ class _Capture:
         alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
         self.passes.read_gradients_in_place({i: lent for i, lent in alone if lent is not None})
 
-    def run(self, way: Direction) -> None:
-        passes = self.passes
+    def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
+        """Capture a pass, which copies nothing in that graphs of these captures have already."""
+        if way == "forward":
+            self._read_arguments_in_place(lenders)
+            capture = self.passes.capture_forward
+        else:
+            self._read_gradients_in_place(lenders)
+            capture = self.passes.capture_backward
         self._baked.left()  # by others, since
-        capture = passes.capture_forward if way == "forward" else passes.capture_backward
         self._explained(partial(self._left_alone, capture))
         written, self._stores[way] = self._baked.left()
         self._written |= written
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
-        with self._restored():
+        with as_observed(self._call):
             graphed = self.passes.finish()
             graphed.forward_stores = self._stores["forward"]
             graphed.backward_stores = self._stores["backward"]
@@ -241,7 +236,7 @@ class _Capture:
             with (
                 code_captured("A captured module"),
                 torch.inference_mode(False),
-                self._restored(),
+                as_observed(call),
                 capture_unseen([]),
             ):
                 return run()

@@ -84,8 +84,8 @@ class Choice:
         """The calls to try, those without autograd among them, in the order of the step."""
         return self._largest(_inside(None, observation), observation)
 
-    def tell(self, observation: Observation, note: Callable[[str], None]) -> None:
-        """Say what stays eager, and why, before any call was tried."""
+    def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
+        """The calls to try first; what stays eager is said, and why."""
         called = {call.module for call in observation.calls}
         for name, module in self._named.items():
             if module not in called:
@@ -95,14 +95,17 @@ class Choice:
                 note(_left_out(call.name, _obstacle(call.module, observation)))
             if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
                 note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
-        graphed = {call.module for call in self.calls(observation)}
-        for call in _inside(None, observation):
-            if call.module in self._refused or self._largest([call], observation):
+        found = {c: self._largest([c], observation) for c in _inside(None, observation)}
+        calls = [call for inside in found.values() for call in inside]
+        graphed = {call.module for call in calls}
+        for call, inside in found.items():
+            if inside or call.module in self._refused:
                 continue
             if call.module in graphed:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
             elif not call.shaped_by:  # which is told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
+        return calls
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
         """These calls, or what they call where they cannot be graphs."""

@@ -84,7 +84,7 @@ class Forward:
     def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
         self.sites: Sequence[Site | None] = ()  # graphs of the present step's calls
         self.is_graphed = False  # calls may have graphs
-        self._name = name
+        self._label = name
         self._module = module
         self._attributes = vars(module)
         self._stage = stage
@@ -119,14 +119,12 @@ class Forward:
 
     def install(self) -> None:
         """Take the place of the module's own; with another one there, no graph is right."""
-        attributes = self._attributes
-        is_as_found = attributes.get(self._place) is self._own
-        is_as_found &= attributes.get(COMPILED_CALL) is self._compiled
+        before = self._own, self._compiled
         self._look()  # its class may be another one by now
-        if is_as_found or not self.is_graphed:
-            attributes[self._place] = self
+        if not self.is_graphed or before == (self._own, self._compiled):
+            self._attributes[self._place] = self
         else:
-            self._stage.stale = f"the forward of `{self._name}` was exchanged"
+            self._stage.stale = f"the forward of `{self._label}` was exchanged"
 
     def uninstall(self) -> None:
         """Give the place back; may be called again."""
@@ -147,12 +145,12 @@ class Forward:
             return self._original(*args, **kwargs)
         observer = self._stage.observer
         if observer is not None:
-            observer.begin(self._name, self._module, self._original, args, kwargs)
+            begun = observer.begin(self._label, self._module, self._original, args, kwargs)
         answer = self._answer(args, kwargs)
         if answer is _NONE:
             answer = self._original(*args, **kwargs)
         if observer is not None:
-            observer.end(self._module, answer)
+            observer.end(begun, answer)
         return answer
 
     def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -187,7 +185,7 @@ class Forward:
         if site is not None:
             return self._replayed(site, args, kwargs)
         if not (stage.missed or stage.foreseen):  # others follow from it
-            stage.missed = f"a call of `{self._name}` runs eagerly: {self._missing}"
+            stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return _NONE
 
     def _replayed(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -210,9 +208,10 @@ class Forward:
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if in_transform():
             return _NONE
-        plans = self._without_autograd.plans()
-        fits = (s for s in plans if s.accepts(args, kwargs) and s.baked.is_current)
-        site = next(fits, None) or self._captured_without_autograd(args, kwargs)
+        found = self._without_autograd.find(
+            lambda s: s.accepts(args, kwargs) and s.baked.is_current
+        )
+        site = found or self._captured_without_autograd(args, kwargs)
         return _NONE if site is None else self._replayed(site, args, kwargs)
 
     def _captured_without_autograd(
@@ -220,7 +219,7 @@ class Forward:
     ) -> Site | None:
         stage, cache = self._stage, self._without_autograd
         device_type = stage.means.pool.backend.device_type
-        this = self._name, self._module, self._original
+        this = self._label, self._module, self._original
         call = ObservedCall(*this, args, kwargs, device_type)
         # What earlier captures have read: a value that never returns is not worth a graph.
         read = frozenset(item for site in cache.plans() for item in site.baked.now())
@@ -236,7 +235,7 @@ class Forward:
                 cache.refuse(key)
             if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
-            stage.fit.statistics.note(f"`{self._name}` runs eagerly without autograd", error)
+            stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
             return None
         enter([site], stage.fit.statistics, "; without autograd")
         cache.add((*key[:2], site.baked.values), site)

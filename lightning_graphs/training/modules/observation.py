@@ -160,7 +160,7 @@ class _Token:
 
 
 @dataclass(slots=True)
-class _Begun:
+class BegunCall:
     """A call that is under way."""
 
     call: ObservedCall
@@ -189,7 +189,7 @@ class StepObserver:
         self._device_type = device_type
         self._kernels = KernelChoice.now()
         self._is_stepping = is_stepping
-        self._open: list[_Begun] = []
+        self._open: list[BegunCall] = []
         # The calls that were given a tensor, known by its gradient, and where
         self._users: dict[tuple[Node, int], list[tuple[ObservedCall, int]]] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
@@ -212,9 +212,10 @@ class StepObserver:
 
     def begin(
         self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> None:
+    ) -> BegunCall | None:
+        """Tell of a call of a module, ahead of it; None if it does not count."""
         if not self._counts():
-            return
+            return None
         transformed = in_transform()
         given = _tensors_in((args, kwargs))
         args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
@@ -238,8 +239,9 @@ class StepObserver:
                     node, output = get_gradient_edge(tensor)[:2]
                     self._users.setdefault((node, output), []).append((call, i))
             call.nodes = nodes_recorded(), 0
-        self._open.append(_Begun(call, given, random_place(self._device_type)))
+        self._open.append(BegunCall(call, given, random_place(self._device_type)))
         self.observation.calls.append(call)
+        return self._open[-1]
 
     def look_behind(self, loss: Any) -> None:
         """Ahead of a backward pass, see which arguments are used in their call and elsewhere."""
@@ -279,14 +281,12 @@ class StepObserver:
             return False
         return self._is_stepping() or current_autograd_node() is not None
 
-    def end(self, module: nn.Module, output: Any) -> None:
-        if not self._counts():
+    def end(self, begun: BegunCall | None, output: Any) -> None:
+        """The other half of :meth:`begin`, with what it returned."""
+        if begun is None or self.is_over:
             return
-        while self._open and self._open[-1].call.module is not module:
-            self._open.pop()  # an exception of the user's left it
-        if not self._open:
-            return
-        begun = self._open.pop()
+        while self._open.pop() is not begun:  # an exception of the user's left it
+            pass
         call = begun.call
         call.draws = random_place(self._device_type) != begun.place
         if call.nodes is not None:
@@ -295,7 +295,7 @@ class StepObserver:
             return
         self.observation.passes.append((call, "forward"))
         tensors = _tensors_in(output)
-        self._remember(call, tensors)
+        self._remember(begun, tensors)
         returned = {i: tensor for i, tensor in enumerate(tensors) if tensor.requires_grad}
         # An argument that is handed on has its gradient when the call that made it has.
         outputs = {i: t for i, t in returned.items() if not any(t is one for one in begun.given)}
@@ -305,20 +305,25 @@ class StepObserver:
         if outputs and not call.recomputed:
             self._await_backward(call, outputs)
 
-    def _remember(self, call: ObservedCall, tensors: Sequence[Tensor]) -> None:
+    def _remember(self, begun: BegunCall, tensors: Sequence[Tensor]) -> None:
         """Know these outputs again where they are arguments of other calls."""
+        users = Counter(map(_memory, filter(_has_address, (*begun.given, *tensors))))
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
-            made = Seen(call, i, tensor.detach(), version_of(tensor), returned=True)
+            made = Seen(begun.call, i, tensor.detach(), version_of(tensor), returned=True)
             self._seen.setdefault(tensor.data_ptr(), []).append(made)
-            if self._is_shared(call, tensor, tensors):
+            if users[_memory(tensor)] > 1:  # another output or an argument is in the same memory
                 self._shared.append(made)
 
     def _await_backward(self, call: ObservedCall, outputs: Mapping[int, Tensor]) -> None:
         """Note when a backward pass goes through these outputs, and what it brings."""
         for output in outputs.values():
-            self._follow(call, output)
+            if output.grad_fn is not None:  # tells whether the autograd graph outlives the step
+                token = _Token()
+                metadata: Any = output.grad_fn.metadata  # a dict, whatever its annotation says
+                metadata[id(token)] = token
+                self._graphs.append((call, weakref.ref(token)))
         trainable = [p for p in call.module.parameters() if p.requires_grad]
 
         def backward(_: Tensor) -> None:
@@ -345,22 +350,6 @@ class StepObserver:
         hook = torch.autograd.graph.register_multi_grad_hook
         self._handles.append(hook(list(outputs.values()), backward, mode="any"))
         self._handles += [t.register_hook(partial(came, i)) for i, t in outputs.items()]
-
-    @staticmethod
-    def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:
-        """Whether another output or an argument is in the memory of an output."""
-        given = _tensors_in((call.args, call.kwargs))
-        return (
-            list(map(_memory, filter(_has_address, (*given, *outputs)))).count(_memory(output)) > 1
-        )
-
-    def _follow(self, call: ObservedCall, output: Tensor) -> None:
-        """Be able to tell, after the step, whether the autograd graph of an output is alive."""
-        if output.grad_fn is not None:
-            token = _Token()
-            metadata: Any = output.grad_fn.metadata  # a dict, whatever its annotation says
-            metadata[id(token)] = token
-            self._graphs.append((call, weakref.ref(token)))
 
     def remove(self) -> None:
         """End the observation; may be called again."""

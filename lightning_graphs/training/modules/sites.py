@@ -222,10 +222,6 @@ class CapturedStep:
         baked.share(captured)
 
     @property
-    def is_current(self) -> bool:
-        return self.baked.is_current
-
-    @property
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
         # Any graph over the same memory may overwrite it.
@@ -241,7 +237,7 @@ class CapturedStep:
         return listed(lines) or "a step calls its modules differently"
 
     def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
-        if flags != self.kind.flags or not self.is_current:
+        if flags != self.kind.flags or not self.baked.is_current:
             return False
         return self._call is None or self._call.match(args, {}) is not None
 

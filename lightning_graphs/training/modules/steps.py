@@ -216,13 +216,12 @@ class ModuleGraphs:
         flags = self._flags.now()
         step = self._last
         if step is None or not step.fits(batch, flags):
-            step = next((s for s in self._cache.plans() if s.fits(batch, flags)), None)
+            step = self._cache.find(lambda s: s.fits(batch, flags))
         if step is not None:
             if self._searched(step.kind) is not None:
                 self._observe(step.kind)
                 return None
-            if step is not self._last:
-                self._last = self._cache.get(step.key)
+            self._last = step
             return step
         kind = StepKind(batch_signature(batch, self._device_type), flags)
         key = (kind, self._read(kind))
@@ -256,7 +255,7 @@ class ModuleGraphs:
         self.stage.foreseen = False
         for step in self._cache.plans():
             sites = step.sites.get(module, ())
-            if index >= len(sites) or step.kind != last.kind or not step.is_current:
+            if index >= len(sites) or step.kind != last.kind or not step.baked.is_current:
                 continue
             site = sites[index]
             if site is None or not site.accepts(*call):
@@ -300,12 +299,13 @@ class ModuleGraphs:
         kind, observation = observed.kind, observed.observer.observation
         observed.observer.remove()
         search = self._searched(kind)
-        is_fit = self._surrounds(kind)
+        now = self._flags.now()  # a capture finds the hooks and the precision that are there
+        is_fit = now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
         if search is None and not (is_fit and self._read(kind) == observed.values):
             if observed.left > 0:
                 observed.left -= 1  # values may take turns
                 return None
-            is_fit &= not any(step.is_current for step in self._plans_of(kind))
+            is_fit &= not any(step.baked.is_current for step in self._plans_of(kind))
         self._observed = None
         if not is_fit:
             return None
@@ -325,11 +325,10 @@ class ModuleGraphs:
         if search is not None and removed:
             del self._searches[kind]
             return None
-        self._choice.tell(observation, self._statistics.note)
-        calls = self._choice.calls(observation)
+        calls = self._choice.first(observation, self._statistics.note)
         if search is not None:
             key = (kind, observation.pattern(calls))
-            known = any(s.key[:2] == key and s.is_current for s in self._plans_of(kind))
+            known = any(s.key[:2] == key and s.baked.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:
@@ -342,11 +341,6 @@ class ModuleGraphs:
     def _searched(self, kind: StepKind) -> Search | None:
         search = self._searches.get(kind)
         return search if search is not None and search.left > 0 else None
-
-    def _surrounds(self, kind: StepKind) -> bool:
-        """Whether a capture would find the hooks and the precision that are of this kind."""
-        now = self._flags.now()
-        return now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
 
     def _capture(
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
