@@ -96,7 +96,7 @@ class _CallRun:
         if backward is not None:
             direct = backward.direct
             found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
-        names = {p: f"`{name}`" for name, p in self._root.named_parameters()}
+        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in self._root.named_parameters()}
         trained = (p for p in found if p not in call.frozen)
         return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
 

@@ -49,8 +49,8 @@ class Choice:
 
     def learn(self, observation: Observation) -> bool:
         """Keep in mind which calls no backward graph can serve; whether there are any."""
-        found = {(c.ordinal, c.key()): c.obstacle for c in observation.calls if c.obstacle}
-        self._shown |= found
+        found = [call for call in observation.calls if call.obstacle]
+        self._shown.update(((call.ordinal, call.key()), call.obstacle) for call in found)
         return bool(found)
 
     def leave_out_unsteady(
