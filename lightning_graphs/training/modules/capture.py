@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_graphs.core.autograd.gradients import GradientBuffers, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
@@ -28,7 +28,6 @@ from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.costs.memory import NoRoomError, code_captured
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import Attributes
-from lightning_graphs.training.modules.entry import original_call
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
@@ -57,8 +56,8 @@ class Means:
 
 
 def capture_step(
-    calls: Sequence[ObservedCall], observation: Observation, means: Means, baked: Baked
-) -> list[Site]:
+    calls: Sequence[ObservedCall], observation: Observation, means: Means
+) -> tuple[list[Site], Baked]:
     """Capture forward and backward of these calls in the order in which the step ran them."""
     # No call is inside of another. Those without autograd share graphs that are made when called.
     for call in calls:
@@ -72,12 +71,13 @@ def capture_step(
     groups += [(means.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
-    return _captured(groups, means, baked, warm=not has_compiled_anything())
+    return _captured(calls, groups, means, warm=not has_compiled_anything())
 
 
-def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
+def capture_alone(call: ObservedCall, means: Means) -> Site:
     """Capture a call without autograd, which any other may follow."""
-    return _captured([(means.pool, _both(call))], means, baked, warm=False)[0]
+    sites, _ = _captured([call], [(means.pool, _both(call))], means, warm=False)
+    return sites[0]
 
 
 def _both(call: ObservedCall) -> list[Pass]:
@@ -85,17 +85,19 @@ def _both(call: ObservedCall) -> list[Pass]:
 
 
 def _captured(
+    calls: Sequence[ObservedCall],
     groups: Sequence[tuple[GraphPool, Sequence[Pass]]],
     means: Means,
-    baked: Baked,
     *,
     warm: bool,  # the calls have just run, as they are captured
-) -> list[Site]:
+) -> tuple[list[Site], Baked]:
     """Capture passes in their order, each group of them over the memory of a pool."""
+    baked = Baked(means.root, means.own)
     captures: list[_Capture] = []
     pools: list[GraphPool] = []
     try:
-        with capture_cost(means.pool.backend) as cost:
+        modules = dict.fromkeys(call.module for call in calls)
+        with capture_cost(means.pool.backend) as cost, baked.watched(modules):
             for memory, passes in groups:
                 own, order = memory.beside(memory.handle), ReplayOrder()
                 pools.append(own)
@@ -104,10 +106,8 @@ def _captured(
                     here[call] = _Capture(call, replace(means, pool=own), order, baked, warm=warm)
                     captures.append(here[call])
                 for call, way in passes:
-                    if means.lends:
-                        here[call].read_in_place(way, here)
-                    here[call].run(way)
-        sites = [capture.finish() for capture in captures]
+                    here[call].run(way, here if means.lends else {})
+            sites = [capture.finish() for capture in captures]
     except BaseException:
         for capture in captures:
             capture.passes.abandon()
@@ -119,7 +119,7 @@ def _captured(
         site.cost.added.update(cost.added)
     for capture in captures:
         capture.passes.outputs.settle()
-    return sites
+    return sites, baked
 
 
 def _refuse_other_submodules(call: ObservedCall) -> None:
@@ -155,8 +155,7 @@ class _Capture:
         warm: bool,
     ) -> None:
         self._call = call
-        self._restored = partial(as_observed, call, means.pool.backend.device_type)
-        with self._restored():
+        with as_observed(call):
             self._attributes = Attributes(call.module)
         self._baked = baked
         self._cost = CaptureCost()
@@ -168,8 +167,7 @@ class _Capture:
         here = CaptureSettings(means.pool, order, direct, True, gradient_buffers=buffers)
 
         def prepare() -> CallableCapture:
-            original = original_call(call.module)
-            capture = CallableCapture(call.module, call.args, call.kwargs, here, original)
+            capture = CallableCapture(call.module, call.args, call.kwargs, here, call.original)
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides
             capture.used_elsewhere = call.used_elsewhere
@@ -179,13 +177,6 @@ class _Capture:
             return capture
 
         self.passes = self._explained(prepare)
-
-    def read_in_place(self, way: Direction, others: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy nothing in that another graph of the same pool has already, ahead of a pass."""
-        if way == "forward":
-            self._read_arguments_in_place(others)
-        else:
-            self._read_gradients_in_place(others)
 
     def _read_arguments_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
         """An argument may be the output of another graph, or an argument of it, too."""
@@ -212,24 +203,30 @@ class _Capture:
         alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
         self.passes.read_gradients_in_place({i: lent for i, lent in alone if lent is not None})
 
-    def run(self, way: Direction) -> None:
-        passes = self.passes
+    def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
+        """Capture a pass, which copies nothing in that graphs of these captures have already."""
+        if way == "forward":
+            self._read_arguments_in_place(lenders)
+            capture = self.passes.capture_forward
+        else:
+            self._read_gradients_in_place(lenders)
+            capture = self.passes.capture_backward
         self._baked.left()  # by others, since
-        capture = passes.capture_forward if way == "forward" else passes.capture_backward
         self._explained(partial(self._left_alone, capture))
         written, self._stores[way] = self._baked.left()
         self._written |= written
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
-        with self._restored():
+        with as_observed(self._call):
             graphed = self.passes.finish()
             graphed.forward_stores = self._stores["forward"]
             graphed.backward_stores = self._stores["backward"]
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(self._call, graphed, self._cost, parameters, required, self._written)
+        made = self._call, graphed, self._baked, self._cost
+        return Site(*made, parameters, required, self._written)
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""
@@ -239,7 +236,7 @@ class _Capture:
             with (
                 code_captured("A captured module"),
                 torch.inference_mode(False),
-                self._restored(),
+                as_observed(call),
                 capture_unseen([]),
             ):
                 return run()
@@ -255,23 +252,23 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def as_observed(call: ObservedCall, device_type: str) -> Iterator[None]:
+def as_observed(call: ObservedCall) -> Iterator[None]:
     """Let the module be in the state in which an observed call found it, while the body runs.
 
     Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
     """
     modules, parameters = list(call.module.modules()), list(call.module.parameters())
     flags = [m.training for m in modules]
-    required = [p.requires_grad for p in parameters]
-    _set_flags(modules, call.training)
-    _set_requires_grad(parameters, [p not in call.frozen for p in parameters])
+    required = list(map(_REQUIRES_GRAD, parameters))
+    _set(modules, "training", call.training)
+    _set(parameters, "requires_grad", [p not in call.frozen for p in parameters])
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(call.kernels.default_dtype)
     try:
         with (
             torch.set_grad_enabled(call.grad_enabled),
             torch.autocast(
-                device_type,
+                call.device_type,
                 dtype=call.autocast,
                 enabled=call.autocast is not None,
                 cache_enabled=False,
@@ -280,17 +277,11 @@ def as_observed(call: ObservedCall, device_type: str) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
-        _set_flags(modules, flags)
-        _set_requires_grad(parameters, required)
+        _set(modules, "training", flags)
+        _set(parameters, "requires_grad", required)
 
 
-def _set_flags(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
-    for module, flag in zip(modules, flags, strict=True):
-        if module.training is not flag:  # setting an attribute of a module takes long
-            module.training = flag
-
-
-def _set_requires_grad(parameters: Sequence[nn.Parameter], required: Sequence[bool]) -> None:
-    for parameter, require in zip(parameters, required, strict=True):
-        if parameter.requires_grad is not require:
-            parameter.requires_grad_(require)
+def _set(owners: Sequence[Any], name: str, values: Sequence[bool]) -> None:
+    for owner, value in zip(owners, values, strict=True):
+        if getattr(owner, name) is not value:  # setting an attribute of a module takes long
+            setattr(owner, name, value)

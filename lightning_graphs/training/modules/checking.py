@@ -18,7 +18,8 @@ from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import as_observed
-from lightning_graphs.training.modules.sites import CallRefused, CapturedStep, Site
+from lightning_graphs.training.modules.sites import CallRefused, Site
+from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
 from lightning_graphs.training.verify.state import Gradients, Kept
@@ -39,11 +40,20 @@ class CallChecks:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
 
-    def check(self, step: CapturedStep, *, again: bool = False) -> None:
+    def check_new(self, sites: Sequence[Site], statistics: Statistics) -> None:
+        """Verify graphs that were just captured; if that fails, they are released."""
+        try:
+            self.check(sites)
+        except BaseException:
+            for site in sites:
+                site.release(statistics)
+            raise
+
+    def check(self, sites: Sequence[Site], *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
         # A call of whose outputs somebody still holds the memory is left out, as by training.
-        for site in step.captured:
-            step.begin()
+        for site in sites:
+            site.graphed.order.begin()
             self.check_site(site, again=again)
 
     def check_site(self, site: Site, *, again: bool = False) -> None:
@@ -79,14 +89,16 @@ class _CallRun:
         self._parameters = self._differentiable()
         self._python = Attributes(call.module), Generators(root)
 
-    def _differentiable(self) -> list[Tensor]:
+    def _differentiable(self) -> dict[Tensor, str]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
         call, backward = self._site.call, self._backward
         found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
         if backward is not None:
             direct = backward.direct
             found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
-        return [p for p in found if p not in call.frozen]
+        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in self._root.named_parameters()}
+        trained = (p for p in found if p not in call.frozen)
+        return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
 
     def keep(self) -> Kept:
         """A copy of the state."""
@@ -127,8 +139,7 @@ class _CallRun:
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
-        observed = as_observed(call, self.device.type)
-        with torch.inference_mode(False), observed, without_hooks(self._parameters):
+        with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
             returned = forward(*args, **kwargs)
             outputs = [leaf for leaf in leaves_of(returned) if isinstance(leaf, Tensor)]
             with torch.autocast(self.device.type, enabled=False):
@@ -147,7 +158,10 @@ class _CallRun:
     ) -> list[Result]:
         """The gradients of arguments and parameters, for random ones of the outputs."""
         outputs = [output for output in outputs if output.requires_grad]
-        named = self._named(arguments)
+        module, pairs = self._site.call.name, zip(self._names, arguments, strict=True)
+        # Everything that may have a gradient, each tensor once
+        named = {t: f"{name} of `{module}`" for name, t in pairs if t.requires_grad}
+        named |= self._parameters
         if self._backward is None or not outputs or not named:
             return []
         generator = torch.Generator(self.device).manual_seed(0)
@@ -159,26 +173,13 @@ class _CallRun:
         gradients: Sequence[Tensor | None]
         if direct:
             torch.autograd.backward(outputs, given)
-            gradients = [tensor.grad for _, tensor in named]
+            gradients = [tensor.grad for tensor in named]
         else:  # it runs no accumulation of gradients, to which a reducer's hooks are tied
-            wanted = [tensor for _, tensor in named]
+            wanted = list(named)
             with gradients_kept_apart(wanted):
                 gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         return [
             Result(f"the gradient of {name}", gradient, is_gradient=True)
-            for (name, _), gradient in zip(named, gradients, strict=True)
+            for name, gradient in zip(named.values(), gradients, strict=True)
             if gradient is not None
         ]
-
-    def _named(self, arguments: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Everything that may have a gradient, each tensor once."""
-        names = {id(p): f"`{name}`" for name, p in self._root.named_parameters()}
-        module = self._site.call.name
-        found: dict[int, tuple[str, Tensor]] = {}
-        for name, tensor in zip(self._names, arguments, strict=True):
-            if tensor.requires_grad:
-                found.setdefault(id(tensor), (f"{name} of `{module}`", tensor))
-        for i, parameter in enumerate(self._parameters):
-            known = names.get(id(parameter), f"parameter {i} of `{module}`")
-            found[id(parameter)] = known, parameter
-        return list(found.values())

@@ -43,14 +43,14 @@ class Choice:
         Nothing inside of a compiled or scripted module is among them: that runs none of its Python.
         """
         closed = [m for m in self._root.modules() if m is not self._root and _is_closed(m)]
-        inside = {inner for m in closed for inner in m.modules() if inner is not m}
+        left = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
         named = self._named or _with_parameters(self._root, self._left_out)
-        return {name: module for name, module in named.items() if module not in inside}
+        return {name: module for name, module in named.items() if module not in left}
 
     def learn(self, observation: Observation) -> bool:
         """Keep in mind which calls no backward graph can serve; whether there are any."""
-        found = [(c, reason) for c in observation.calls if (reason := c.obstacle)]
-        self._shown.update(((call.ordinal, call.key()), reason) for call, reason in found)
+        found = [call for call in observation.calls if call.obstacle]
+        self._shown.update(((call.ordinal, call.key()), call.obstacle) for call in found)
         return bool(found)
 
     def leave_out_unsteady(
@@ -61,13 +61,10 @@ class Choice:
         for call in observation.calls:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
-            few = 2 if call.follows_values else _SHAPES
-            if (
-                (call.follows_values or kind.is_told_by_tensors)
-                and len(keys) >= few
-                and call.module not in self._refused
-            ):
-                found[call.module] = call.name
+            if call.follows_values or kind.is_told_by_tensors:
+                few = 2 if call.follows_values else _SHAPES
+                if len(keys) >= few and call.module not in self._refused:
+                    found[call.module] = call.name
         if found:
             first, *others = found.values()
             also = f" and {len(others)} others" if others else ""
@@ -79,55 +76,43 @@ class Choice:
             self._refused |= set(found)
         return list(found)
 
-    def _reason(self, call: ObservedCall) -> str | None:
-        return call.obstacle or self._shown.get((call.ordinal, call.key()))
+    def refuse(self, module: nn.Module) -> None:
+        """Leave a module out for good; what it calls may take its place."""
+        self._refused.add(module)
+
+    def calls(self, observation: Observation) -> list[ObservedCall]:
+        """The calls to try, those without autograd among them, in the order of the step."""
+        return self._largest(_inside(None, observation), observation)
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
-        """The calls to try first, those without autograd among them."""
+        """The calls to try first; what stays eager is said, and why."""
         called = {call.module for call in observation.calls}
         for name, module in self._named.items():
             if module not in called:
                 note(_left_out(name, _not_called(name, module)))
-        found: list[ObservedCall] = []
-        alone: list[ObservedCall] = []
         for call in observation.calls:
             if has_own_dropout(call.module):  # all the same where its siblings are graphed
                 note(_left_out(call.name, _obstacle(call.module, observation)))
-            if call.shaped_by and not any(c.shaped_by for c in self._inside(call, observation)):
+            if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
                 note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
-            if call.parent is None:
-                inside = self._largest([call], observation)
-                found += inside
-                if not inside and call.module not in self._refused:
-                    alone.append(call)
-        graphed = {call.module for call in found}
-        for call in alone:
+        found = {c: self._largest([c], observation) for c in _inside(None, observation)}
+        calls = [call for inside in found.values() for call in inside]
+        graphed = {call.module for call in calls}
+        for call, inside in found.items():
+            if inside or call.module in self._refused:
+                continue
             if call.module in graphed:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
             elif not call.shaped_by:  # which is told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
-        return found
-
-    def without(
-        self, refused: ObservedCall, calls: Sequence[ObservedCall], observation: Observation
-    ) -> list[ObservedCall]:
-        """The calls to try next, after one of them was refused; that module stays eager."""
-        self._refused.add(refused.module)
-        left = [call for call in calls if call.module is not refused.module]
-        inside = [i for c in calls if c not in left for i in self._inside(c, observation)]
-        chosen = {*left, *self._largest(inside, observation)}
-        return [call for call in observation.calls if call in chosen]
-
-    @staticmethod
-    def _inside(call: ObservedCall, observation: Observation) -> list[ObservedCall]:
-        return [inner for inner in observation.calls if inner.parent is call]
+        return calls
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
-        """These calls, or what they call where they cannot be graphs, in the order of the step."""
+        """These calls, or what they call where they cannot be graphs."""
         found: list[ObservedCall] = []
         for call in calls:
             if call.module in self._refused or self._obstacle(call, observed) is not None:
-                found += self._largest(self._inside(call, observed), observed)
+                found += self._largest(_inside(call, observed), observed)
             else:
                 found.append(call)
         return found
@@ -135,6 +120,14 @@ class Choice:
     def _obstacle(self, call: ObservedCall, observed: Observation) -> str | None:
         reason = _shaped(call) if call.shaped_by else self._reason(call)
         return _obstacle(call.module, observed) or (reason and f"it {reason}")
+
+    def _reason(self, call: ObservedCall) -> str | None:
+        return call.obstacle or self._shown.get((call.ordinal, call.key()))
+
+
+def _inside(call: ObservedCall | None, observation: Observation) -> list[ObservedCall]:
+    """The calls that this one made itself; of None, those that no observed call made."""
+    return [inner for inner in observation.calls if inner.parent is call]
 
 
 def _shaped(call: ObservedCall) -> str:
@@ -147,7 +140,7 @@ def _left_out(name: str, reason: str | None) -> str:
 
 def _not_called(name: str, module: nn.Module) -> str:
     """Why no observed step has called a module that was named."""
-    if isinstance(module, torch.jit.ScriptModule):
+    if _is_scripted(module):
         return "it is scripted and takes no hooks; name the module that calls it"
     if type(module).forward is nn.Module.forward:
         kind = type(module).__name__
@@ -156,7 +149,11 @@ def _not_called(name: str, module: nn.Module) -> str:
 
 
 def _is_closed(module: nn.Module) -> bool:
-    return is_compiled(module) or isinstance(module, torch.jit.ScriptModule)
+    return is_compiled(module) or _is_scripted(module)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
-from lightning_graphs.core.private.torch import in_transform
+from lightning_graphs.core.arguments.signature import KernelChoice
+from lightning_graphs.core.private.torch import (
+    COMPILED_CALL,
+    in_transform,
+    is_compiled_in_place,
+)
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     CaptureError,
@@ -22,9 +28,8 @@ from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
-from lightning_graphs.training.modules.entry import Entry
-from lightning_graphs.training.modules.observation import ObservedCall
-from lightning_graphs.training.modules.sites import Baked, CallRefused, Site, enter
+from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
+from lightning_graphs.training.modules.sites import CallRefused, Site, enter
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
@@ -49,6 +54,7 @@ class Stage:
     # with them; None while a step runs eagerly.
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
     missed: str = ""  # why a call of the present step found no graph; empty if all did
+    observer: StepObserver | None = None  # is told of every call; None where nobody is
     # Another captured step makes the call that found none: it is no reason to search.
     foreseen: bool = False
 
@@ -63,60 +69,106 @@ class Stage:
             self.stepping, self.evaluating = before
 
 
-class GraphedForward(Entry):
-    """Lets a call with a graph be a replay; others run the original.
+class Forward:
+    """Stands for a module's ``forward``, or for what ``module.compile()`` has put around it.
 
-    In a training step the n-th call of the module under autograd has the n-th of its sites. Calls
-    without autograd need no backward and share graphs by signature.
+    It is there while a step's own code runs and at no other time: in hooks between steps the module
+    can be scripted, traced, exported, compiled, copied and pickled as its author made it.
+
+    A call with a graph is a replay; others run the original. In a training step the n-th call of a
+    graphed module under autograd has the n-th of its sites. Calls without autograd need no backward
+    and share graphs by signature. Who observes a step is told of every call. One serves all
+    observations and captures of a fit: compiled code that calls the module knows it again.
     """
 
     def __init__(self, name: str, module: nn.Module, stage: Stage) -> None:
-        super().__init__(module)
         self.sites: Sequence[Site | None] = ()  # graphs of the present step's calls
+        self.is_graphed = False  # calls may have graphs
         self._label = name
+        self._module = module
+        self._attributes = vars(module)
         self._stage = stage
         self._calls = 0
         self._missing = ""
-        self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
-            stage.fit.investment,
-            self._release,
-            capacity=stage.fit.options.max_graphs,
-            uses=_replays,
+        fit = stage.fit
+        self._without_autograd: PlanCache[Hashable, Site] = PlanCache(
+            fit.investment,
+            lambda site: site.release(fit.statistics),
+            capacity=fit.options.max_graphs,
+            uses=attrgetter("record.replays"),
         )
+        self._look()
+
+    def _look(self) -> None:
+        self._place = COMPILED_CALL if is_compiled_in_place(self._module) else "forward"
+        # What the module itself has in its place, unlike its class; None for nothing.
+        self._own: Callable[..., Any] | None = self._attributes.get(self._place)
+        self._compiled = self._attributes.get(COMPILED_CALL)
+        self._original: Callable[..., Any] = getattr(self._module, self._place)
+        self.__wrapped__ = self._original  # inspect.signature shows the original's arguments
+
+    @property
+    def is_installed(self) -> bool:
+        return self._attributes.get(self._place) is self
 
     def begin(self, sites: Sequence[Site | None]) -> None:
+        """Begin a step with graphs for these calls."""
         self.sites = sites
         self._calls = 0
         self.install()
 
     def install(self) -> None:
         """Take the place of the module's own; with another one there, no graph is right."""
-        if self.is_as_found:
-            super().install()  # its class may be another one by now
+        before = self._own, self._compiled
+        self._look()  # its class may be another one by now
+        if not self.is_graphed or before == (self._own, self._compiled):
+            self._attributes[self._place] = self
         else:
-            self._look()
             self._stage.stale = f"the forward of `{self._label}` was exchanged"
+
+    def uninstall(self) -> None:
+        """Give the place back; may be called again."""
+        if not self.is_installed:
+            return
+        if self._own is None:
+            del self._attributes[self._place]
+        else:
+            self._attributes[self._place] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """The original, bound to the copied module: a step may copy what it trains."""
+        copied: Callable[..., Any] = copy.deepcopy(self._original, memo)
+        return copied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # it sees nothing of this but the original
-            return self.original(*args, **kwargs)
-        stage = self._stage
-        if torch.is_grad_enabled():
-            if stage.stepping:
-                return self._answer_in_step(args, kwargs)
-        elif stage.stepping or stage.evaluating:
-            return self._answer_without_autograd(args, kwargs)
-        return self.original(*args, **kwargs)
+            return self._original(*args, **kwargs)
+        observer = self._stage.observer
+        if observer is not None:
+            begun = observer.begin(self._label, self._module, self._original, args, kwargs)
+        answer = self._answer(args, kwargs)
+        if answer is _NONE:
+            answer = self._original(*args, **kwargs)
+        if observer is not None:
+            observer.end(begun, answer)
+        return answer
 
-    def _answer_in_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a replay returns; nothing for a call that has none."""
+        stage = self._stage
+        if not self.is_graphed or not (stage.stepping or stage.evaluating):
+            return _NONE
+        if not torch.is_grad_enabled():
+            return self._answer_without_autograd(args, kwargs)
+        if not stage.stepping:
+            return _NONE
         index = self._calls
         self._calls = index + 1
         self._missing = _UNKNOWN
-        answer: Any = _NONE
         if index < len(self.sites):
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
-                return self.original(*args, **kwargs)
+                return _NONE
             kernels = KernelChoice.now()
             if kernels != site.call.kernels:
                 self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
@@ -125,14 +177,16 @@ class GraphedForward(Entry):
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)
-        elsewhere = self._stage.elsewhere
-        if answer is _NONE and elsewhere is not None and not self._stage.stale:
-            site = elsewhere(self._module, index, (args, kwargs))
-            if site is not None:
-                answer = self._replayed(site, args, kwargs)
-            elif not (self._stage.missed or self._stage.foreseen):  # others follow from it
-                self._stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
-        return self.original(*args, **kwargs) if answer is _NONE else answer
+                if answer is not _NONE:
+                    return answer
+        if stage.elsewhere is None or stage.stale:
+            return _NONE
+        site = stage.elsewhere(self._module, index, (args, kwargs))
+        if site is not None:
+            return self._replayed(site, args, kwargs)
+        if not (stage.missed or stage.foreseen):  # others follow from it
+            stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
+        return _NONE
 
     def _replayed(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -153,65 +207,47 @@ class GraphedForward(Entry):
 
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if in_transform():
-            return self.original(*args, **kwargs)
-        plans = self._without_autograd.plans()
-        fits = (s for s, baked in plans if s.accepts(args, kwargs) and baked.is_current)
-        site = next(fits, None) or self._captured_without_autograd(args, kwargs)
-        answer = _NONE if site is None else self._replayed(site, args, kwargs)
-        return self.original(*args, **kwargs) if answer is _NONE else answer
+            return _NONE
+        found = self._without_autograd.find(
+            lambda s: s.accepts(args, kwargs) and s.baked.is_current
+        )
+        site = found or self._captured_without_autograd(args, kwargs)
+        return _NONE if site is None else self._replayed(site, args, kwargs)
 
     def _captured_without_autograd(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Site | None:
-        stage = self._stage
+        stage, cache = self._stage, self._without_autograd
         device_type = stage.means.pool.backend.device_type
-        call = ObservedCall.now(self._label, self._module, args, kwargs, device_type)
-        modes = Modes.current(device_type)
+        this = self._label, self._module, self._original
+        call = ObservedCall(*this, args, kwargs, device_type)
         # What earlier captures have read: a value that never returns is not worth a graph.
-        plans = self._without_autograd.plans()
-        read = frozenset(item for _, baked in plans for item in baked.now())
-        extra = (call.training, call.frozen, call.kernels, read)
+        read = frozenset(item for site in cache.plans() for item in site.baked.now())
+        key = call.key(), call.kernels, read
+        if not cache.is_due(key):
+            return None
         try:
-            signature, _ = Signature.of(args, kwargs, modes=modes, extra=extra)
-            if not self._without_autograd.is_due(signature):
-                return None
-            baked = Baked(stage.means.root, stage.means.own)
-            try:
-                with stage.aside():
-                    with baked.watched([self._module]):
-                        site = capture_alone(call, stage.means, baked)
-                    self._verify(site)
-            except CallRefused:
-                self._without_autograd.refuse(signature)
-                raise
+            with stage.aside():
+                site = capture_alone(call, stage.means)
+                stage.checks.check_new([site], stage.fit.statistics)
         except CaptureError as error:
+            if isinstance(error, CallRefused):
+                cache.refuse(key)
             if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
             stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
             return None
         enter([site], stage.fit.statistics, "; without autograd")
-        self._without_autograd.add(replace(signature, extra=(*extra, baked.values)), (site, baked))
+        cache.add((*key[:2], site.baked.values), site)
         return site
 
-    def _verify(self, site: Site) -> None:
-        try:
-            self._stage.checks.check_site(site)
-        except BaseException:
-            site.release(self._stage.fit.statistics)
-            raise
-
-    def _release(self, plan: tuple[Site, Baked]) -> None:
-        plan[0].release(self._stage.fit.statistics)
-
     def forget(self) -> None:
+        """Release the graphs that are not a step's."""
         self.sites = ()
         self._without_autograd.clear()
 
     def remove(self) -> None:
-        """Release every graph and give the module its own back; may be called again."""
+        """Have no graphs any longer, and give the module its own back; may be called again."""
         self.forget()
+        self.is_graphed = False
         self.uninstall()
-
-
-def _replays(plan: tuple[Site, Baked]) -> int:
-    return plan[0].record.replays

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -34,7 +35,6 @@ from lightning_graphs.core.private.torch import (
     will_execute,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.modules.entry import Entry
 
 Direction = Literal["forward", "backward"]
 Pass = tuple["ObservedCall", Direction]
@@ -46,28 +46,33 @@ class ObservedCall:
 
     name: str  # qualified name of the module
     module: nn.Module
+    original: Callable[..., Any]  # what a call of the module runs by itself
     args: tuple[Any, ...]  # its positional arguments, detached from the autograd graph
     kwargs: Mapping[str, Any]  # its keyword arguments, likewise
-    autocast: torch.dtype | None  # data type of autocast; None while it was off
-    kernels: KernelChoice  # what operators chose their kernels by
-    grad_enabled: bool  # whether autograd was recording
-    frozen: frozenset[nn.Parameter]  # the module's parameters that required no gradient
-    training: tuple[bool, ...]  # the train/eval flag of each of its submodules
-    parent: ObservedCall | None  # the call of another observed module that made this one
+    device_type: str  # of what the fit runs on
+    parent: ObservedCall | None = None  # the call of another observed module that made this one
+    ordinal: int = 0  # which call of the module in the step it is, counted from 0
+    kernels: KernelChoice = field(default_factory=KernelChoice.now)  # of operators
+    grad_enabled: bool = field(default_factory=torch.is_grad_enabled)  # autograd was recording
+    autocast: torch.dtype | None = field(init=False)  # data type of autocast; None while it was off
+    # The module's parameters that required no gradient
+    frozen: frozenset[nn.Parameter] = field(init=False)
+    training: tuple[bool, ...] = field(init=False)  # the train/eval flag of each submodule
     requires_grad: bool = False  # whether an output requires grad
     # The call was made by a backward pass, as activation checkpointing does.
-    recomputed: bool = False
+    recomputed: bool = field(default_factory=lambda: current_autograd_node() is not None)
     backwards: int = 0  # how often a backward pass went through its outputs
     partial: bool = False  # a backward pass left the module's parameters out
     # For each argument, by its index among the tensors of the arguments, earlier calls that have
     # returned it; or, where there are none and it has no gradient, those that were given it, too.
     sources: dict[int, list[Seen]] = field(default_factory=dict)
-    ordinal: int = 0  # which call of the module in the step it is, counted from 0
     # Why it cannot be a graph, in words that follow its name; empty if it can, as far as is known
     # without a look at its code.
     obstacle: str = ""
     # In which strides the gradients of its outputs came, by the index of each.
     gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # How many nodes autograd had recorded as it began, and as it ended
+    nodes: tuple[int, int] | None = None
     # Arguments, by index, with a gradient of several uses inside of the call and of others outside
     used_elsewhere: set[int] = field(default_factory=set)
     draws: bool = False  # it has drawn random numbers on a GPU
@@ -75,31 +80,11 @@ class ObservedCall:
     # Such an operator ran before it in the step: its arguments may have any shape in the next one.
     follows_values: bool = False
 
-    @classmethod
-    def now(
-        cls,
-        name: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        device_type: str,
-        parent: ObservedCall | None = None,
-    ) -> ObservedCall:
-        """A call that is made now, with autocast of this type of device."""
-        autocast = torch.is_autocast_enabled(device_type)
-        return cls(
-            name,
-            module,
-            args,
-            kwargs,
-            torch.get_autocast_dtype(device_type) if autocast else None,
-            KernelChoice.now(),
-            torch.is_grad_enabled(),
-            frozenset(p for p in module.parameters() if not p.requires_grad),
-            tuple(m.training for m in module.modules()),
-            parent,
-            recomputed=current_autograd_node() is not None,
-        )
+    def __post_init__(self) -> None:
+        is_cast = torch.is_autocast_enabled(self.device_type)
+        self.autocast = torch.get_autocast_dtype(self.device_type) if is_cast else None
+        self.frozen = frozenset(p for p in self.module.parameters() if not p.requires_grad)
+        self.training = tuple(m.training for m in self.module.modules())
 
     def key(self) -> Hashable:
         """What tells this call from another one of its module."""
@@ -154,27 +139,6 @@ class Seen:
         )
 
 
-class WatchedForward(Entry):
-    """Tells an observer of every call, with the arguments that the original gets.
-
-    It serves all observations of a fit: compiled code that calls the module knows it again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self.observer: StepObserver | None = None  # who is told
-        self.name = ""  # qualified name of the module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        observer = self.observer
-        if torch.compiler.is_compiling() or observer is None:
-            return self.original(*args, **kwargs)
-        observer.begin(self.name, self._module, args, kwargs)
-        output = self.original(*args, **kwargs)
-        observer.end(self._module, output)
-        return output
-
-
 class _ShapesOfValues(OperatorMode):
     """Calls ``found`` with every operator whose output shape depends on values."""
 
@@ -195,83 +159,69 @@ class _Token:
     """Lives as long as the autograd graph of some outputs."""
 
 
+@dataclass(slots=True)
+class BegunCall:
+    """A call that is under way."""
+
+    call: ObservedCall
+    given: list[Tensor]  # the tensors among its arguments
+    place: tuple[int, ...]  # of the random generators, as it began
+
+
 class StepObserver:
-    """Watches the calls of modules; with :meth:`remove` nothing of it is left."""
+    """Is told of the calls of modules; with :meth:`remove` nothing of it is left."""
 
     def __init__(
         self,
-        modules: Mapping[str, nn.Module],
-        # What stands for modules while they are watched; it is added to.
-        known: dict[nn.Module, WatchedForward],
         device_type: str,
         # Whether a training step's own code is running: other calls, of validation and of hooks, do
         # not count, but for those that a backward pass makes.
-        is_stepping: Callable[[], bool] = lambda: True,
+        is_stepping: Callable[[], bool],
         *,
         # Operators whose output shape depends on values are looked for, under a dispatch mode,
         # which would let compiled code run eagerly.
         looks_at_shapes: bool = False,
     ) -> None:
         self.observation = Observation()
+        self.is_over = False
         self._seen: dict[int, list[Seen]] = {}
         self._shared: list[Seen] = []
         self._device_type = device_type
         self._kernels = KernelChoice.now()
         self._is_stepping = is_stepping
-        self._open: list[ObservedCall] = []
-        self._places: dict[ObservedCall, tuple[int, ...]] = {}
-        # How many nodes autograd had recorded when the call began and when it ended, and the
-        # gradients of its arguments
-        self._spans: dict[ObservedCall, tuple[int, int]] = {}
-        self._arguments: dict[tuple[Node, int], list[tuple[ObservedCall, int]]] = {}
-        self._originals: dict[ObservedCall, list[Tensor]] = {}
+        self._open: list[BegunCall] = []
+        # The calls that were given a tensor, known by its gradient, and where
+        self._users: dict[tuple[Node, int], list[tuple[ObservedCall, int]]] = {}
         self._graphs: list[tuple[ObservedCall, weakref.ref[_Token]]] = []
         self._times: Counter[nn.Module] = Counter()
         self._handles: list[RemovableHandle] = []
-        self._forwards: list[WatchedForward] = []
-        for name, module in modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):  # those run no Python
-                forward = known.setdefault(module, WatchedForward(module))
-                forward.name, forward.observer = name, self
-                self._forwards.append(forward)
-        self._is_watching = False
         self._sites = CallSiteFinder()
         self._looks_at_shapes = looks_at_shapes
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """See the calls that the body makes, which is the step's own code or its backward pass."""
-        if self._is_watching:  # such a backward pass may be inside of the step's own code
-            yield
-            return
-        forwards, self._is_watching = self._forwards, True
-        for forward in forwards:
-            forward.install()
-        stepping = self._looks_at_shapes and self._is_stepping()
-        try:
-            with _ShapesOfValues(self._takes_shape) if stepping else contextlib.nullcontext():
-                yield
-        finally:
-            self._is_watching = False
-            for forward in forwards:
-                forward.uninstall()
+    def looking_at_shapes(self) -> AbstractContextManager[Any]:
+        """Look for such operators in the body, where somebody asked for them."""
+        looks = self._looks_at_shapes and self._is_stepping()
+        return _ShapesOfValues(self._takes_shape) if looks else contextlib.nullcontext()
 
     def _takes_shape(self, func: Any) -> None:
         """Note that an operator took the shape of its output from values."""
         reason = f"{func} at {self._sites.here().describe()}"
         self.observation.shaped_by = self.observation.shaped_by or reason
-        for call in self._open:
-            call.shaped_by = call.shaped_by or reason
+        for begun in self._open:
+            begun.call.shaped_by = begun.call.shaped_by or reason
 
-    def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(
+        self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> BegunCall | None:
+        """Tell of a call of a module, ahead of it; None if it does not count."""
         if not self._counts():
-            return
+            return None
         transformed = in_transform()
-        originals = _tensors_in((args, kwargs))
+        given = _tensors_in((args, kwargs))
         args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
-        parent = self._open[-1] if self._open else None
-        call = ObservedCall.now(name, module, args, kwargs, self._device_type, parent)
-        call.ordinal = self._times[module]
+        parent = self._open[-1].call if self._open else None
+        this = name, module, original, args, kwargs, self._device_type, parent
+        call = ObservedCall(*this, ordinal=self._times[module])
         call.follows_values = bool(self.observation.shaped_by)
         # Precision plugins set the default dtype for the step's own code alone.
         here = self._kernels._replace(default_dtype=call.kernels.default_dtype)
@@ -283,32 +233,26 @@ class StepObserver:
             )
         self._times[module] += 1
         self._find_sources(call)
-        self._places[call] = random_place(self._device_type)
-        if not (transformed or call.recomputed):
-            self._expect_gradients(call, originals)
-        self._originals[call] = originals
-        self._open.append(call)
+        if call.grad_enabled and not (transformed or call.recomputed):
+            for i, tensor in enumerate(given):
+                if tensor.requires_grad:
+                    node, output = get_gradient_edge(tensor)[:2]
+                    self._users.setdefault((node, output), []).append((call, i))
+            call.nodes = nodes_recorded(), 0
+        self._open.append(BegunCall(call, given, random_place(self._device_type)))
         self.observation.calls.append(call)
-
-    def _expect_gradients(self, call: ObservedCall, originals: Sequence[Tensor]) -> None:
-        """Know the gradients of a call's arguments again."""
-        places = {tensor: i for i, tensor in reversed(list(enumerate(originals)))}
-        for tensor, i in places.items() if call.grad_enabled else ():
-            if tensor.requires_grad:
-                self._spans[call] = nodes_recorded(), 0
-                node, output = get_gradient_edge(tensor)[:2]
-                self._arguments.setdefault((node, output), []).append((call, i))
+        return self._open[-1]
 
     def look_behind(self, loss: Any) -> None:
         """Ahead of a backward pass, see which arguments are used in their call and elsewhere."""
-        users: dict[tuple[Node, int], list[Node]] = {edge: [] for edge in self._arguments}
+        users: dict[tuple[Node, int], list[Node]] = {edge: [] for edge in self._users}
         for node in nodes_behind(_tensors_in(loss)) if users else ():
             for edge in node.next_functions:
                 if edge in users:
                     users[edge].append(node)
-        for edge, calls in self._arguments.items():
+        for edge, calls in self._users.items():
             for call, leaf in calls:
-                start, end = self._spans[call]
+                start, end = call.nodes or (0, 0)
                 inside = sum(
                     recorded_before(node, end) and not recorded_before(node, start)
                     for node in users[edge]
@@ -333,50 +277,53 @@ class StepObserver:
                 known.append(Seen(call, i, argument, version_of(argument), returned=False))
 
     def _counts(self) -> bool:
-        if is_current_stream_capturing():  # a call without autograd
+        if self.is_over or is_current_stream_capturing():  # of a call without autograd
             return False
         return self._is_stepping() or current_autograd_node() is not None
 
-    def end(self, module: nn.Module, output: Any) -> None:
-        if not self._counts():
+    def end(self, begun: BegunCall | None, output: Any) -> None:
+        """The other half of :meth:`begin`, with what it returned."""
+        if begun is None or self.is_over:
             return
-        while self._open and self._open[-1].module is not module:
-            self._open.pop()  # an exception of the user's left it
-        if not self._open:
-            return
-        call = self._open.pop()
-        call.draws = random_place(self._device_type) != self._places.pop(call)
-        given = self._originals.pop(call)
-        if call in self._spans:
-            self._spans[call] = self._spans[call][0], nodes_recorded()
+        while self._open.pop() is not begun:  # an exception of the user's left it
+            pass
+        call = begun.call
+        call.draws = random_place(self._device_type) != begun.place
+        if call.nodes is not None:
+            call.nodes = call.nodes[0], nodes_recorded()
         if in_transform():
             return
         self.observation.passes.append((call, "forward"))
         tensors = _tensors_in(output)
-        self._remember(call, tensors)
+        self._remember(begun, tensors)
         returned = {i: tensor for i, tensor in enumerate(tensors) if tensor.requires_grad}
         # An argument that is handed on has its gradient when the call that made it has.
-        outputs = {i: t for i, t in returned.items() if not any(t is one for one in given)}
+        outputs = {i: t for i, t in returned.items() if not any(t is one for one in begun.given)}
         call.requires_grad = bool(returned)
         if returned and not outputs and not call.obstacle:
             call.obstacle = "returns nothing but what it was given, which is no work for a graph"
         if outputs and not call.recomputed:
             self._await_backward(call, outputs)
 
-    def _remember(self, call: ObservedCall, tensors: Sequence[Tensor]) -> None:
+    def _remember(self, begun: BegunCall, tensors: Sequence[Tensor]) -> None:
         """Know these outputs again where they are arguments of other calls."""
+        users = Counter(map(_memory, filter(_has_address, (*begun.given, *tensors))))
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
-            made = Seen(call, i, tensor.detach(), version_of(tensor), returned=True)
+            made = Seen(begun.call, i, tensor.detach(), version_of(tensor), returned=True)
             self._seen.setdefault(tensor.data_ptr(), []).append(made)
-            if self._is_shared(call, tensor, tensors):
+            if users[_memory(tensor)] > 1:  # another output or an argument is in the same memory
                 self._shared.append(made)
 
     def _await_backward(self, call: ObservedCall, outputs: Mapping[int, Tensor]) -> None:
         """Note when a backward pass goes through these outputs, and what it brings."""
         for output in outputs.values():
-            self._follow(call, output)
+            if output.grad_fn is not None:  # tells whether the autograd graph outlives the step
+                token = _Token()
+                metadata: Any = output.grad_fn.metadata  # a dict, whatever its annotation says
+                metadata[id(token)] = token
+                self._graphs.append((call, weakref.ref(token)))
         trainable = [p for p in call.module.parameters() if p.requires_grad]
 
         def backward(_: Tensor) -> None:
@@ -404,28 +351,10 @@ class StepObserver:
         self._handles.append(hook(list(outputs.values()), backward, mode="any"))
         self._handles += [t.register_hook(partial(came, i)) for i, t in outputs.items()]
 
-    @staticmethod
-    def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:
-        """Whether another output or an argument is in the memory of an output."""
-        given = _tensors_in((call.args, call.kwargs))
-        return (
-            list(map(_memory, filter(_has_address, (*given, *outputs)))).count(_memory(output)) > 1
-        )
-
-    def _follow(self, call: ObservedCall, output: Tensor) -> None:
-        """Be able to tell, after the step, whether the autograd graph of an output is alive."""
-        if output.grad_fn is not None:
-            token = _Token()
-            metadata: Any = output.grad_fn.metadata  # a dict, whatever its annotation says
-            metadata[id(token)] = token
-            self._graphs.append((call, weakref.ref(token)))
-
     def remove(self) -> None:
         """End the observation; may be called again."""
-        for forward in self._forwards:
-            forward.observer = None
-        self._forwards = []
-        self._arguments.clear()
+        self.is_over = True
+        self._users.clear()
         # Before that, the hooks keep the graphs alive that they are hooks of.
         while self._handles:
             self._handles.pop().remove()
@@ -444,7 +373,6 @@ class StepObserver:
     def discard(self) -> None:
         """End the observation, and let go of what it holds while a step still runs under it."""
         self.remove()
-        self._originals.clear()
         self.observation = Observation()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.host.logs import QuickLog
-from lightning_graphs.training.interception import log_exchanged, replaced, requests_watched
+from lightning_graphs.training.interception import log_exchanged, replaced
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.step.gradients import PersistentGradients, zeroed_quickly
@@ -70,7 +70,7 @@ class ModuleRunner:
         self._graphs.begin(args)
         self._graphs.stage.stepping = True
         try:
-            with self._graphs.observing(), self._requests():
+            with self._graphs.watching():
                 return self._calls.training_step(*args, **kwargs)
         finally:
             self._graphs.end()
@@ -87,14 +87,10 @@ class ModuleRunner:
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
         try:
-            with self._graphs.observing(closure_loss), self._requests():
+            with self._graphs.watching(closure_loss):
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         finally:
             stage.stepping = stepping
-
-    def _requests(self) -> AbstractContextManager[None]:
-        graphs = self._graphs
-        return requests_watched(graphs.asked) if graphs.watches_requests else nullcontext()
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any

@@ -70,7 +70,8 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
     if by_name:
         return by_name
     kinds = {type(module) for module in named.values()}
-    classes = {kind for kind in kinds if pattern in (kind.__name__, _path(kind))}
+    paths = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    classes = {kind for kind in kinds if pattern in (kind.__name__, paths[kind])}
     if classes:
         return {name for name, module in named.items() if type(module) in classes}
     alike = [re.sub(r"\b\d+\b", "*", name) for name in named]
@@ -88,7 +89,3 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
 
 def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:
     return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
-
-
-def _path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

@@ -145,6 +145,7 @@ class Site:
 
     call: ObservedCall
     graphed: GraphedCallable
+    baked: Baked  # of its capture
     cost: CaptureCost  # what their capture took
     parameters: list[Parameter]  # of the module
     requires_grad: list[bool]  # which of them required a gradient
@@ -221,10 +222,6 @@ class CapturedStep:
         baked.share(captured)
 
     @property
-    def is_current(self) -> bool:
-        return self.baked.is_current
-
-    @property
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
         # Any graph over the same memory may overwrite it.
@@ -240,7 +237,7 @@ class CapturedStep:
         return listed(lines) or "a step calls its modules differently"
 
     def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
-        if flags != self.kind.flags or not self.is_current:
+        if flags != self.kind.flags or not self.baked.is_current:
             return False
         return self._call is None or self._call.match(args, {}) is not None
 
@@ -277,13 +274,12 @@ class CapturedStep:
 
 def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
     """Enter the graphs of one module in the statistics, and count their replays there."""
-    call = sites[0].call
-    signature, _ = Signature.of(call.args, call.kwargs)
+    first = sites[0]
     added = next((site.cost.added for site in sites if site.cost.added), {})
     cost = CaptureCost(sum(site.cost.ms for site in sites), added)
     graphs = [graph for site in sites for graph in site.graphs]
-    words = tensors_in_words(signature) + remark
-    record = statistics.captured(words, graphs, cost, scope=f"module {call.name}")
+    words = tensors_in_words(first.graphed.plan.signature) + remark
+    record = statistics.captured(words, graphs, cost, scope=f"module {first.call.name}")
     for site in sites:
         site.record = record
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,18 +20,17 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import moved_values
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
+from lightning_graphs.training.interception import requests_watched
 from lightning_graphs.training.modules.capture import Means, capture_step
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
-from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
+from lightning_graphs.training.modules.dispatch import MOVED, Arguments, Forward, Stage
 from lightning_graphs.training.modules.observation import (
     Observation,
     ObservedCall,
     StepObserver,
-    WatchedForward,
 )
 from lightning_graphs.training.modules.sites import (
-    Baked,
     CallRefused,
     CapturedStep,
     FlagsReader,
@@ -55,6 +54,7 @@ class Observed:
     kind: StepKind
     values: Hashable  # of attributes that earlier captures of such steps have read
     observer: StepObserver  # sees its calls, and keeps their arguments
+    forwards: list[Forward]  # stand in place of what it sees calls of
     left: int = FEW  # how many steps with other values may come before
 
 
@@ -62,9 +62,8 @@ class Observed:
 class Search:
     """Steps of a kind that was captured are observed: one of them made other calls."""
 
-    kind: StepKind
-    left: int  # how many steps are observed yet
     reason: str  # what is said if nothing comes of it
+    left: int = PATIENCE  # how many steps are observed yet; 0 once nothing came of it
 
 
 class ModuleGraphs:
@@ -81,7 +80,7 @@ class ModuleGraphs:
         words = OutsideValues(module, own).words_of(kinds)
         asks = not module.automatic_optimization or bool(words & _ASKING)
         # Graphs write gradients of which autograd knows nothing.
-        self.watches_requests = direct = not (asks or reduced)
+        self._watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, direct=direct)
         self._agreement = agreement
@@ -94,8 +93,8 @@ class ModuleGraphs:
         self._statistics = statistics
         self._choice = Choice(module, options)
         self._flags = FlagsReader(module)
-        self._forwards: dict[nn.Module, GraphedForward] = {}
-        self._watched: dict[nn.Module, WatchedForward] = {}
+        self._forwards: dict[nn.Module, Forward] = {}  # of modules that were ever observed
+        self._graphed: dict[nn.Module, Forward] = {}  # of those that have graphs
         self._cache: PlanCache[Hashable, CapturedStep] = PlanCache(
             investment,
             self._release,
@@ -103,11 +102,9 @@ class ModuleGraphs:
             shape=lambda key: key[0],  # type: ignore[index]
         )
         self._investment = investment
-        self._replayed: CapturedStep | None = None
         self._last: CapturedStep | None = None
         self._observed: Observed | None = None
-        self._search: Search | None = None
-        self._complete: set[StepKind] = set()
+        self._searches: dict[StepKind, Search] = {}
         self._waiting = Waiting(options, statistics, self._difference)
         self._looks_at_shapes = False
         # What may leave too little memory for a step that was not replayed yet; or empty.
@@ -115,17 +112,17 @@ class ModuleGraphs:
 
     def close(self) -> None:
         self._stop_observing()
-        for forward in self._forwards.values():
+        for forward in self._graphed.values():
             forward.remove()
-        self._forwards.clear()
+        self._graphed.clear()
         self._cache.clear()
-        self._last = self._replayed = None
+        self._last = None
         self.stage.means.pool.close()
 
     def _release(self, step: CapturedStep) -> None:
         step.release(self._statistics)
         if not self._plans_of(step.kind):
-            self._complete.discard(step.kind)
+            self._searches.pop(step.kind, None)
             self._cache.forget((step.kind, self._read(step.kind)))
 
     # ------------------------------------------------------------------ each step
@@ -135,13 +132,14 @@ class ModuleGraphs:
         stage, new = self.stage, None
         if stage.astray:
             self._lend_no_longer("a graphed module is given other tensors, which are copied now")
-        elif self._replayed is not None and self._replayed.is_kept:
+        elif self._last is not None and self._last.is_kept:
             # Any replay over the same memory may overwrite it.
             self._lend_no_longer("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
             new = self._look_back(self._observed)
-        elif stage.missed:
-            self._go_searching()
+        elif stage.missed and self._last is not None:
+            # Look for a step that makes such calls.
+            self._searches.setdefault(self._last.kind, Search(stage.missed))
         if stage.stale:
             self._forget(stage.stale)
         step = self._step_of(args)
@@ -151,49 +149,64 @@ class ModuleGraphs:
         if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
         stage.missed = ""
-        held = "arguments" if self._observed is not None else "graphs" if len(self._cache) else ""
-        if step is not None:
-            settled = step.uses >= (SETTLED if self._budget.is_tight else 1)
-            held = "" if settled else "replays"
-        self.held = held
-        sites: Mapping[nn.Module, Sequence[Site | None]] = {}
         if step is None:
+            self.held = "graphs" if len(self._cache) else ""
+            if self._observed is not None:
+                self.held = "arguments"
             self._statistics.eager += 1
             stage.elsewhere = None
         else:
-            self._replayed = step
+            is_settled = step.uses >= (SETTLED if self._budget.is_tight else 1)
+            self.held = "" if is_settled else "replays"
             self._statistics.replayed += 1
             if step.uses < SETTLED or self._budget.is_tight:
                 self._budget.settle()
             step.uses += 1
             stage.elsewhere = self._elsewhere
             step.begin()
-            sites = step.sites
-        for module, forward in self._forwards.items():
-            forward.begin(sites.get(module, ()))
+        for module, forward in self._graphed.items():
+            forward.begin(() if step is None else step.sites.get(module, ()))
 
     def begin_evaluating(self) -> None:
         """Begin a validation step, whose calls without autograd have graphs."""
         self.stage.evaluating = True
-        for forward in self._forwards.values():
+        for forward in self._graphed.values():
             forward.install()
 
     def end(self) -> None:
         """End the step's own code: every module is as its author made it."""
         self.stage.stepping = self.stage.evaluating = False
-        for forward in self._forwards.values():
+        for forward in self._graphed.values():
             forward.uninstall()
 
-    def observing(self, loss: Any = None) -> AbstractContextManager[None]:
-        """See the calls that the body makes, a part of a step or its backward pass, if observed."""
-        if self._observed is None:
-            return nullcontext()
-        self._observed.observer.look_behind(loss)
-        return self._observed.observer.watching()
+    def watching(self, loss: Any = None) -> AbstractContextManager[None]:
+        """See what the body does, a part of a step or its backward pass, where that counts."""
+        direct, observed = self._watches_requests, self._observed
+        requests = requests_watched(self._asked) if direct else nullcontext()
+        if observed is None or observed.observer.is_over:
+            return requests
+        return self._observing(observed, loss, requests)
+
+    @contextmanager
+    def _observing(
+        self, observed: Observed, loss: Any, requests: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        observed.observer.look_behind(loss)
+        # Where a backward pass is inside of the step's own code, they are there already.
+        forwards = [forward for forward in observed.forwards if not forward.is_installed]
+        for forward in forwards:
+            forward.install()
+        before, self.stage.observer = self.stage.observer, observed.observer
+        try:
+            with requests, observed.observer.looking_at_shapes():
+                yield
+        finally:
+            self.stage.observer = before
+            for forward in forwards:
+                forward.uninstall()
 
     def _lend_no_longer(self, reason: str) -> None:
         self.stage.astray = False
-        self._stop_observing()
         self._means = replace(self._means, lends=False)
         self._forget(reason)
 
@@ -203,13 +216,12 @@ class ModuleGraphs:
         flags = self._flags.now()
         step = self._last
         if step is None or not step.fits(batch, flags):
-            step = next((s for s in self._cache.plans() if s.fits(batch, flags)), None)
+            step = self._cache.find(lambda s: s.fits(batch, flags))
         if step is not None:
-            if self._search is not None and self._search.kind == step.kind:
+            if self._searched(step.kind) is not None:
                 self._observe(step.kind)
                 return None
-            if step is not self._last:
-                self._last = self._cache.get(step.key)
+            self._last = step
             return step
         kind = StepKind(batch_signature(batch, self._device_type), flags)
         key = (kind, self._read(kind))
@@ -243,42 +255,39 @@ class ModuleGraphs:
         self.stage.foreseen = False
         for step in self._cache.plans():
             sites = step.sites.get(module, ())
-            if index >= len(sites) or step.kind != last.kind or not step.is_current:
+            if index >= len(sites) or step.kind != last.kind or not step.baked.is_current:
                 continue
             site = sites[index]
             if site is None or not site.accepts(*call):
                 self.stage.foreseen |= site is None and step is not last  # it stays eager there
             elif is_free and not any(step.hook_tables):
                 self._last = self._cache.get(step.key)
-                self._replayed = step
                 step.begin()
-                for other, forward in self._forwards.items():
+                for other, forward in self._graphed.items():
                     forward.sites = step.sites.get(other, ())
                 return site
             else:
                 self.stage.foreseen |= step is not last
         return None
 
-    def asked(self, inputs: Sequence[Any]) -> None:
+    def _asked(self, inputs: Sequence[Any]) -> None:
         """A backward pass is started for these tensors only: autograd knows of all from now on."""
         self._means = replace(self._means, direct=False)
-        if self.stage.elsewhere is not None and self._replayed is not None:
-            self._replayed.refuse_requests(inputs)
+        if self.stage.elsewhere is not None and self._last is not None:
+            self._last.refuse_requests(inputs)
         elif self._cache.plans():
             self._forget("a step asks for some gradients only")
 
     # ------------------------------------------------------------------ observation and capture
 
     def _observe(self, kind: StepKind) -> None:
-        stage, modules = self.stage, self._choice.candidates()
-        observer = StepObserver(
-            modules,
-            self._watched,
-            self._device_type,
-            lambda: stage.stepping,
-            looks_at_shapes=self._looks_at_shapes,
-        )
-        self._observed = Observed(kind, self._read(kind), observer)
+        stage, looks = self.stage, self._looks_at_shapes
+        observer = StepObserver(self._device_type, lambda: stage.stepping, looks_at_shapes=looks)
+        forwards = [
+            self._forwards.setdefault(module, Forward(name, module, stage))
+            for name, module in self._choice.candidates().items()
+        ]
+        self._observed = Observed(kind, self._read(kind), observer, forwards)
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
@@ -289,14 +298,16 @@ class ModuleGraphs:
         """Capture what the last step has shown, if it is worth it and can be."""
         kind, observation = observed.kind, observed.observer.observation
         observed.observer.remove()
-        searched = self._search is not None and self._search.kind == kind
-        fits = self._surrounds(kind) and (searched or self._read(kind) == observed.values)
-        if not fits and observed.left > 0 and not searched:
-            observed.left -= 1  # values may take turns
-            return None
+        search = self._searched(kind)
+        now = self._flags.now()  # a capture finds the hooks and the precision that are there
+        is_fit = now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
+        if search is None and not (is_fit and self._read(kind) == observed.values):
+            if observed.left > 0:
+                observed.left -= 1  # values may take turns
+                return None
+            is_fit &= not any(step.baked.is_current for step in self._plans_of(kind))
         self._observed = None
-        captured = any(step.is_current for step in self._plans_of(kind))  # with present values
-        if not fits and (searched or captured or not self._surrounds(kind)):
+        if not is_fit:
             return None
         if self._choice.learn(observation):
             self._patience = 0
@@ -307,50 +318,40 @@ class ModuleGraphs:
                 f"retain_graph=True is about, {PATIENCE} steps at most"
             )
             return None
-        for module in self._choice.leave_out_unsteady(kind, observation, self._statistics.note):
-            if (forward := self._forwards.pop(module, None)) is not None:
-                forward.remove()
-                self._search = None
-        if searched and self._search is None:
+        unsteady = self._choice.leave_out_unsteady(kind, observation, self._statistics.note)
+        removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
+        for forward in removed:
+            forward.remove()
+        if search is not None and removed:
+            del self._searches[kind]
             return None
         calls = self._choice.first(observation, self._statistics.note)
-        search = self._search
-        if search is not None and searched:
+        if search is not None:
             key = (kind, observation.pattern(calls))
-            known = any(s.key[:2] == key and s.is_current for s in self._plans_of(kind))
+            known = any(s.key[:2] == key and s.baked.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:
-                    self._search = None
-                    self._complete.add(kind)
                     self._statistics.note(search.reason)
                 return None
-            self._search = None
+            del self._searches[kind]
         with self._investment.paying():
             return self._capture(kind, calls, observation)
 
-    def _surrounds(self, kind: StepKind) -> bool:
-        """Whether a capture would find the hooks and the precision that are of this kind."""
-        now = self._flags.now()
-        return now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
+    def _searched(self, kind: StepKind) -> Search | None:
+        search = self._searches.get(kind)
+        return search if search is not None and search.left > 0 else None
 
     def _capture(
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
     ) -> CapturedStep | None:
         step: CapturedStep | None = None
         while calls and step is None:
-            baked = Baked(self._means.root, self._means.own)  # a refused call has read too much
             try:
                 self._budget.require_room("A captured module")
-                with baked.watched(dict.fromkeys(call.module for call in calls)):
-                    sites = capture_step(calls, observation, self._means, baked)
-                found = CapturedStep(kind, calls, observation, sites, baked)
-                try:
-                    self._checks.check(found)
-                except BaseException:
-                    found.release(self._statistics)
-                    raise
-                step = found
+                sites, baked = capture_step(calls, observation, self._means)
+                self._checks.check_new(sites, self._statistics)
+                step = CapturedStep(kind, calls, observation, sites, baked)
             except NoRoomError as error:
                 if self._options.on_failure == "raise":
                     raise
@@ -366,7 +367,8 @@ class ModuleGraphs:
                     self._looks_at_shapes = True  # another step shows all that it is about
                     self._observe(kind)
                     return None
-                calls = self._choice.without(error.call, calls, observation)
+                self._choice.refuse(error.call.module)
+                calls = self._choice.calls(observation)
                 self._statistics.refused(error.call.name, error)
         if step is None:
             self._cache.refuse((kind, self._read(kind)))
@@ -374,9 +376,10 @@ class ModuleGraphs:
             return None
         before = self._last
         step.enter(self._statistics)
-        for call in calls:
-            if call.module not in self._forwards:
-                self._forwards[call.module] = GraphedForward(call.name, call.module, self.stage)
+        for module in dict.fromkeys(call.module for call in calls):
+            if module not in self._graphed:
+                self._graphed[module] = self._forwards[module]
+                self._graphed[module].is_graphed = True
         self._statistics.captures += 1
         self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
         if before is not None:
@@ -389,12 +392,12 @@ class ModuleGraphs:
     def _is_wrong(self, step: CapturedStep) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
         try:
-            self._checks.check(step, again=True)
+            self._checks.check(step.captured, again=True)
         except CallDiffers as error:
             if self._options.on_failure == "raise":
                 raise
-            self._choice.without(error.call, (), Observation())
-            self._forwards.pop(error.call.module).remove()
+            self._choice.refuse(error.call.module)
+            self._graphed.pop(error.call.module).remove()
             self._statistics.refused(error.call.name, error)
             # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
@@ -416,20 +419,13 @@ class ModuleGraphs:
             "diagnose=True lists what is in the way"
         )
 
-    def _go_searching(self) -> None:
-        """A call of the last step found no graph: look for a step that makes such calls."""
-        kind = None if self._last is None else self._last.kind
-        if self._search is None and kind is not None and kind not in self._complete:
-            self._search = Search(kind, PATIENCE, self.stage.missed)
-
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""
         self._statistics.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
         self._cache.clear()
-        self._last = self._replayed = None
-        self._search = None
-        for forward in self._forwards.values():
+        self._last = None
+        for forward in self._graphed.values():
             forward.forget()
 
 
