@@ -5,10 +5,14 @@ A plugin rather than a part of ``conftest.py``: the process that hands out tests
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from lightning.fabric.utilities import registry
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 from lightning_graphs import GraphCapture
+from tests.processes import ROOT
 
 _BACKENDS = ["emulated"]
 if torch.cuda.is_available():
@@ -113,3 +118,37 @@ def _no_thread_left() -> Iterator[None]:
         thread.join(_JOIN_SECONDS)
         if thread.is_alive():
             pytest.fail(f"the test left a thread running: {thread.name}")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Imports a script of ``benchmarks/``; what it sets for its process is set back."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    lab = import_module("harness").Lab
+    monkeypatch.setattr(lab, "clean", lambda _: None)  # of the whole test run: that takes seconds
+    threads = torch.get_num_threads()
+    yield import_module
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def lab(script: Callable[[str], Any]) -> Any:
+    """Where benchmarks run small, on the CPU."""
+    return script("harness").Lab(dry=True)
+
+
+@pytest.fixture
+def workers_are_here(
+    script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The zoo's workers measure in this process, without the imports of another one."""
+
+    def rows(path: str, names: list[str], flags: list[str], *_: Any) -> list[Any]:
+        with monkeypatch.context() as worker:
+            worker.setattr(sys, "stdin", [f"{name}\n" for name in names])
+            worker.setattr(os, "dup2", lambda *_: None)  # it gives its standard output to others
+            assert script(Path(path).stem).main([*flags, "--worker"]) == 0
+        _, _, answers = capfd.readouterr().out.partition("ready\n")
+        return [json.loads(line) for line in answers.splitlines() if line.startswith("{")]
+
+    monkeypatch.setattr(script("zoo"), "in_processes", rows)

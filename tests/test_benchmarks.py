@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-from tests.processes import ROOT
 
 Printed = Callable[..., str]
 
 
 @pytest.fixture
-def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
+def printed(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Printed:
     """What ``benchmarks/core.py`` prints on a machine without a GPU."""
 
     def run(*arguments: str) -> str:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
         monkeypatch.setattr(sys, "argv", ["core.py", *arguments])
-        assert import_module("core").main() == 0
+        assert script("core").main() == 0
         return capsys.readouterr().out
 
     return run

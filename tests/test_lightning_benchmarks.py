@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import ROOT
+from lightning_graphs import GraphCapture
 
 for library in ("tokenizers", "torchmetrics", "transformers"):
     pytest.importorskip(library)
 
-BENCHMARKS = ROOT / "benchmarks"
 HERE = {  # rounds of the fits
     "13 lengths": 1,
     "mixture of experts": 2,
@@ -28,18 +28,18 @@ HERE = {  # rounds of the fits
 BY_THE_SCRIPT = {"GPT-2 350M": True, "new length at each step": False}  # whether it has graphs
 
 
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts find each other, and what they set for their process is set back."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
-def fits() -> Any:
-    return import_module("whole_fits")
+def fits(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark of whole fits; of the settings by hand only the first one trains."""
+    fits = script("whole_fits")
+
+    def shorter(make: Any, tiny: bool) -> Any:
+        case = make(tiny)
+        assert all(GraphCapture(**by_hand).options for by_hand in case.by_hand)
+        return replace(case, by_hand=case.by_hand[:1], repeats=1)
+
+    monkeypatch.setattr(fits, "ROWS", {n: partial(shorter, make) for n, make in fits.ROWS.items()})
+    return fits
 
 
 def test_every_row_is_tested(fits: Any) -> None:
@@ -139,9 +139,9 @@ def test_losses_of_fits_that_are_not_repeatable(fits: Any) -> None:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Any:
+def short(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The benchmark of steps with fewer of them."""
-    step = import_module("step")
+    step = script("step")
     for name, steps in {"WARMUP": 8, "TIMED": 4, "BLOCKS": 3, "LAST_THIRD": 12}.items():
         monkeypatch.setattr(step, name, steps)
     return step
@@ -202,11 +202,11 @@ def test_limits_of_steps(
     assert list(short.measure(row, SimpleNamespace(dry=False))["verdicts"].values()) == verdicts
 
 
-@pytest.mark.parametrize("script", ["whole_fits", "step"])
+@pytest.mark.parametrize("name", ["whole_fits", "step"])
 def test_without_a_gpu_it_says_so_in_one_sentence(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Any, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert import_module(script).main([]) == 0
+    assert script(name).main([]) == 0
     said = "This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.\n"
     assert capsys.readouterr().out == said

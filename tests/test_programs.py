@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from tests.processes import ROOT
 
 WHOLE = [
     "image classification with paths",  # Python values that no step reads
@@ -39,25 +35,9 @@ SUBMODULES = {  # graphs for each call, in steps that call a network several tim
 }
 
 
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts find each other, and what they set for their process is set back."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
-def programs() -> Any:
-    return import_module("programs")
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Any:
-    lab = import_module("harness").Lab(dry=True)
-    monkeypatch.setattr(lab, "clean", lambda: None)  # of the whole test run: that takes seconds
-    return lab
+def programs(script: Any) -> Any:
+    return script("programs")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -105,22 +85,8 @@ def test_limits(programs: Any, whole: int, modules: int, eager: int, verdict: st
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tables(
-    programs: Any,
-    lab: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def in_this_process(script: str, names: list[str], flags: list[str], *_: Any) -> list[Any]:
-        """As the zoo's, whose processes have tests of their own."""
-        measures: list[Any] = []
-        monkeypatch.setattr(programs.zoo, "work", measures.append)
-        assert (Path(script).name, programs.main([*flags, "--worker"])) == ("programs.py", 0)
-        return [measure(name) for measure in measures for name in names]
-
-    monkeypatch.setattr(programs.zoo, "in_processes", in_this_process)
-    monkeypatch.setattr(programs, "Lab", lambda dry: lab)
+@pytest.mark.usefixtures("workers_are_here")
+def test_tables(programs: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     written, table = tmp_path / "rows.json", tmp_path / "programs.md"
     flags = ["--tiny", "--jobs", "1", "--limit", "300", "--rows", "autoencoder,LBFGS"]
     assert programs.main([*flags, "--json", str(written), "--markdown", str(table)]) == 1
@@ -128,10 +94,10 @@ def test_tables(
     assert [row["scope"] for row in found["rows"]] == ["whole step", "submodules"]
     assert found["verdict"] == "FAIL"  # half of them are no whole step
     said = "2 programs: 1 whole step, 1 submodules; equal to eager training to the last bit: 2 of 2"
-    assert said in capsys.readouterr().out
+    assert said in capfd.readouterr().out
     text = table.read_text()
     assert said in text
     assert "| autoencoder | whole step | 1 | 19 | equal |  |" in text
     with pytest.raises(SystemExit, match="2"):
         programs.main(["--tiny", "--rows", "no such program"])
-    assert "there is no no such program" in capsys.readouterr().err
+    assert "there is no no such program" in capfd.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.processes import ROOT
 
 pytest.importorskip("transformers")
 
@@ -33,27 +30,11 @@ if find_spec("timm") and find_spec("torchvision"):
     ROWS.append("samvit_base_patch16_224")
 
 
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts find each other, and what they set for their process is set back."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
-def zoo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    zoo = import_module("zoo")
+def zoo(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    zoo = script("zoo")
     monkeypatch.setattr(zoo, "STEPS", 11)
     return zoo
-
-
-@pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> Any:
-    lab = import_module("harness").Lab(dry=True)
-    monkeypatch.setattr(lab, "clean", lambda: None)  # of the whole test run: that takes seconds
-    return lab
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -183,10 +164,9 @@ def test_a_row_that_hangs_or_kills_its_process_loses_only_itself(
     assert "took longer" in capsys.readouterr().out
 
 
-def test_processes_and_tables(
-    zoo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("workers_are_here")
+def test_tables(zoo: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ["GPT2LMHeadModel", "ViTForImageClassification"]
     written, table = tmp_path / "rows.json", tmp_path / "zoo.md"
     flags = ["--tiny", "--jobs", "1", "--limit", "300", "--rows", ",".join(names)]
@@ -195,12 +175,12 @@ def test_processes_and_tables(
     assert [row["row"] for row in found["rows"]] == names
     assert found["verdict"] == "PASS"
     said = "2 architectures: 2 whole step; equal to eager training to the last bit: 2 of 2"
-    assert said in capsys.readouterr().out
+    assert said in capfd.readouterr().out
     text = table.read_text()
     assert said in text
     assert str(torch.__version__) in text
     assert "## Vision" in text
-    assert "| GPT2LMHeadModel | whole step | 1 | 11 | equal |  |" in text
+    assert "| GPT2LMHeadModel | whole step | 1 | 6 | equal |  |" in text
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence(

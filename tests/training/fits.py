@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -298,6 +299,17 @@ def fit_twice(backend: str, root: Path, **options: Any) -> tuple[Fit, Fit]:
     """The same fit without and with the callback."""
     eager = prepare(backend, root, False, **options).run()
     captured = prepare(backend, root, True, **options).run()
+    return eager, captured
+
+
+def warned(backend: str, root: Path, said: str, **options: Any) -> tuple[Fit, Fit]:
+    """The same fit without and with the callback, which warns so; both give the same values."""
+    options["capture"] = {"on_failure": "eager", **options.get("capture", {})}
+    eager = prepare(backend, root, False, **options).run()
+    captured = prepare(backend, root, True, **options)
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)
     return eager, captured
 
 

@@ -29,6 +29,7 @@ from tests.training.fits import (
     fit_twice,
     loader_of,
     prepare,
+    warned,
 )
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -188,12 +189,7 @@ def test_tensors_of_a_batch_that_share_memory_are_not_written(backend: str, tmp_
             batch["x"] = batch["x"] + batch["before"]
             return self.loss(batch)
 
-    options: dict[str, Any] = {"module": Shifted, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="changes one in place that shares its memory"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, "changes one in place that shares its memory", module=Shifted)
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.training.fits import Net, batches, compare, fit_twice, prepare, said_of_rates
+from tests.training.fits import Net, batches, compare, fit_twice, said_of_rates, warned
 
 SCOPES: dict[str, dict[str, Any]] = {
     "step": {"scope": "step"},
@@ -122,12 +122,9 @@ class KeptNumber(Kept):
 
 
 def test_a_number_by_a_kept_method_is_refused(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"module": KeptNumber, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=r"test_log_below.py:\d+ in training_step: self.report"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(
+        backend, tmp_path, r"test_log_below.py:\d+ in training_step: self.report", module=KeptNumber
+    )
 
 
 class Telling(nn.Module):
@@ -169,12 +166,14 @@ def test_a_layer_that_logs_stays_eager_between_graphs(
     backend: str, tmp_path: Path, module: Any
 ) -> None:
     capture = {"scope": "modules", "on_failure": "eager"}
-    options: dict[str, Any] = {"module": module, "max_epochs": 3, "capture": capture}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=r"self.log is called at .*test_log_below.py:\d+ in"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    _, captured = warned(
+        backend,
+        tmp_path,
+        r"self.log is called at .*test_log_below.py:\d+ in",
+        module=module,
+        max_epochs=3,
+        capture=capture,
+    )
     assert captured.statistics.replayed > 0
 
 
@@ -200,12 +199,7 @@ class WeightedByIndex(Net):
 def test_what_a_replay_cannot_log_is_refused(
     backend: str, tmp_path: Path, module: Any, said: str
 ) -> None:
-    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=rf"{said} at .*test_log_below.py"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, rf"{said} at .*test_log_below.py", module=module)
 
 
 def scheduled(step: Any) -> Any:
@@ -298,15 +292,15 @@ def adds_to_index(self: Any, batch: Any, batch_idx: int) -> Any:
 @pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly. a scheduler")
 @pytest.mark.parametrize("step", [reads_decay, adds_to_index])
 def test_numbers_that_are_used_are_refused(backend: str, tmp_path: Path, step: Any) -> None:
-    options: dict[str, Any] = {
-        "module": scheduled(step), "max_epochs": 3, "validation": 0,
-        "capture": {"on_failure": "eager", "warmup_steps": 1, "capture_after": 1},
-    }  # fmt: skip
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=r"is read at .*test_log_below.py"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(
+        backend,
+        tmp_path,
+        r"is read at .*test_log_below.py",
+        module=scheduled(step),
+        max_epochs=3,
+        validation=0,
+        capture={"warmup_steps": 1, "capture_after": 1},
+    )
 
 
 class Unfused(Net):

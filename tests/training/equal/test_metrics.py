@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torchmetrics
 
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
+from tests.training.fits import Net, batches, compare, fit_twice, warned
 
 
 class Scored(Net):
@@ -111,12 +111,12 @@ class UsedInTheLoss(Scored):
 
 
 def test_a_metric_value_in_the_loss_is_refused(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"module": UsedInTheLoss, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="the value of metric `accuracy` is used in training_step"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(
+        backend,
+        tmp_path,
+        "the value of metric `accuracy` is used in training_step",
+        module=UsedInTheLoss,
+    )
 
 
 class ChangedAfterwards(Scored):
@@ -145,9 +145,4 @@ class OfTheIndex(Scored):
 def test_what_a_metric_is_given_is_refused(
     backend: str, tmp_path: Path, module: Any, said: str
 ) -> None:
-    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=said):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, said, module=module)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import Net, compare, fit_twice, prepare, said_of_rates
+from tests.training.fits import Net, compare, fit_twice, said_of_rates, warned
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
 
@@ -347,12 +347,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
 def test_what_cannot_be_followed_is_refused(backend: str, tmp_path: Path, step: Any) -> None:
-    options: dict[str, Any] = {"module": net(step), "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=REFUSED[step]):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    _, captured = warned(backend, tmp_path, REFUSED[step], module=net(step))
     assert captured.statistics.replayed == 0
 
 

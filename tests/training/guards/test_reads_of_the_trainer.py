@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.training.fits import Net, Trace, adamw, batches, compare, fit_twice, prepare
+from tests.training.fits import Net, Trace, adamw, batches, compare, fit_twice, warned
 
 
 class Silent(Trace):
@@ -94,12 +94,7 @@ REFUSED = [
 def test_what_the_trainer_moves_is_refused(
     backend: str, tmp_path: Path, module: Any, name: str
 ) -> None:
-    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=f"{name} is read at .* in weight"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    _, captured = warned(backend, tmp_path, f"{name} is read at .* in weight", module=module)
     assert captured.statistics.replayed == 0
 
 
@@ -113,12 +108,9 @@ class Storing(Weighted):
 
 
 def test_what_a_step_stores_on_the_trainer_is_refused(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"module": Storing, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="trainer.counted is set at .* in weight"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    eager, captured = warned(
+        backend, tmp_path, "trainer.counted is set at .* in weight", module=Storing
+    )
     assert captured.trainer.counted == eager.trainer.counted  # type: ignore[attr-defined]
 
 
@@ -278,15 +270,9 @@ LIVE = ("global_step", "owner", "rate")  # in whole steps they are
 def test_a_submodule_that_uses_what_moves_runs_eagerly(
     backend: str, tmp_path: Path, what: str, said: str, scope: str
 ) -> None:
-    options: dict[str, Any] = {
-        "module": layered(what),
-        "capture": {"scope": scope, "on_failure": "eager"},
-    }
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=said):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    eager, captured = warned(
+        backend, tmp_path, said, module=layered(what), capture={"scope": scope}
+    )
     assert getattr(captured.trainer, "counted", 0) == getattr(eager.trainer, "counted", 0)
 
 

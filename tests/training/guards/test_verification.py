@@ -142,7 +142,7 @@ def test_every_micro_batch_of_a_window_is_verified(
 
 
 def test_without_verification_the_first_one_is_the_default() -> None:
-    assert GraphCapture().options.verify == "first"
+    assert GraphCapture().options.verify is True
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, "always", None])

@@ -17,7 +17,16 @@ from lightning_graphs import VerificationError
 from lightning_graphs.training.modules.checking import CallChecks
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.verification import Verification
-from tests.training.fits import GradientTrace, Hidden, Net, batches, compare, fit_twice, prepare
+from tests.training.fits import (
+    GradientTrace,
+    Hidden,
+    Net,
+    batches,
+    compare,
+    fit_twice,
+    prepare,
+    warned,
+)
 from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_calls import Frozen, ParameterHooks, Teacher, Twice
 from tests.training.modules.test_equal import Blocks
@@ -279,13 +288,15 @@ def test_a_hidden_counter_is_found_at_once(backend: str, tmp_path: Path) -> None
 
 
 def test_an_argument_that_is_written_unseen_is_found(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"module": with_middle(wide(Overwriting)), "validation": 0}
     capture = verifying("blocks.*", verify="first", on_failure="eager")
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, capture=capture, **options)
-    with pytest.warns(UserWarning, match=r"args\[0\] of `blocks\.1` after the call differs"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    _, captured = warned(
+        backend,
+        tmp_path,
+        r"args\[0\] of `blocks\.1` after the call differs",
+        capture=capture,
+        module=with_middle(wide(Overwriting)),
+        validation=0,
+    )
     assert set(captured.statistics.modules) == {"blocks.0", "blocks.2"}
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_graphs.training.guards.frozen import old_gradients_watched
-from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.fits import Net, compare, fit_twice, prepare, warned
 
 
 class IndexedByRange(Net):
@@ -118,12 +118,9 @@ REFUSED = [
 def test_refused_with_reason_and_equal(
     backend: str, tmp_path: Path, module: Any, reason: str
 ) -> None:
-    options: dict[str, Any] = {"module": module, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=f"step(s run| runs) eagerly: (?s:.*){reason}"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    _, captured = warned(
+        backend, tmp_path, f"step(s run| runs) eagerly: (?s:.*){reason}", module=module
+    )
     assert captured.statistics.replayed == 0
 
 
@@ -160,14 +157,9 @@ class Restarting(Net):
 def test_zeroing_that_drops_accumulated_gradients_is_refused(
     backend: str, tmp_path: Path, verify: str
 ) -> None:
-    options: dict[str, Any] = {"module": Restarting, "accumulate_grad_batches": 2}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    capture = {"verify": verify, "on_failure": "eager"}
-    captured = prepare(backend, tmp_path, True, capture=capture, **options)
+    capture = {"verify": verify}
     line = r"test_frozen.py:\d+ in training_step: self.zero_grad"
-    with pytest.warns(UserWarning, match=line):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, line, capture=capture, module=Restarting, accumulate_grad_batches=2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # while torch imports its compiler
@@ -238,14 +230,7 @@ class Consuming(Net):
 
 
 def test_a_step_that_takes_the_iterator_runs_eagerly(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "module": Consuming, "capture": {"on_failure": "eager"}, "validation": 0,
-    }  # fmt: skip
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="dataloader_iter"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, "dataloader_iter", module=Consuming, validation=0)
 
 
 class SometimesSkipping(Net):
@@ -256,15 +241,10 @@ class SometimesSkipping(Net):
 def test_a_step_that_returns_none_for_some_signature(backend: str, tmp_path: Path) -> None:
     from tests.training.fits import batches
 
-    options: dict[str, Any] = {
-        "module": SometimesSkipping, "capture": {"on_failure": "eager"}, "max_epochs": 5,
-        "data": lambda: batches(6, last=5),
-    }  # fmt: skip
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="it returned NoneType"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    _, captured = warned(
+        backend, tmp_path, "it returned NoneType", module=SometimesSkipping, max_epochs=5,
+        data=lambda: batches(6, last=5),
+    )  # fmt: skip
     assert captured.statistics.replayed > 15
 
 
@@ -276,12 +256,7 @@ def test_code_that_cannot_take_a_stand_in_runs_eagerly(backend: str, tmp_path: P
             json.dumps(batch_idx)
             return self.loss(batch)
 
-    options: dict[str, Any] = {"module": Dumping, "capture": {"on_failure": "eager"}}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="TypeError"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, "TypeError", module=Dumping)
 
 
 class Settings(Net):
@@ -348,14 +323,7 @@ class PenalizedByIndex(Penalized):
 
 
 def test_a_gradient_penalty_that_is_refused(backend: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "module": PenalizedByIndex, "capture": {"on_failure": "eager"}, "validation": 0,
-    }  # fmt: skip
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match="batch_idx"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    warned(backend, tmp_path, "batch_idx", module=PenalizedByIndex, validation=0)
 
 
 def test_gradients_are_readable_after_a_capture(backend: str, tmp_path: Path) -> None:

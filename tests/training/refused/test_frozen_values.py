@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.training.guards.python_state import AttributeReads
-from tests.training.fits import Net, compare, fit_twice, prepare
+from tests.training.fits import Net, compare, fit_twice, warned
 from tests.training.modules.test_equal import named
 
 
@@ -372,14 +372,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("module", REFUSED)
 def test_refused_with_reason_and_equal(backend: str, tmp_path: Path, module: type[Net]) -> None:
-    options: dict[str, Any] = {
-        "module": module, "capture": {"on_failure": "eager"}, "validation": 0,
-    }  # fmt: skip
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    with pytest.warns(UserWarning, match=f"a step runs eagerly: (?s:.*){REFUSED[module]}"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    said = f"a step runs eagerly: (?s:.*){REFUSED[module]}"
+    _, captured = warned(backend, tmp_path, said, module=module, validation=0)
     assert captured.statistics.replayed == 0
 
 
