@@ -6,8 +6,9 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from numbers import Integral, Number
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.host.recording import FROM_PYTHON
+from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -71,7 +74,7 @@ from lightning_graphs.training.guards.side_effects import (
 )
 from lightning_graphs.training.host.draws import SETTERS, draws_exchanged
 from lightning_graphs.training.host.followed import calls_followed
-from lightning_graphs.training.host.live_numbers import is_followed
+from lightning_graphs.training.host.live_numbers import WAYS, is_followed
 from lightning_graphs.training.host.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
@@ -141,10 +144,11 @@ class Doctor:
         self._draws = WatchedNumbers(followed, self._drew)
         self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
+        self._ways = 1.0
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
         self._signatures: list[Signature] = []
-        self._earlier: dict[Signature, list[Call]] = {}
+        self._earlier: dict[Hashable, list[Call]] = {}
         self._judge_fit(reason, no_whole_step)
         intercept(trainer.strategy, self)
 
@@ -177,6 +181,7 @@ class Doctor:
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
+        self._ways, self._counters.told, self._draws.told = 1.0, [], []
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
@@ -324,16 +329,33 @@ class Doctor:
             value = function(*args, **kwargs)
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawn.add(generator.name)
-                if self._has_host_half and value is not None:
-                    many = type(value) in (list, tuple)
-                    return type(value)(map(number, value)) if many else number(value)
-                self._drew(name)
+                if not self._has_host_half:
+                    self._drew(name)
+                elif value is not None:
+                    tape = HostTape()
+                    again = tape.draw(generator, functools.partial(function, *args, **kwargs))
+                    return self._standing(name, value, tape, lambda: again.value)
             return value
 
-        def number(value: Any) -> Any:  # the bare value of an integer may be one of a few
-            return self._draws.number(name, value, lasts=not isinstance(value, float))
-
         return draw
+
+    def _standing(self, name: str, value: Any, tape: HostTape, read: Callable[[], Any]) -> Any:
+        """What stands for a value that is drawn; ``read`` gives further ones, on a tape."""
+        if type(value) in (list, tuple):
+            items = [
+                self._standing(name, v, tape, lambda i=i: read()[i])  # type: ignore[misc]
+                for i, v in enumerate(value)
+            ]
+            return type(value)(items)
+        is_whole, few = isinstance(value, Integral), False
+        if is_plain(value) and (is_whole or not isinstance(value, Number)):
+            ways = self._ways * tape.told(read)
+            if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
+                self._ways = ways
+                self._draws.told.append(value)
+        if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
+            self._drew(name)
+        return self._draws.number(name, value, lasts=few)
 
     # ------------------------------------------------------------------ judging
 
@@ -438,7 +460,8 @@ class Doctor:
         signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        for change in changes(self._earlier.get(signature, calls), calls):
+        way = signature, (*self._counters.told, *self._draws.told)
+        for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what
             consequence = dynamic and change.whole
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
@@ -447,4 +470,4 @@ class Doctor:
                 effect = _BETWEEN if site in self._between else "eager step"
                 add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
-            self._earlier[signature] = calls
+            self._earlier[way] = calls

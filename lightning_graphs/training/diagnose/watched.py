@@ -173,7 +173,7 @@ class Observer(Recorder):
         )
 
     def keep(self, operation: Operation) -> None:
-        self._count(operation.name, (*operation.args, *operation.kwargs.values()), operation.site)
+        """Keep nothing: views are calls, too."""
 
     def _meet_constant(self, tensor: Tensor) -> None:
         super()._meet_constant(tensor)
@@ -189,6 +189,7 @@ class Observer(Recorder):
             self.calls.append(Call(operator, numbers, site))
 
     def _run(self, call: OperatorCall) -> Any:
+        self._count(str(call.func), (*call.args, *call.kwargs.values()), self._sites.here())
         result = self._tell(super()._run(call), self.answered)
         outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
         given = call.inputs if name_of(call.func) not in OF_SHAPES else []
@@ -250,6 +251,7 @@ class WatchedNumbers:
     def __init__(self, used: Note, escaped: Note) -> None:
         self.used = used
         self.escaped = escaped
+        self.told: list[Any] = []  # what Python was told of them, as a captured step may be
         self._made: list[float] = []
 
     def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
@@ -300,6 +302,8 @@ class Watched(Followed):
 
     def escapes(self) -> None:
         """Tell that the bare value is taken."""
+        if self.lasts:
+            self.numbers.told.append(self.value)
         (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -325,11 +329,13 @@ def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Ca
     def operation(self: Any, *args: Any) -> Any:
         if follows:
             return self.applied(plain, (self, *args))
+        result = plain(self, *args)
         if escapes:
             self.escapes()
         else:
+            self.numbers.told.append(result)
             self.numbers.used(self.name)
-        return plain(self, *args)
+        return result
 
     return operation
 

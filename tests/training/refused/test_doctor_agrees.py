@@ -143,8 +143,77 @@ class Mixed(Net):
         return loss * 2 if random.random() < 0.25 else loss
 
 
+class Deciding(Net):
+    """Its way is not the same in all steps: a graph for each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if random.random() < 0.5:
+            loss = loss * 2
+        if random.choice(["halved", "whole"]) == "halved":
+            loss = loss / 2
+        for _ in range(random.randint(1, 2)):
+            loss = loss + 1
+        if self.global_step % 2:
+            loss = loss * 3
+        return loss
+
+
+class Cropped(Net):
+    """The drawn place is another one in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shares", torch.arange(1.0, 101.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.shares[self.place()]  # used
+
+    def place(self) -> Any:
+        return random.randrange(100)
+
+
+class CroppedByNumPy(Cropped):
+    def place(self) -> Any:
+        return np.random.randint(0, 50, 2).sum()
+
+
+class Chosen(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * 2
+        random.choice([self.net[0], self.net[4]])  # used
+        return loss
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
+    def test_ways_that_draws_and_counters_decide_are_graphs(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        options: dict[str, Any] = {"module": Deciding, "data": lambda: batches(60), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = prepare(backend, tmp_path, True, capture={"min_repeats": 0}, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed > 0
+        watched = examined(backend, tmp_path, capture={"warmup_steps": 30}, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis == Diagnosis(steps=30)
+
+    @pytest.mark.parametrize("module", [Cropped, CroppedByNumPy, Chosen])
+    def test_draws_with_too_many_ways(self, backend: str, tmp_path: Path, module: Any) -> None:
+        options: dict[str, Any] = {"module": module, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
+        watched = examined(backend, tmp_path, capture={"warmup_steps": 6}, **options)
+        compare(eager, watched, replayed=False)
+        step = Cropped.training_step if module is not Chosen else Chosen.training_step
+        assert watched.capture.diagnosis is not None
+        (row,) = watched.capture.diagnosis.obstacles
+        assert (row.kind, row.line) == ("python-state", line(step, "used"))
+
     @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
