@@ -160,7 +160,8 @@ class Doctor:
         release(self._trainer.strategy, self._calls)
         for name, site in self._numbers.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
+        known = {(signature.specs, signature.extra) for signature in self._signatures}
+        if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
             self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change[:400])
         if self._trainer.is_global_zero:
@@ -460,7 +461,7 @@ class Doctor:
         signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        way = signature, (*self._counters.told, *self._draws.told)
+        way = signature.specs, signature.extra, (*self._counters.told, *self._draws.told)
         for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what
             consequence = dynamic and change.whole

@@ -103,11 +103,12 @@ class Bootstrapped(Net):
         return loss
 
 
-def _named(count: int) -> list[dict[str, Any]]:
+def _named(*names: Callable[[int, int], int]) -> Callable[[], list[dict[str, Any]]]:
     """Batches with the names of their files, as data sets give them."""
-    return [
-        {**batch, "name": [f"image{8 * i + j}" for j in range(8)]}
-        for i, batch in enumerate(batches(count))
+    (number,) = names or (lambda i, j: 8 * i + j,)
+    return lambda: [
+        {**batch, "name": [f"image{number(i, j)}" for j in range(8)]}
+        for i, batch in enumerate(batches(24))
     ]
 
 
@@ -241,11 +242,14 @@ class TestAgreement:
         assert watched.capture.diagnosis is not None
         assert watched.capture.diagnosis.obstacles == []
 
-    @pytest.mark.parametrize("scope", ["step", "modules"])
+    # The second names move one after the other.
+    @pytest.mark.parametrize(
+        ("scope", "data"), [("step", _named()), ("modules", _named()), ("step", _named(max))]
+    )
     def test_names_in_the_batch_that_no_step_reads(
-        self, backend: str, tmp_path: Path, scope: str
+        self, backend: str, tmp_path: Path, scope: str, data: Any
     ) -> None:
-        options: dict[str, Any] = {"data": lambda: _named(8), "validation": 0}
+        options: dict[str, Any] = {"data": data, "validation": 0}
         capture = {"scope": scope}
         eager = prepare(backend, tmp_path, False, **options).run()
         fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
@@ -262,7 +266,7 @@ class TestAgreement:
                 numbers = [float(name[5:]) for name in batch["name"]]
                 return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()  # read
 
-        options: dict[str, Any] = {"module": Reading, "data": lambda: _named(8), "validation": 0}
+        options: dict[str, Any] = {"module": Reading, "data": _named(), "validation": 0}
         eager = prepare(backend, tmp_path, False, **options).run()
         capture = {"on_failure": "eager"}
         fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
