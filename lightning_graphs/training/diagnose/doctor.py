@@ -64,7 +64,7 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import BatchValues
+from lightning_graphs.training.guards.own_batch import BATCH_VALUE, BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.guards.side_effects import (
@@ -160,6 +160,11 @@ class Doctor:
         release(self._trainer.strategy, self._calls)
         for name, site in self._numbers.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
+        names = [] if self._only_submodules else sorted(self._values.unread)
+        if names:
+            further = f"and {len(names) - 1} more" if names[1:] else ""
+            effect: Effect = "left out unless it is read"
+            self.diagnosis.add(BATCH_VALUE, names[0], observed=further, effect=effect)
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))

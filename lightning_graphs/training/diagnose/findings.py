@@ -61,6 +61,7 @@ CHANGING_NUMBER = Obstacle(
 _Remark = Literal[
     "further graph",
     "runs ahead of the graph",
+    "left out unless it is read",
     "submodules become graphs",
     "stays eager between them",
 ]
@@ -85,7 +86,9 @@ class Finding:
         effect: ``"eager step"``: the step is not captured; ``"eager optimizer step"``: the rest of
             it is; ``"further graph"``: the step is captured in more than one part, which costs a
             launch and nothing else; ``"runs ahead of the graph"``: the host makes it or knows it
-            before, and a replay copies what changes;
+            before, and a replay copies what changes; ``"left out unless it is read"``: a Python
+            value of the batch, another one in each step, which stops the capture of a step that
+            reads it, and no other;
             ``"submodules become graphs"``: they do in place of the whole step; ``"stays eager
             between them"``: it stands outside of every submodule, where it is in nobody's way.
         rule: What capture demands.

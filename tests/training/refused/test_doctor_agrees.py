@@ -257,7 +257,12 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture=capture, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis == Diagnosis(steps=3)
+        found = watched.capture.diagnosis
+        assert found is not None
+        effects = {f.operator: f.effect for f in found.findings}
+        left_out = {'batch["name"][0]': "left out unless it is read"}
+        assert effects == (left_out if scope == "step" else {})
+        assert found.obstacles == []
 
     @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
     def test_names_in_the_batch_that_a_step_reads(self, backend: str, tmp_path: Path) -> None:
