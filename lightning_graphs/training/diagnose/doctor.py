@@ -243,10 +243,9 @@ class Doctor:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            stored = functools.partial(self._used, obstacle=STORED)
             counter = self._counters.counter
-            stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
-            stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
+            stack.enter_context(counters_watched(self._trainer, self._met, counter=counter))
+            stack.enter_context(old_gradients_watched(self._trainer, self._met))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing))
@@ -321,10 +320,11 @@ class Doctor:
         if self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
-    def _gradient_used(self, name: str) -> None:
+    def _met(self, obstacle: Obstacle, name: str, use: str) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
-        if self._module.automatic_optimization or self._is_inside:
-            self._used(name, obstacle=OLD_GRADIENTS)
+        gradient = obstacle is OLD_GRADIENTS
+        if not gradient or self._module.automatic_optimization or self._is_inside:
+            self._used(f"{name} {use}" if gradient else name, obstacle=obstacle)
 
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator
