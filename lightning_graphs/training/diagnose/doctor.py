@@ -137,12 +137,8 @@ class Doctor:
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
         self._step = definition_of(module.training_step)
-        # What Python's arithmetic makes of a number is no obstacle in a whole step.
-        followed = self._used if self._only_submodules else lambda _: None
-        self._counters = WatchedNumbers(followed, self._used)
-        self._drew = functools.partial(self._used, obstacle=DRAWN)
-        self._draws = WatchedNumbers(followed, self._drew)
-        self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
+        self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
+        self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._ways = 1.0
         self._logged: list[tuple[Tensor, int, CallSite]] = []
@@ -158,7 +154,7 @@ class Doctor:
             return
         self._finished = True
         release(self._trainer.strategy, self._calls)
-        for name, site in self._numbers.changing.items():
+        for name, site in self._logs.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         names = [] if self._only_submodules else sorted(self._values.unread)
         if names:
@@ -182,12 +178,12 @@ class Doctor:
         self._left -= 1
         self.diagnosis.steps += 1
         batch, *rest = args
-        watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
+        watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
-        self._ways, self._counters.told, self._draws.told = 1.0, [], []
+        self._ways, self._numbers.told = 1.0, []
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
@@ -238,15 +234,15 @@ class Doctor:
     def _watching(self) -> Iterator[None]:
         """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._numbers.watching(self._module))
+            stack.enter_context(self._logs.watching(self._module))
             for _, metric in self._metrics:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            counter = self._counters.counter
+            counter = self._numbers.counter
             stack.enter_context(counters_watched(self._trainer, self._met, counter=counter))
             stack.enter_context(old_gradients_watched(self._trainer, self._met))
-            affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
+            affected = functools.partial(self._used, SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing))
             stack.enter_context(calls_followed())
@@ -311,12 +307,9 @@ class Doctor:
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        followed = self._counters.is_live(number) or self._draws.is_live(number)
-        return followed or any(number is group["lr"] for group in groups)
+        return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
 
-    def _used(
-        self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
-    ) -> None:
+    def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
         if self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
@@ -324,7 +317,7 @@ class Doctor:
         # Between graphs, manual optimization has gradients where an eager step has them.
         gradient = obstacle is OLD_GRADIENTS
         if not gradient or self._module.automatic_optimization or self._is_inside:
-            self._used(f"{name} {use}" if gradient else name, obstacle=obstacle)
+            self._used(obstacle, f"{name} {use}" if gradient else name)
 
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator
@@ -336,7 +329,7 @@ class Doctor:
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawn.add(generator.name)
                 if not self._has_host_half:
-                    self._drew(name)
+                    self._used(DRAWN, name)
                 elif value is not None:
                     tape = HostTape()
                     again = tape.draw(generator, functools.partial(function, *args, **kwargs))
@@ -358,10 +351,10 @@ class Doctor:
             ways = self._ways * tape.told(read)
             if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
                 self._ways = ways
-                self._draws.told.append(value)
+                self._numbers.told.append(value)
         if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
-            self._drew(name)
-        return self._draws.number(name, value, lasts=few)
+            self._used(DRAWN, name)
+        return self._numbers.number(name, value, DRAWN, lasts=few)
 
     # ------------------------------------------------------------------ judging
 
@@ -466,7 +459,7 @@ class Doctor:
         signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        way = signature.specs, signature.extra, (*self._counters.told, *self._draws.told)
+        way = signature.specs, signature.extra, tuple(self._numbers.told)
         for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what
             consequence = dynamic and change.whole
