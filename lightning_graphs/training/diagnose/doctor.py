@@ -338,16 +338,19 @@ class Doctor:
 
         return draw
 
-    def _standing(self, name: str, value: Any, tape: HostTape, read: Callable[[], Any]) -> Any:
+    def _standing(
+        self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]
+    ) -> Any:
         """What stands for a value that is drawn; ``read`` gives further ones, on a tape."""
         if type(value) in (list, tuple):
+            tape = tape if len(value) <= WAYS else None  # that would take long
             items = [
                 self._standing(name, v, tape, lambda i=i: read()[i])  # type: ignore[misc]
                 for i, v in enumerate(value)
             ]
             return type(value)(items)
         is_whole, few = isinstance(value, Integral), False
-        if is_plain(value) and (is_whole or not isinstance(value, Number)):
+        if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
             ways = self._ways * tape.told(read)
             if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
                 self._ways = ways

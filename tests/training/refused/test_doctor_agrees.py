@@ -186,6 +186,12 @@ class Chosen(Net):
         return loss
 
 
+class Sampled(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chosen = torch.tensor(random.sample(range(9999), 5000), device=self.device)
+        return self.loss(batch) * chosen.float().mean()
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
     def test_ways_that_draws_and_counters_decide_are_graphs(
@@ -215,7 +221,9 @@ class TestAgreement:
         (row,) = watched.capture.diagnosis.obstacles
         assert (row.kind, row.line) == ("python-state", line(step, "used"))
 
-    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
+    @pytest.mark.parametrize(
+        "module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled]
+    )
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
     ) -> None:
