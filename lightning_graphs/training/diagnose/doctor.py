@@ -51,6 +51,7 @@ from lightning_graphs.training.diagnose.findings import (
 from lightning_graphs.training.diagnose.watched import (
     Call,
     Observer,
+    Watched,
     WatchedNumbers,
     changes,
     watched_in,
@@ -140,7 +141,6 @@ class Doctor:
         self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
         self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
-        self._ways = 1.0
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
         self._signatures: list[Signature] = []
@@ -183,7 +183,7 @@ class Doctor:
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
-        self._ways, self._numbers.told = 1.0, []
+        self._numbers.ways, self._numbers.told = 1.0, []
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
@@ -351,13 +351,16 @@ class Doctor:
             return type(value)(items)
         is_whole, few = isinstance(value, Integral), False
         if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
-            ways = self._ways * tape.told(read)
+            ways = self._numbers.ways * tape.told(read)
             if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
-                self._ways = ways
+                self._numbers.ways = ways
                 self._numbers.told.append(value)
         if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
             self._used(DRAWN, name)
-        return self._numbers.number(name, value, DRAWN, lasts=few)
+        number = self._numbers.number(name, value, DRAWN, lasts=few)
+        if tape and isinstance(number, Watched):
+            number.spread = lambda told: tape.told(lambda: told(read()))
+        return number
 
     # ------------------------------------------------------------------ judging
 

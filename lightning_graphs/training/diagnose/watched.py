@@ -31,7 +31,7 @@ from lightning_graphs.core.private.torch import current_autograd_node
 from lightning_graphs.training.guards.frozen import COUNTER
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.host.followed import Followed
-from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING
+from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
 
 _NUMBERS = (bool, int, float)
 
@@ -252,6 +252,7 @@ class WatchedNumbers:
         self.met = met
         self.follow = follow
         self.told: list[Any] = []  # what Python was told of them, as captured code may be
+        self.ways = 1.0  # which draws may lead the step; so many graphs there are
         self._made: list[float] = []
 
     def number(
@@ -298,6 +299,8 @@ class Watched(Followed):
     name: str
     obstacle: Obstacle
     lasts: bool
+    spread: Callable[[Callable[[Any], Any]], float] | None = None
+    """How many ways there are for what is told of one that is drawn."""
 
     @property
     def value(self) -> Any:
@@ -344,7 +347,11 @@ def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Ca
             self.escapes()
         else:
             self.numbers.told.append(result)
-            self.used()
+            if is_drawn := self.spread is not None:
+                self.numbers.ways *= self.spread(
+                    lambda drawn: plain(type(self.value)(drawn), *args)
+                )
+            self.used(bare=is_drawn and self.numbers.ways > WAYS)
         return result
 
     return operation
