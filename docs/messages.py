@@ -28,8 +28,15 @@ REASONS = ("reason", "obstacle", "missed")
 _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)
 """The docstrings of functions that return such sentences."""
 
-REFUSALS = {"refused": "", "refused_here": " at <...>"}
-"""Methods of obstacles that make an error of what was observed, and what they add to that."""
+REFUSALS = {
+    "refused": "",
+    "refused_here": " at <...>",
+    **dict.fromkeys(("on_use", "refuse_use"), " at <...>"),
+}
+"""What makes an error of an obstacle and of what was observed, and adds this to it.
+
+Methods of the obstacle, and functions that are given it first.
+"""
 
 BLANK = "<...>"
 """Stands for what is filled in and has no name."""
@@ -220,19 +227,24 @@ class Messages:
 
     def _refusal(self, module: Module, call: ast.Call, place: Place) -> Message:
         """The error that an obstacle makes of what was observed."""
-        assert isinstance(call.func, ast.Attribute)
-        owner = call.func.value
+        owner, *words = call.args
+        if isinstance(call.func, ast.Attribute):
+            owner, words = call.func.value, call.args[:1]
         rule, remedy = (
             self._text_of_attribute(ast.Attribute(owner, name), place)
             for name in ("rule", "remedy")
         )
-        observed = self._text(call.args[0], place) + REFUSALS[call.func.attr]
+        observed = " ".join(self._text(word, place) for word in words)
+        observed += REFUSALS[name_of(call.func)]
         is_known = isinstance(owner, ast.Name) and owner.id.isupper()
         texts = {"rule": rule, "observed": observed, "remedy": remedy}
         return Message("CaptureError", module.site(call), **texts, passed_on=not is_known)
 
     def _sentence(self, kind: str, node: ast.expr, place: Place) -> Message:
         text = self._text(node, place)
+        # What is filled in as a whole says nothing beside what has words.
+        telling = [part for part in text.split(" / ") if not re.fullmatch("<[^<>]*>", part)]
+        text = " / ".join(telling) or text
         return Message(kind, place.module.site(node), text, passed_on=not _says_something(text))
 
     def _text(self, node: ast.expr, place: Place) -> str:
@@ -242,7 +254,9 @@ class Messages:
         if isinstance(node, ast.JoinedStr):
             return "".join(self._text(value, place) for value in node.values)
         if isinstance(node, ast.FormattedValue):
-            return self._text(node.value, place)
+            text = self._text(node.value, place)
+            is_quoted = node.conversion == ord("r") and "<" not in text
+            return " / ".join(map(repr, text.split(" / "))) if is_quoted else text
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             return self._text(node.left, place) + self._text(node.right, place)
         if isinstance(node, ast.IfExp):
@@ -348,4 +362,4 @@ def _blank(name: str) -> str:
 
 def _says_something(text: str) -> bool:
     """Whether there are words beside what is filled in."""
-    return bool(re.search("[a-z]{2,} ", re.sub("<[^<>]*>", "", text)))
+    return bool(re.search("[a-z]{3,} ", re.sub("<[^<>]*>", "", text)))

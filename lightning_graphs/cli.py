@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 
-_PACKAGES = ("torch", "lightning", "cuda-python", "matplotlib")
+_PACKAGES = ("torch", "lightning", "cuda-python")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ LAYERS = (
     "__main__",
 )
 # Imported inside the functions that need them, never while a module of ours is being imported.
-LAZY = {"cuda", "matplotlib", "rich", "transformers", "yaml"}
+LAZY = {"cuda", "rich", "transformers", "yaml"}
 LIGHTNING = {"lightning", "pytorch_lightning"}
 
 BLOCKER = """

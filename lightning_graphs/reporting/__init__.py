@@ -1,4 +1,4 @@
-"""What a fit reports of its graphs: plain data, a table, a plot."""
+"""What a fit reports of its graphs: plain data, and a table."""
 
 from lightning_graphs.reporting.report import GraphRecord, Report, StepTime
 from lightning_graphs.reporting.table import render, summary_line

@@ -6,12 +6,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from lightning_graphs.reporting import plot, table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_graphs.reporting import table
 
 
 @dataclass(kw_only=True, slots=True)
@@ -145,17 +142,6 @@ class Report:
     def show(self) -> None:
         """Print the table, and below it why steps ran eagerly."""
         print(table.render(self))
-
-    def plot(self) -> Figure:
-        """The times of the first steps and the speed-ups, drawn with matplotlib.
-
-        Returns:
-            The figure, for ``savefig`` or as the last line of a notebook's cell.
-
-        Raises:
-            UnsupportedError: matplotlib is not installed.
-        """
-        return plot.figure_of(self)
 
     def __repr__(self) -> str:
         captures = sum(record.captures for record in self.graphs)

@@ -38,6 +38,11 @@ _TIMES: dict[str, Callable[[GraphRecord], str]] = {
     "replay ms/step": lambda r: _number(r.replay_ms, ".3f"),
     "speed-up": lambda r: _number(r.speed_up, ".2f") + "x" * (r.speed_up is not None),
 }
+_SUMMARY = {
+    "graphs/nodes": "{:,.0f} nodes",
+    "graphs/capture_ms": "captured in {:.0f} ms",
+    "graphs/pool_mib": "{:,.1f} MiB",
+}
 
 
 def _table(report: Report) -> list[list[str]]:
@@ -70,22 +75,12 @@ def _notes(report: Report) -> list[str]:
 
 def summary_line(report: Report) -> str:
     """The report in one line: number, size and cost of the graphs, and what they gain."""
-    graphs = report.graphs
-    nodes = [record.nodes for record in graphs]
-    parts = [f"{len(graphs)} graph{'s' * (len(graphs) != 1)}"]
-    if graphs and None not in nodes:
-        parts.append(f"{sum(count or 0 for count in nodes):,d} nodes")
-    if graphs and report.times_mean_something:
-        parts.append(f"captured in {sum(record.capture_ms for record in graphs):.0f} ms")
-    pools = [record.pool_mib for record in graphs if record.pool_mib is not None]
-    if pools:
-        parts.append(f"{sum(pools):,.1f} MiB")
-    busiest = report.busiest
-    if busiest is not None and report.speed_up is not None:
-        parts.append(
-            f"{busiest.replay_ms:.3f} ms a step instead of {busiest.eager_ms:.3f} ms "
-            f"({report.speed_up:.2f}x)"
-        )
+    figures = report.metrics()
+    parts = [f"{len(report.graphs)} graph{'s' * (len(report.graphs) != 1)}"]
+    parts += [text.format(figures[name]) for name, text in _SUMMARY.items() if figures.get(name)]
+    if "graphs/speed_up" in figures:
+        before, now = figures["graphs/eager_ms"], figures["graphs/replay_ms"]
+        parts.append(f"{now:.3f} ms a step instead of {before:.3f} ms ({before / now:.2f}x)")
     if report.fallbacks:
         parts.append(f"{len(report.fallbacks)} fallback{'s' * (len(report.fallbacks) != 1)}")
     return "GraphCapture: " + ", ".join(parts)

@@ -118,7 +118,7 @@ class FitReporter:
         self._ranks = fit.ranks
         self._ranks.left = self.left
         self._trainer = fit.trainer
-        self._options = options = fit.options
+        self._options = fit.options
         self._statistics = statistics = fit.statistics
         self._handler = fit.retry
         self._switch_off = switch_off
@@ -128,7 +128,6 @@ class FitReporter:
             statistics.device = torch.cuda.get_device_name(device)
         self._stopwatch = Stopwatch(device)
         self._off_since: int | None = None
-        self._decides = options.only_if_faster and self._stopwatch.meaningful
         self.timing = StepTiming(
             fit.retry,
             statistics,
@@ -152,7 +151,7 @@ class FitReporter:
             if slower and not self._options.only_if_faster:
                 hint = ". GraphCapture(only_if_faster=True) switches itself off then"
             rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
-        if slower and self._decides:
+        if slower and self._options.only_if_faster:
             self.switch_off(f"switched off by only_if_faster: {self._statistics.verdict}")
         self._log()
 

@@ -1,16 +1,13 @@
-"""A report by itself: JSON, the plot, the tables."""
+"""A report by itself: JSON, and the tables."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_graphs.errors import UnsupportedError
 from lightning_graphs.reporting import GraphRecord, Report, StepTime, render, summary_line
 
 
@@ -55,37 +52,6 @@ def test_json_has_every_field() -> None:
     assert read.keys() == {"version", *(field.name for field in fields(Report))}
     assert read["graphs"][0]["signature"] == report.graphs[0].signature
     assert read["times"] == [asdict(time) for time in report.times]
-
-
-class TestPlot:
-    def test_bars_are_as_tall_as_the_steps_are_long(self) -> None:
-        pytest.importorskip("matplotlib")
-        times, gains = example().plot().axes
-        eager, replay = times.containers
-        assert [(bar.get_center()[0], bar.get_height()) for bar in eager] == [(1, 5.5), (2, 5.25)]
-        assert [(bar.get_center()[0], bar.get_height()) for bar in replay] == [(4, 2.125)]
-        assert [text.get_text() for text in times.get_legend().get_texts()] == ["eager", "replay"]
-        (bar,) = gains.patches  # the other signature was not timed
-        assert bar.get_width() == 5.25 / 2.1
-        assert [text.get_text() for text in gains.texts] == ["2.50x"]
-        assert [text.get_text() for text in gains.get_yticklabels()] == ["x f32[32,128], y i64[32]"]
-
-    def test_a_rehearsal_has_no_times(self) -> None:
-        pytest.importorskip("matplotlib")
-        (axes,) = example(backend="emulated").plot().axes
-        assert list(axes.containers) == []
-        assert "rehearsed on the CPU" in axes.get_title()
-
-    @pytest.mark.parametrize("changes", [{}, {"times": ()}, {"graphs": ()}], ids=str)
-    def test_it_becomes_a_picture(self, changes: dict[str, Any], tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        example(**changes).plot().savefig(tmp_path / "report.png")
-        assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_without_matplotlib(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(UnsupportedError, match=r"pip install matplotlib"):
-            example().plot()
 
 
 class TestTable:

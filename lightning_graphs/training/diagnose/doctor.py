@@ -6,8 +6,9 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from numbers import Integral, Number
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.host.recording import FROM_PYTHON
+from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -48,6 +51,7 @@ from lightning_graphs.training.diagnose.findings import (
 from lightning_graphs.training.diagnose.watched import (
     Call,
     Observer,
+    Watched,
     WatchedNumbers,
     changes,
     watched_in,
@@ -61,7 +65,7 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import BatchValues
+from lightning_graphs.training.guards.own_batch import BATCH_VALUE, BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.guards.side_effects import (
@@ -71,7 +75,7 @@ from lightning_graphs.training.guards.side_effects import (
 )
 from lightning_graphs.training.host.draws import SETTERS, draws_exchanged
 from lightning_graphs.training.host.followed import calls_followed
-from lightning_graphs.training.host.live_numbers import is_followed
+from lightning_graphs.training.host.live_numbers import WAYS, is_followed
 from lightning_graphs.training.host.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
@@ -134,17 +138,13 @@ class Doctor:
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
         self._step = definition_of(module.training_step)
-        # What Python's arithmetic makes of a number is no obstacle in a whole step.
-        followed = self._used if self._only_submodules else lambda _: None
-        self._counters = WatchedNumbers(followed, self._used)
-        self._drew = functools.partial(self._used, obstacle=DRAWN)
-        self._draws = WatchedNumbers(followed, self._drew)
-        self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
+        self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
+        self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
         self._signatures: list[Signature] = []
-        self._earlier: dict[Signature, list[Call]] = {}
+        self._earlier: dict[Hashable, list[Call]] = {}
         self._judge_fit(reason, no_whole_step)
         self._methods = intercepted(trainer.strategy, self)
 
@@ -154,9 +154,15 @@ class Doctor:
             return
         self._finished = True
         self._methods.close()
-        for name, site in self._numbers.changing.items():
+        for name, site in self._logs.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        if len(self._signatures) > 2 and len(set(self._signatures)) == len(self._signatures):
+        names = [] if self._only_submodules else sorted(self._values.unread)
+        if names:
+            further = f"and {len(names) - 1} more" if names[1:] else ""
+            effect: Effect = "left out unless it is read"
+            self.diagnosis.add(BATCH_VALUE, names[0], observed=further, effect=effect)
+        known = {(signature.specs, signature.extra) for signature in self._signatures}
+        if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
             self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change[:400])
         if self._trainer.is_global_zero:
@@ -172,11 +178,12 @@ class Doctor:
         self._left -= 1
         self.diagnosis.steps += 1
         batch, *rest = args
-        watched = [self._counters.number("batch_idx", v) if type(v) is int else v for v in rest]
+        watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
+        self._numbers.ways, self._numbers.told = 1.0, []
         with self._watching(), outside.followed():
             returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
@@ -227,15 +234,15 @@ class Doctor:
     def _watching(self) -> Iterator[None]:
         """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._numbers.watching(self._module))
+            stack.enter_context(self._logs.watching(self._module))
             for _, metric in self._metrics:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            counter = self._counters.counter
+            counter = self._numbers.counter
             stack.enter_context(counters_watched(self._trainer, self._met, counter=counter))
             stack.enter_context(old_gradients_watched(self._trainer, self._met))
-            affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
+            affected = functools.partial(self._used, SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing))
             stack.enter_context(calls_followed())
@@ -300,12 +307,9 @@ class Doctor:
     def _is_live(self, number: Any) -> bool:
         """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        followed = self._counters.is_live(number) or self._draws.is_live(number)
-        return followed or any(number is group["lr"] for group in groups)
+        return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
 
-    def _used(
-        self, name: str, site: CallSite | None = None, *, obstacle: Obstacle = COUNTER
-    ) -> None:
+    def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
         if self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
@@ -313,7 +317,7 @@ class Doctor:
         # Between graphs, manual optimization has gradients where an eager step has them.
         is_eager = not (self._module.automatic_optimization or self._is_inside)
         if not (is_eager and obstacle is OLD_GRADIENTS):
-            self._used(name, obstacle=obstacle)
+            self._used(obstacle, name)
 
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator
@@ -324,16 +328,39 @@ class Doctor:
             value = function(*args, **kwargs)
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawn.add(generator.name)
-                if self._has_host_half and value is not None:
-                    many = type(value) in (list, tuple)
-                    return type(value)(map(number, value)) if many else number(value)
-                self._drew(name)
+                if not self._has_host_half:
+                    self._used(DRAWN, name)
+                elif value is not None:
+                    tape = HostTape()
+                    again = tape.draw(generator, functools.partial(function, *args, **kwargs))
+                    return self._standing(name, value, tape, lambda: again.value)
             return value
 
-        def number(value: Any) -> Any:  # the bare value of an integer may be one of a few
-            return self._draws.number(name, value, lasts=not isinstance(value, float))
-
         return draw
+
+    def _standing(
+        self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]
+    ) -> Any:
+        """What stands for a value that is drawn; ``read`` gives further ones, on a tape."""
+        if type(value) in (list, tuple):
+            tape = tape if len(value) <= WAYS else None  # that would take long
+            items = [
+                self._standing(name, v, tape, lambda i=i: read()[i])  # type: ignore[misc]
+                for i, v in enumerate(value)
+            ]
+            return type(value)(items)
+        is_whole, few = isinstance(value, Integral), False
+        if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
+            ways = self._numbers.ways * tape.told(read)
+            if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
+                self._numbers.ways = ways
+                self._numbers.told.append(value)
+        if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
+            self._used(DRAWN, name)
+        number = self._numbers.number(name, value, DRAWN, lasts=few)
+        if tape and isinstance(number, Watched):
+            number.spread = lambda told: tape.told(lambda: told(read()))
+        return number
 
     # ------------------------------------------------------------------ judging
 
@@ -438,7 +465,8 @@ class Doctor:
         signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        for change in changes(self._earlier.get(signature, calls), calls):
+        way = signature.specs, signature.extra, tuple(self._numbers.told)
+        for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what
             consequence = dynamic and change.whole
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
@@ -447,4 +475,4 @@ class Doctor:
                 effect = _BETWEEN if site in self._between else "eager step"
                 add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
-            self._earlier[signature] = calls
+            self._earlier[way] = calls

@@ -52,7 +52,8 @@ CHANGING_SHAPE = Obstacle(
 )
 CHANGING_NUMBER = Obstacle(
     "A captured step runs no Python code: the numbers and branches that it computes stand still.",
-    "make the number a tensor that a hook fills, and choose between values with torch.where",
+    "nothing, if counters and learning rates alone make the number, which a captured step follows; "
+    "else make it a tensor that a hook fills, and choose between values with torch.where",
     kind="python-state",
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(number)  # in on_train_batch_start",
@@ -61,6 +62,7 @@ CHANGING_NUMBER = Obstacle(
 _Remark = Literal[
     "further graph",
     "runs ahead of the graph",
+    "left out unless it is read",
     "submodules become graphs",
     "stays eager between them",
 ]
@@ -82,12 +84,8 @@ class Finding:
         source: The line.
         count: How often it was met in the observed steps.
         last_step: The last observed step that met it; 0 for what shows before any step.
-        effect: ``"eager step"``: the step is not captured; ``"eager optimizer step"``: the rest of
-            it is; ``"further graph"``: the step is captured in more than one part, which costs a
-            launch and nothing else; ``"runs ahead of the graph"``: the host makes it or knows it
-            before, and a replay copies what changes;
-            ``"submodules become graphs"``: they do in place of the whole step; ``"stays eager
-            between them"``: it stands outside of every submodule, where it is in nobody's way.
+        effect: What it does to the step, in words that the page about the doctor explains;
+            ``"eager step"`` and ``"eager optimizer step"`` are those of obstacles.
         rule: What capture demands.
         observed: What was found, beyond operator and line; may be empty.
         remedy: What to do.

@@ -28,9 +28,10 @@ from lightning_graphs.core.obstacles import (
     with_known_remedy,
 )
 from lightning_graphs.core.private.torch import current_autograd_node
+from lightning_graphs.training.guards.frozen import COUNTER
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.host.followed import Followed
-from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING
+from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
 
 _NUMBERS = (bool, int, float)
 
@@ -173,7 +174,7 @@ class Observer(Recorder):
         )
 
     def keep(self, operation: Operation) -> None:
-        self._count(operation.name, (*operation.args, *operation.kwargs.values()), operation.site)
+        """Keep nothing: views are calls, too."""
 
     def _meet_constant(self, tensor: Tensor) -> None:
         super()._meet_constant(tensor)
@@ -189,6 +190,7 @@ class Observer(Recorder):
             self.calls.append(Call(operator, numbers, site))
 
     def _run(self, call: OperatorCall) -> Any:
+        self._count(str(call.func), (*call.args, *call.kwargs.values()), self._sites.here())
         result = self._tell(super()._run(call), self.answered)
         outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
         given = call.inputs if name_of(call.func) not in OF_SHAPES else []
@@ -231,8 +233,6 @@ class Observer(Recorder):
         super()._check(call)
 
 
-Note = Callable[[str], object]
-
 _ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
 _ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
 _COMPARISONS = [*COMPARISONS.values(), "bool"]
@@ -243,16 +243,21 @@ class WatchedNumbers:
     """Makes numbers that tell when they are used.
 
     Args:
-        used: Called with the name of a number with which a captured step could follow Python.
-        escaped: Called with the name of one whose bare value is taken.
+        met: Called with an obstacle and the name of the number that is in the way.
+        follow: Captured code follows what Python makes of a number, and only the bare value of one
+            is in the way.
     """
 
-    def __init__(self, used: Note, escaped: Note) -> None:
-        self.used = used
-        self.escaped = escaped
+    def __init__(self, met: Callable[[Obstacle, str], object], *, follow: bool) -> None:
+        self.met = met
+        self.follow = follow
+        self.told: list[Any] = []  # what Python was told of them, as captured code may be
+        self.ways = 1.0  # which draws may lead the step; so many graphs there are
         self._made: list[float] = []
 
-    def number(self, name: str, value: Any, *, lasts: bool = False) -> Any:
+    def number(
+        self, name: str, value: Any, obstacle: Obstacle = COUNTER, *, lasts: bool = False
+    ) -> Any:
         """Stand for a number; other values stay what they are."""
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.number):
@@ -261,20 +266,21 @@ class WatchedNumbers:
         if kind is None:
             return value
         number = kind(value)
-        number.numbers, number.name, number.lasts = self, name, lasts
+        number.numbers, number.name, number.obstacle, number.lasts = self, name, obstacle, lasts
         return number
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
         """Stand for a counter that is read."""
         value = read()
         if type(value) is bool:
-            self.used(name)
+            self.told.append(value)
+            if not self.follow:
+                self.met(COUNTER, name)
         return self.number(name, value, lasts=name == LASTING)
 
-    def bare(self, number: Any) -> float:
+    def bare(self, value: float) -> float:
         """A plain float, an object of its own that is known again."""
-        self.used(number.name)
-        self._made.append(float(repr(float(number.value))))
+        self._made.append(float(repr(float(value))))
         return self._made[-1]
 
     def is_live(self, value: Any) -> bool:
@@ -291,7 +297,10 @@ class Watched(Followed):
 
     numbers: WatchedNumbers
     name: str
+    obstacle: Obstacle
     lasts: bool
+    spread: Callable[[Callable[[Any], Any]], float] | None = None
+    """How many ways there are for what is told of one that is drawn."""
 
     @property
     def value(self) -> Any:
@@ -300,17 +309,25 @@ class Watched(Followed):
 
     def escapes(self) -> None:
         """Tell that the bare value is taken."""
-        (self.numbers.used if self.lasts else self.numbers.escaped)(self.name)
+        if self.lasts:
+            self.numbers.told.append(self.value)
+        self.used(bare=not self.lasts)
+
+    def used(self, *, bare: bool = False) -> None:
+        """Tell that something is done with it."""
+        if bare or not self.numbers.follow:
+            self.numbers.met(self.obstacle, self.name)
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """What a function makes of arguments, of which this is one."""
-        self.numbers.used(self.name)
+        self.used()
         found = function(*(a.value if isinstance(a, Watched) else a for a in args))
         lasts = all(a.lasts for a in args if isinstance(a, Watched))
-        return self.numbers.number(self.name, found, lasts=lasts)
+        return self.numbers.number(self.name, found, self.obstacle, lasts=lasts)
 
     def __float__(self) -> float:
-        return self.numbers.bare(self)
+        self.used()
+        return self.numbers.bare(self.value)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         return type(self.value), (self.value,)
@@ -325,11 +342,17 @@ def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Ca
     def operation(self: Any, *args: Any) -> Any:
         if follows:
             return self.applied(plain, (self, *args))
+        result = plain(self, *args)
         if escapes:
             self.escapes()
         else:
-            self.numbers.used(self.name)
-        return plain(self, *args)
+            self.numbers.told.append(result)
+            if is_drawn := self.spread is not None:
+                self.numbers.ways *= self.spread(
+                    lambda drawn: plain(type(self.value)(drawn), *args)
+                )
+            self.used(bare=is_drawn and self.numbers.ways > WAYS)
+        return result
 
     return operation
 

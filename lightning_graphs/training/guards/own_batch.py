@@ -16,6 +16,7 @@ from lightning_graphs.core.arguments.leaves import Constant, Unread
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import Node, flatten, substitute
 from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn
@@ -76,6 +77,17 @@ def _refuse(names: Sequence[str]) -> None:
 
 _OURS = "lightning_graphs."
 
+BATCH_VALUE = Obstacle(
+    "A captured step freezes the Python values of the batch that it reads: one that is another "
+    "in every batch gets no graph.",
+    "make a tensor of what it needs, in the data set or in collate_fn",
+    kind="batch-value",
+    code="def collate(samples):\n"
+    "    batch = default_collate(samples)\n"
+    '    batch["weight"] = torch.tensor([weight_of(path) for path in batch["path"]])\n'
+    "    return batch",
+)
+
 
 class BatchValueRead(CaptureError):
     """A captured step reads Python values of its batch that have been others before."""
@@ -84,12 +96,7 @@ class BatchValueRead(CaptureError):
 
 
 def _read(names: Collection[str], observed: str) -> BatchValueRead:
-    error = BatchValueRead(
-        "A captured step freezes the Python values of the batch that it reads: one that is another "
-        "in every batch gets no graph.",
-        observed,
-        "make a tensor of what it needs, in the data set or in collate_fn",
-    )
+    error = BatchValueRead(BATCH_VALUE.rule, observed, BATCH_VALUE.remedy)
     error.names = names
     return error
 
@@ -137,7 +144,7 @@ class BatchValues:
     """
 
     def __init__(self) -> None:
-        self._unread: set[str] = set()
+        self.unread: set[str] = set()  # names of values that are others in other batches
         self._read: set[str] = set()
         self._before: Signature | None = None
         self._error: BatchValueRead | None = None
@@ -150,20 +157,20 @@ class BatchValues:
         """The signature of ``(batch,)`` and its tensors, in order."""
         while True:
             signature, tensors = Signature.of(
-                (batch,), {}, names=("batch",), modes=modes, extra=extra, unread=self._unread
+                (batch,), {}, names=("batch",), modes=modes, extra=extra, unread=self.unread
             )
             before, self._before = self._before, replace(signature, extra=())
             moved = set() if before is None else set(_moved(before, signature))
             self.why = self._error if moved & self._read else None
-            if moved <= self._unread | self._read:
+            if moved <= self.unread | self._read:
                 return signature, tensors
-            self._unread |= moved - self._read
+            self.unread |= moved - self._read
 
     def read(self, error: BatchValueRead) -> None:
         """Let these values count."""
         self._error = error
         self._read |= set(error.names)
-        self._unread -= self._read
+        self.unread -= self._read
 
 
 def _moved(before: Signature, after: Signature) -> Iterator[str]:

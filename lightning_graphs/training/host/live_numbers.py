@@ -33,7 +33,7 @@ from lightning_graphs.training.host.followed import Conversion, Followed, consta
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones
-_WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch
+WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch
 _PLAIN = (int, float, bool)
 LASTING = "trainer.current_epoch"
 """It is the same for many steps: code that needs its bare value may have it, as a guard."""
@@ -116,7 +116,7 @@ class StepNumbers:
             return value
         assert self._tape is not None
         self._ways *= self._tape.told(functools.partial(_present, read, None))
-        if self._ways > _WAYS:
+        if self._ways > WAYS:
             refuse_drawn(f"{name}, on which the way of the step depends,")
         return value
 

@@ -103,11 +103,12 @@ class Bootstrapped(Net):
         return loss
 
 
-def _named(count: int) -> list[dict[str, Any]]:
+def _named(*names: Callable[[int, int], int]) -> Callable[[], list[dict[str, Any]]]:
     """Batches with the names of their files, as data sets give them."""
-    return [
-        {**batch, "name": [f"image{8 * i + j}" for j in range(8)]}
-        for i, batch in enumerate(batches(count))
+    (number,) = names or (lambda i, j: 8 * i + j,)
+    return lambda: [
+        {**batch, "name": [f"image{number(i, j)}" for j in range(8)]}
+        for i, batch in enumerate(batches(24))
     ]
 
 
@@ -143,9 +144,92 @@ class Mixed(Net):
         return loss * 2 if random.random() < 0.25 else loss
 
 
+class Deciding(Net):
+    """Its way is not the same in all steps: a graph for each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if random.random() < 0.5:
+            loss = loss * 2
+        if random.choice(["halved", "whole"]) == "halved":
+            loss = loss / 2
+        for _ in range(random.randint(1, 2)):
+            loss = loss + 1
+        if self.global_step % 2:
+            loss = loss * 3
+        return loss
+
+
+class Cropped(Net):
+    """The drawn place is another one in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shares", torch.arange(1.0, 101.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.shares[self.place()]  # used
+
+    def place(self) -> Any:
+        return random.randrange(100)
+
+
+class CroppedByNumPy(Cropped):
+    def place(self) -> Any:
+        return np.random.randint(0, 50, 2).sum()
+
+
+class Coins(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        heads = sum(1 for _ in range(8) if random.random() < 0.5)  # used
+        return self.loss(batch) * heads
+
+
+class Chosen(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * 2
+        random.choice([self.net[0], self.net[4]])  # used
+        return loss
+
+
+class Sampled(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        chosen = torch.tensor(random.sample(range(9999), 5000), device=self.device)
+        return self.loss(batch) * chosen.float().mean()
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
-    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
+    def test_ways_that_draws_and_counters_decide_are_graphs(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        options: dict[str, Any] = {"module": Deciding, "data": lambda: batches(60), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = prepare(backend, tmp_path, True, capture={"min_repeats": 0}, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed > 0
+        watched = examined(backend, tmp_path, capture={"warmup_steps": 30}, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis == Diagnosis(steps=30)
+
+    @pytest.mark.parametrize("module", [Cropped, CroppedByNumPy, Chosen, Coins])
+    def test_draws_with_too_many_ways(self, backend: str, tmp_path: Path, module: Any) -> None:
+        options: dict[str, Any] = {"module": module, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
+        watched = examined(backend, tmp_path, capture={"warmup_steps": 6}, **options)
+        compare(eager, watched, replayed=False)
+        step = vars(module).get("training_step", Cropped.training_step)
+        assert watched.capture.diagnosis is not None
+        (row,) = watched.capture.diagnosis.obstacles
+        assert (row.kind, row.line) == ("python-state", line(step, "used"))
+
+    @pytest.mark.parametrize(
+        "module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled]
+    )
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
     ) -> None:
@@ -172,11 +256,14 @@ class TestAgreement:
         assert watched.capture.diagnosis is not None
         assert watched.capture.diagnosis.obstacles == []
 
-    @pytest.mark.parametrize("scope", ["step", "modules"])
+    # The second names move one after the other.
+    @pytest.mark.parametrize(
+        ("scope", "data"), [("step", _named()), ("modules", _named()), ("step", _named(max))]
+    )
     def test_names_in_the_batch_that_no_step_reads(
-        self, backend: str, tmp_path: Path, scope: str
+        self, backend: str, tmp_path: Path, scope: str, data: Any
     ) -> None:
-        options: dict[str, Any] = {"data": lambda: _named(8), "validation": 0}
+        options: dict[str, Any] = {"data": data, "validation": 0}
         capture = {"scope": scope}
         eager = prepare(backend, tmp_path, False, **options).run()
         fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
@@ -184,7 +271,12 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture=capture, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis == Diagnosis(steps=3)
+        found = watched.capture.diagnosis
+        assert found is not None
+        effects = {f.operator: f.effect for f in found.findings}
+        left_out = {'batch["name"][0]': "left out unless it is read"}
+        assert effects == (left_out if scope == "step" else {})
+        assert found.obstacles == []
 
     @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
     def test_names_in_the_batch_that_a_step_reads(self, backend: str, tmp_path: Path) -> None:
@@ -193,7 +285,7 @@ class TestAgreement:
                 numbers = [float(name[5:]) for name in batch["name"]]
                 return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()  # read
 
-        options: dict[str, Any] = {"module": Reading, "data": lambda: _named(8), "validation": 0}
+        options: dict[str, Any] = {"module": Reading, "data": _named(), "validation": 0}
         eager = prepare(backend, tmp_path, False, **options).run()
         capture = {"on_failure": "eager"}
         fit = prepare(backend, tmp_path, True, capture=capture, **options).run()

@@ -204,12 +204,3 @@ class TestShown:
     def test_json(self, backend: str, tmp_path: Path) -> None:
         report = fitted(backend, tmp_path).capture.report
         assert json.loads(report.to_json())["replayed"] == report.replayed > 0
-
-    def test_plot(self, backend: str, tmp_path: Path) -> None:
-        pytest.importorskip("matplotlib")
-        report = fitted(backend, tmp_path).capture.report
-        bars = [bar for group in report.plot().axes[0].containers for bar in group]
-        drawn = {round(bar.get_center()[0]): bar.get_height() for bar in bars}
-        timed = {time.step: time.ms for time in report.times}
-        assert len(timed) > 10
-        assert drawn == (timed if backend == "cuda" else {})
