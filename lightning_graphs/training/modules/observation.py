@@ -37,6 +37,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.modules.entry import Entry
 
 Direction = Literal["forward", "backward"]
+Pass = tuple["ObservedCall", Direction]
 
 
 @dataclass(eq=False, slots=True)
@@ -117,9 +118,15 @@ class Observation:
 
     calls: list[ObservedCall] = field(default_factory=list)  # calls in the order of their beginning
     # Forward and backward passes of these calls in the order in which they ran.
-    passes: list[tuple[ObservedCall, Direction]] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     # The first operator whose output shape depends on values; empty if there is none.
     shaped_by: str = ""
+
+    def pattern(self, chosen: Sequence[ObservedCall]) -> Hashable:
+        """What tells this step from another with the same batch: which calls, in which order."""
+        number = {call: i for i, call in enumerate(chosen)}
+        passes = tuple((number[call], way) for call, way in self.passes if call in number)
+        return tuple((call.ordinal, call.key()) for call in chosen), passes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.private.torch import has_step_hooks
 from lightning_graphs.errors import GraphError, VerificationError
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.costs.memory import code_captured
 from lightning_graphs.training.fit import Fit
@@ -65,7 +64,7 @@ class CapturedUpdate:
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
-            fit.investment, attrgetter("uses"), self._release, capacity=fit.options.max_graphs
+            fit.investment, self._release, capacity=fit.options.max_graphs
         )
         self._bind()
 
@@ -85,7 +84,7 @@ class CapturedUpdate:
             self._statistics.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
-        self._guard = AddressGuard([("", dict(enumerate(self._parameters)))])
+        self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
         self._body = StepBody(
             self._trainer,
             self._module,
