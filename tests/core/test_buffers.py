@@ -240,7 +240,7 @@ def test_what_data_exchanges_is_brought_back_with_its_values() -> None:
     at = [parameter.data_ptr() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = torch.full_like(parameter.data, 1.0 + parameter.dim())
-    assert guard.in_place()
+    assert guard.bring_back()
     guard.check()
     assert [parameter.data_ptr() for parameter in model.parameters()] == at
     assert model.weight.tolist() == [[3.0, 3.0]] * 3
@@ -268,7 +268,7 @@ def test_memory_that_somebody_else_sees_is_left_where_it_is(move: Any) -> None:
     guard = AddressGuard([("", {"tensor": tensor})])
     kept = move(tensor)
     at = tensor.data_ptr()
-    assert not guard.in_place()
+    assert not guard.bring_back()
     assert tensor.data_ptr() == at
     with pytest.raises(ReplayError, match="moved since capture"):
         guard.check()

@@ -143,8 +143,8 @@ class AddressGuard:
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._local = list(map(local, self._tensors))
         self._tensor_names = [names[i] for i in watched]
-        self._indices = list(range(len(watched)))
         self._pointers = list(map(Tensor.data_ptr, self._local))
+        self.places = self._local, self._pointers, list(range(len(watched)))
         self._homes = list(map(Tensor.untyped_storage, self._local))  # graphs read and write there
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
@@ -186,16 +186,12 @@ class AddressGuard:
             any(self._empty)
             or len(found) != len(self._objects)
             or not all(map(is_, found, self._objects))
-            or not same_pointers(self._local, self._pointers, self._indices)
+            or not same_pointers(*self.places)
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
             or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
-
-    def in_place(self) -> bool:
-        """Whether every tensor is where it was, or was brought back."""
-        return same_pointers(self._local, self._pointers, self._indices) or self.bring_back()
 
     def bring_back(self) -> bool:
         """Let tensors be where they were, with the values that ``tensor.data = ...`` gave them.

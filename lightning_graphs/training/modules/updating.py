@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.private.torch import has_step_hooks
+from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
@@ -130,7 +130,7 @@ class CapturedUpdate:
         if capturable.replaced(self._trainer.current_epoch):
             self._rebind("the optimizer's state or parameter groups were replaced")
             return None
-        if not self._guard.in_place():
+        if not (same_pointers(*self._guard.places) or self._guard.bring_back()):
             self._rebind("a parameter has moved")
             return None
         if has_step_hooks(self.optimizer):
