@@ -191,6 +191,10 @@ class GraphedCallable:
         results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
         return self.outputs.hand_out(results)
 
+    def bring_back(self) -> bool:
+        """Whether tensors that have moved since the capture could be let be where they were."""
+        return any([guard.bring_back() for guard in self._guards])
+
     def refuse_changes(self) -> None:
         """Name the parameter that changed since the capture."""
         for guard in self._guards:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -230,6 +232,47 @@ def test_guarded_tensors_keep_their_names() -> None:
     tensors["second"].data = torch.zeros(2)
     with pytest.raises(ReplayError, match="gradient `second` moved since capture"):
         guard.check(geometry=False)
+
+
+def test_what_data_exchanges_is_brought_back_with_its_values() -> None:
+    model = nn.Linear(2, 3)
+    guard = AddressGuard.of_module(model)
+    at = [parameter.data_ptr() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter.data, 1.0 + parameter.dim())
+    assert guard.bring_back()
+    guard.check()
+    assert [parameter.data_ptr() for parameter in model.parameters()] == at
+    assert model.weight.tolist() == [[3.0, 3.0]] * 3
+    assert model.bias.tolist() == [2.0] * 3
+
+
+def _kept(tensor: Tensor) -> Any:
+    tensor.data = kept = torch.ones(2)
+    return kept
+
+
+def _keeping(tensor: Tensor) -> Any:
+    before = tensor.data
+    tensor.data = torch.ones(2)
+    return before
+
+
+def _of_another_kind(tensor: Tensor) -> None:
+    tensor.data = torch.ones(2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("move", [_kept, _keeping, _of_another_kind])
+def test_memory_that_somebody_else_sees_is_left_where_it_is(move: Any) -> None:
+    tensor = torch.zeros(2)
+    guard = AddressGuard([("", {"tensor": tensor})])
+    kept = move(tensor)
+    at = tensor.data_ptr()
+    assert not guard.bring_back()
+    assert tensor.data_ptr() == at
+    with pytest.raises(ReplayError, match="moved since capture"):
+        guard.check()
+    del kept
 
 
 def test_a_guard_of_nothing_accepts() -> None:

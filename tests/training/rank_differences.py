@@ -102,7 +102,7 @@ def _hide(trainer: Any, module: Any) -> None:
 
 def _move(trainer: Any, module: Any) -> None:
     weight = module.net[0].weight
-    weight.data = weight.data.clone()
+    _HIDDEN["memory"] = weight.data = weight.data.clone()
 
 
 def _switch_off(trainer: Any, module: Any) -> None:

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
 from lightning_graphs.core.private.fsdp import local
-from lightning_graphs.core.private.torch import clone_all, same_pointers, tables_of
+from lightning_graphs.core.private.torch import (
+    clone_all,
+    same_pointers,
+    storage_uses,
+    tables_of,
+)
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -138,8 +143,9 @@ class AddressGuard:
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._local = list(map(local, self._tensors))
         self._tensor_names = [names[i] for i in watched]
-        self._indices = list(range(len(watched)))
         self._pointers = list(map(Tensor.data_ptr, self._local))
+        self.places = self._local, self._pointers, list(range(len(watched)))
+        self._homes = list(map(Tensor.untyped_storage, self._local))  # graphs read and write there
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
@@ -180,32 +186,50 @@ class AddressGuard:
             any(self._empty)
             or len(found) != len(self._objects)
             or not all(map(is_, found, self._objects))
-            or not same_pointers(self._local, self._pointers, self._indices)
+            or not same_pointers(*self.places)
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
             or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
 
-    def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
-        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
+    def bring_back(self) -> bool:
+        """Let tensors be where they were, with the values that ``tensor.data = ...`` gave them.
 
-        Without a table it is the same tensor. Nothing is told if something else has changed, too.
+        False if none has moved, or somebody else is in that memory or in the new one.
         """
-        found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = []
-        for name, table, known in self._known:
-            for key, was in known.items():
-                now = table.get(key)
-                if isinstance(was, Tensor) and isinstance(now, Tensor) and now is not was:
-                    found.append((_named(name, key), table, key, was))
-        for name, tensor, pointer in zip(
-            self._tensor_names, self._tensors, self._pointers, strict=True
-        ):
-            if tensor.data_ptr() != pointer:
-                found.append((name, None, "data", tensor))
-        if len(found) != len(list(self._differences())):
-            return []
-        return [(name.split("`")[1], table, key, was) for name, table, key, was in found]
+        places: list[tuple[Tensor, Tensor]] = []
+        for i, tensor in enumerate(self._local):
+            if tensor.data_ptr() == self._pointers[i]:
+                continue
+            home, now = self._homes[i], tensor.untyped_storage()
+            is_same = _geometry(tensor) == self._geometries[i] and now.device == home.device
+            # In Python a storage is one object, whoever asks for it.
+            is_alone = storage_uses(home) == 1 and storage_uses(now) == 2
+            if not is_same or not is_alone or tensor is not self._tensors[i]:
+                return False
+            offset = (self._pointers[i] - home.data_ptr()) // tensor.element_size()
+            place = tensor.detach().new_empty(0).set_(home, offset, tensor.shape, tensor.stride())
+            places.append((tensor, place))
+        for tensor, place in places:
+            place.copy_(tensor.detach())
+            tensor.data = place
+        return bool(places)
+
+    def replaced(self) -> list[tuple[str, Mapping[str, Any], str, Tensor]]:
+        """Path, table, key and former tensor of what is another tensor by now.
+
+        Nothing is told if something else has changed, too.
+        """
+        found = [
+            (_named(name, key).split("`")[1], table, key, was)
+            for name, table, known in self._known
+            for key, was in known.items()
+            if isinstance(was, Tensor)
+            and isinstance(now := table.get(key), Tensor)
+            and now is not was
+        ]
+        return found if len(found) == len(list(self._differences())) else []
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(

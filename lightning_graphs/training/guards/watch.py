@@ -54,7 +54,9 @@ class FitWatch:
         try:
             self._guard.check(geometry=False)
         except ReplayError as error:
-            if not self._places.learn_moved(self._guard.moved()):
+            if self._guard.bring_back():
+                return self.reason_to_rebind()
+            if not self._places.learn_replaced(self._guard.replaced()):
                 return error.observed
         if self._hooks.have_changed():
             return "a hook was registered or removed"

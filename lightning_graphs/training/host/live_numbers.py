@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.core.arguments.values import Absence
 from lightning_graphs.core.host.tape import HostTape
@@ -65,6 +66,7 @@ class StepNumbers:
         device: torch.device,
         tape: HostTape | None = None,  # has what the step draws
     ) -> None:
+        self._told: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
         self._tape = tape
         self._ways = 1.0
@@ -114,8 +116,10 @@ class StepNumbers:
         if not drawn:
             self._reads.add(name, functools.partial(_present, read), name, self._reads)
             return value
-        assert self._tape is not None
-        self._ways *= self._tape.told(functools.partial(_present, read, None))
+        if name not in self._told:
+            assert self._tape is not None
+            self._ways *= self._tape.told(functools.partial(_present, read, None))
+            self._told.add(name)
         if self._ways > WAYS:
             refuse_drawn(f"{name}, on which the way of the step depends,")
         return value
@@ -181,6 +185,11 @@ class LiveNumber(Followed, FrozenNumber):
         self.lasts = lasts
         self.now = read  # type: ignore[method-assign]
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What Python code finds that asks for its kind, as ``F.interpolate`` does of sizes."""
+        return type(self.value)
+
     def refuse(self) -> NoReturn:
         if self.drawn:
             refuse_drawn(self.name)
@@ -196,6 +205,9 @@ class LiveNumber(Followed, FrozenNumber):
             return self.numbers.guarded(name, read, value, drawn=True)
         self.guarded()
         return value
+
+    def bare(self) -> Any:
+        return self.seen(operator.index if type(self.value) is int else float)
 
     def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
         """What gives a function of it and of other values, and what that is in this step."""
@@ -237,13 +249,17 @@ class LiveNumber(Followed, FrozenNumber):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Operators of torch with one number in them."""
-        if is_followed(function, args, kwargs) and not torch.compiler.is_compiling():
+        """Operators of torch: of a tensor and one number, or of bare ones, as those of a size."""
+        if torch.compiler.is_compiling():
+            refuse_stand_ins((args, kwargs))
+        if is_followed(function, args, kwargs):
             tensor, number = args
             if type(number) is LiveNumber:
                 return number.numbers.with_tensor(function.__name__, tensor, number)
+        given = args, kwargs or {}
+        args, kwargs = tree_map_only(LiveNumber, LiveNumber.bare, given)
         refuse_stand_ins((args, kwargs))
-        return NotImplemented
+        return function(*args, **kwargs)
 
 
 def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:

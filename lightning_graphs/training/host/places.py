@@ -77,25 +77,18 @@ class Places:
         self._reads.leave_out(self._places)
         self._on_change()
 
-    def learn_moved(
-        self, moved: Sequence[tuple[str, Mapping[str, Any] | None, str, Tensor]]
+    def learn_replaced(
+        self, replaced: Sequence[tuple[str, Mapping[str, Any], str, Tensor]]
     ) -> bool:
-        """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
+        """Learn that there are other tensors now; see :meth:`learn`.
 
-        What an optimizer moves is none of it, nor are parameters that it is told of.
+        Parameters that an optimizer moves, or is told of, are none of it.
         """
         known = trained_parameters(self._module.trainer)
-        for _, table, key, tensor in moved:
-            now = tensor if table is None else table[key]
-            if id(tensor) in known or id(now) in known:
-                return False
+        if any(id(t) in known for _, table, key, was in replaced for t in (was, table[key])):
+            return False
         return self.learn(
-            [
-                Memory(f"self.{path}.data", tensor)
-                if table is None
-                else Entry(f"self.{path}", table, (key,))
-                for path, table, key, tensor in moved
-            ]
+            [Entry(f"self.{path}", table, (key,)) for path, table, key, _ in replaced]
         )
 
     def unlearn(self, place: Growing) -> None:

@@ -198,6 +198,8 @@ class Forward:
             self._stage.astray |= isinstance(error, ArgumentElsewhereError) and not follows
             return _NONE
         except ReplayError as error:
+            if site.graphed.bring_back():
+                return self._replayed(site, args, kwargs)
             self._missing = str(error)
             if site.is_as_captured:
                 self._stage.stale = MOVED

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
@@ -83,8 +84,7 @@ class CapturedUpdate:
             self._statistics.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
-        self._addresses = [p.data_ptr() for p in self._parameters]
-        self._indices = list(range(len(self._parameters)))
+        self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
         self._body = StepBody(
             self._trainer,
             self._module,
@@ -130,7 +130,7 @@ class CapturedUpdate:
         if capturable.replaced(self._trainer.current_epoch):
             self._rebind("the optimizer's state or parameter groups were replaced")
             return None
-        if not same_pointers(self._parameters, self._addresses, self._indices):
+        if not (same_pointers(*self._guard.places) or self._guard.bring_back()):
             self._rebind("a parameter has moved")
             return None
         if has_step_hooks(self.optimizer):

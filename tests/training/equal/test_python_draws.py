@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
 
@@ -201,6 +202,16 @@ BRANCHES = [teacher_forcing, scheduled_sampling, sometimes, one_of_several, unpa
 def test_a_branch_on_a_draw(backend: str, tmp_path: Path, step: Any) -> None:
     fit = both(backend, tmp_path, step, max_epochs=4)
     assert fit.statistics.replayed > 8
+
+
+def test_a_size_that_is_drawn(backend: str, tmp_path: Path) -> None:
+    def resized(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+        size = random.choice([8, 12, 16])  # asked for its type, and used twice
+        x = F.interpolate(batch["x"][None, None], size=(size, size), mode="bilinear")
+        return self.loss({"x": x[0, 0, :8, :8], "y": batch["y"]})
+
+    fit = both(backend, tmp_path, resized, max_epochs=4)
+    assert fit.statistics.captures == 3
 
 
 # ------------------------------------------------------------------ refused

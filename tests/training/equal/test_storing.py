@@ -290,6 +290,23 @@ class Reset(storing.Centred):
         self.center = self.center.reshape(1, 3)
 
 
+class Clipped(Net):
+    """Weights in new memory after every step, as in WGAN, CLIP and moving averages."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_parameters_in_new_memory_are_brought_back(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    fits = fit_twice(backend, tmp_path, module=Clipped, capture={"scope": scope}, validation=0)
+    compare(*fits)
+    assert fits[1].statistics.recaptures == []
+
+
 class InPlaceAndAnew(Storing):
     """State that a hook binds anew, and steps write in place."""
 

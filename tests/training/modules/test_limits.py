@@ -257,7 +257,7 @@ class Rebinding(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step == 10:
             weight = pl_module.blocks[1].norm.weight
-            weight.data = weight.data.clone() * 2
+            self.kept = weight.data = weight.data.clone() * 2  # else it would be brought back
 
 
 class FrozenNorm(Blocks):
@@ -291,7 +291,7 @@ class RebindingAlways(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         weight = pl_module.blocks[1].norm.weight
-        weight.data = weight.data.clone()
+        self.kept = weight.data = weight.data.clone()
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
