@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
@@ -136,7 +137,9 @@ class Mixed(Net):
 
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
-    @pytest.mark.parametrize("module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed])
+    @pytest.mark.parametrize(
+        "module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Variational]
+    )
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
     ) -> None:
