@@ -200,6 +200,8 @@ class LiveNumber(Followed, FrozenNumber):
     def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
         """What gives a function of it and of other values, and what that is in this step."""
         value = function(*(n.value if isinstance(n, LiveNumber) else n for n in (self, *others)))
+        if value is None:  # it has written one of them
+            self.refuse()
         # Guards outlive the capture, and hold nothing of it.
         reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in (self, *others)]
         return functools.partial(_computed, function, reads), value
@@ -225,7 +227,9 @@ class LiveNumber(Followed, FrozenNumber):
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         if function in _PLAIN and type(self.value) is function:
             return self
-        place = next(i for i, argument in enumerate(args) if argument is self)
+        place = next((i for i, argument in enumerate(args) if argument is self), None)
+        if place is None:  # in a list
+            self.refuse()
         given = ", ".join(map(_operand, args))
         others = [*args[:place], *args[place + 1 :]]
         return self.computed(f"{function.__name__}({given})", _first(function, place), *others)
@@ -356,7 +360,7 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
-LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment]
+LiveNumber.__bool__ = lambda self: self.is_true()  # type: ignore[assignment]
 _BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
 for _kind in (float, int):
