@@ -397,7 +397,7 @@ def values_checked_on_device() -> Iterator[None]:
         torch._assert_async(all_true(valid), _INVALID)
         return True
 
-    torch._is_all_true = checked
+    torch._is_all_true = checked  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -343,6 +343,11 @@ def _converted(kind: type) -> Any:
     return convert
 
 
+def _is_true(number: LiveNumber) -> bool:
+    found: bool = number.is_true()  # an array has its own
+    return found
+
+
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
@@ -360,7 +365,7 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _alone(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _alone(_function))
-LiveNumber.__bool__ = lambda self: self.is_true()  # type: ignore[assignment]
+LiveNumber.__bool__ = _is_true  # type: ignore[assignment]
 _BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
 for _kind in (float, int):
