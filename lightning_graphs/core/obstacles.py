@@ -171,11 +171,6 @@ _IS_CAUSAL: _Remedy = (
     "say whether the mask is causal: is_causal=True or False; torch compares the mask otherwise",
     "y = self.encoder(x, mask=self.mask, is_causal=True)",
 )
-_VALIDATION: _Remedy = (
-    "switch off the check of values: validate_args=False for this distribution, or "
-    "torch.distributions.Distribution.set_default_validate_args(False)",
-    "Normal(mean, scale, validate_args=False)",
-)
 _MOMENTUM: _Remedy = (
     "give the BatchNorm a momentum: with None its factor is read from num_batches_tracked",
     "nn.BatchNorm1d(64, momentum=0.1)",
@@ -187,8 +182,6 @@ _GROUPED: _Remedy = (
 )
 _CAUSES: dict[tuple[str, str], _Remedy] = {
     ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): _IS_CAUSAL,
-    ("torch/distributions/distribution.py", "__init__"): _VALIDATION,
-    ("torch/distributions/distribution.py", "_validate_sample"): _VALIDATION,
     ("torch/nn/modules/batchnorm.py", "forward"): _MOMENTUM,
     ("transformers/integrations/moe.py", "_grouped_mm"): _GROUPED,
     ("transformers/integrations/moe.py", "_grouped_mm_fallback"): _GROUPED,

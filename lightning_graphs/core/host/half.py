@@ -157,7 +157,7 @@ READS = frozenset(
 """Operations that tell Python something."""
 
 SHAPES = (
-    *("aten::nonzero", "aten::masked_select"),
+    *("aten::nonzero", "aten::masked_select", "aten::bincount"),
     *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
 )
 """Operators that tell it the shape of their result."""

@@ -351,6 +351,28 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     return _answering(answer)
 
 
+@contextlib.contextmanager
+def values_checked_on_device() -> Iterator[None]:
+    """Let the device check the values of ``torch.distributions``, as in an exported program.
+
+    They read on the host whether all are valid. A replay raises where an eager step would.
+    """
+    all_true = torch._is_all_true
+
+    def checked(valid: Tensor) -> Any:
+        torch._assert_async(all_true(valid), _INVALID)
+        return True
+
+    torch._is_all_true = checked  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._is_all_true = all_true
+
+
+_INVALID = "values of a distribution do not satisfy its constraints"
+
+
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
     """Whether every tensor is at its address; CUDA builds of torch tell at a fifth of the cost."""
     function = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)

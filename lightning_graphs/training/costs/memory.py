@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.private.torch import storage_uses
+from lightning_graphs.core.private.torch import storage_uses, values_checked_on_device
 from lightning_graphs.errors import CaptureError, GraphError
 
 _WORTH_A_MOVE = 0.05
@@ -65,7 +65,8 @@ class RaisedInCapture(CaptureError):
 def code_captured(what: str) -> Iterator[None]:
     """Make a refusal of whatever the body, the capture of what is named so, raises."""
     try:
-        yield
+        with values_checked_on_device():
+            yield
     except GraphError:
         raise
     except Exception as error:

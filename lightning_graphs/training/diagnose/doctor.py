@@ -34,6 +34,7 @@ from lightning_graphs.core.private.torch import (
     current_autograd_node,
     is_compiled,
     module_hooks,
+    values_checked_on_device,
     version_of,
 )
 from lightning_graphs.errors import CaptureError
@@ -225,7 +226,7 @@ class Doctor:
         self._active = True
         try:
             # Libraries leave out what a capture refuses, if they are told that there is one.
-            with announced_as_cuda_capture(), self._observer:
+            with announced_as_cuda_capture(), values_checked_on_device(), self._observer:
                 yield
         finally:
             self._active = False

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -34,6 +34,12 @@ class Followed(abc.ABC):
         if method != "__call__" or kwargs:
             return NotImplemented
         return self.applied(ufunc, inputs)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Functions of NumPy that are made of others."""
+        return self.__array_ufunc__(function, "__call__", *args, **kwargs)
 
 
 Conversion = tuple[str, type]

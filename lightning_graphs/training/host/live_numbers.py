@@ -212,6 +212,8 @@ class LiveNumber(Followed, FrozenNumber):
     def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
         """What gives a function of it and of other values, and what that is in this step."""
         value = function(*(n.value if isinstance(n, LiveNumber) else n for n in (self, *others)))
+        if value is None:  # it has written one of them
+            self.refuse()
         # Guards outlive the capture, and hold nothing of it.
         reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in (self, *others)]
         return functools.partial(_computed, function, reads), value
@@ -239,7 +241,9 @@ class LiveNumber(Followed, FrozenNumber):
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         if function in _PLAIN and type(self.value) is function:
             return self
-        place = next(i for i, argument in enumerate(args) if argument is self)
+        place = next((i for i, argument in enumerate(args) if argument is self), None)
+        if place is None:  # in a list
+            self.refuse()
         given = ", ".join(map(_operand, args))
         others = [*args[:place], *args[place + 1 :]]
         first = _first(function, place) if place else function
@@ -354,6 +358,11 @@ def _applied(function: Callable[..., Any]) -> Any:
     return lambda self, *digits: self.applied(function, (self, *digits))
 
 
+def _is_true(number: LiveNumber) -> bool:
+    found: bool = number.is_true()  # an array has its own
+    return found
+
+
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
@@ -371,7 +380,7 @@ for _name in ("neg", "pos", "abs"):
     setattr(LiveNumber, f"__{_name}__", _applied(getattr(operator, _name)))
 for _function in (round, math.trunc, math.floor, math.ceil):
     setattr(LiveNumber, f"__{_function.__name__}__", _applied(_function))
-LiveNumber.__bool__ = LiveNumber.is_true  # type: ignore[assignment]
+LiveNumber.__bool__ = _is_true  # type: ignore[assignment]
 _BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
 _BARE |= {"str": str, "repr": repr, "format": format}
 for _kind in (float, int):

@@ -153,6 +153,11 @@ class Unique(Plain):
         return loss * (batch["y"] * 0 + 5).unique().numel()
 
 
+class Counted(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.bincount((x[:, 0] > 0).long(), minlength=3).float()[1]
+
+
 class Shifted(Plain):
     """As labels are shifted to the right, with an assertion."""
 
@@ -294,6 +299,7 @@ READ = [
     Places,
     WrittenPlaces,
     Unique,
+    Counted,
     AsList,
     Shifted,
     Global,

@@ -69,6 +69,14 @@ def several(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * a + b * self.loss(batch) - np.random.normal() / 2
 
 
+def functions_of_numpy(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    clipped = np.clip(np.random.beta(0.4, 0.4), 0.2, 0.8)
+    shares = np.where(np.random.rand(8) < 0.5, np.random.beta(0.4, 0.4, 8), 1.0)
+    shares = torch.from_numpy(shares).to(batch["x"])[:, None]
+    x = shares * batch["x"] + (1 - shares) * batch["x"].flip(0)
+    return self.loss({**batch, "x": x}) * clipped
+
+
 def in_place(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     share = np.random.beta(0.2, 0.2)
     x = batch["x"].clone()
@@ -108,7 +116,16 @@ def some(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.net(x).square().mean()
 
 
-NUMBERS = [seeds, mixup, several, in_place, of_the_trainer, as_tensors, permuted]
+NUMBERS = [
+    functions_of_numpy,
+    seeds,
+    mixup,
+    several,
+    in_place,
+    of_the_trainer,
+    as_tensors,
+    permuted,
+]
 
 
 @pytest.mark.parametrize("window", [1, 2])
@@ -195,7 +212,18 @@ def unpacked(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * [1.0, 2.0][top] * (1 + left)
 
 
-BRANCHES = [teacher_forcing, scheduled_sampling, sometimes, one_of_several, unpacked]
+def an_array_of_one(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * (2.0 if np.random.rand(1) < 0.5 else 1.0)
+
+
+BRANCHES = [
+    an_array_of_one,
+    teacher_forcing,
+    scheduled_sampling,
+    sometimes,
+    one_of_several,
+    unpacked,
+]
 
 
 @pytest.mark.parametrize("step", BRANCHES)
@@ -242,7 +270,14 @@ def adds_in_place(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss({**batch, "x": batch["x"] * torch.tensor(kept).to(batch["x"])})
 
 
+def writes_places(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    mask = np.zeros(8)
+    np.put(mask, np.random.choice(8, 2, replace=False), 1.0)
+    return self.loss({**batch, "x": batch["x"] * torch.from_numpy(mask).to(batch["x"])[:, None]})
+
+
 REFUSED = {
+    writes_places: "numpy.random.choice is used at",
     another_index_each_time: r"index\(random.randint\), on which the way of the step depends, is",
     coins: "random.random#4 < 0.5, on which the way of the step depends, is used at",
     shuffles: "random.shuffle is used at",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.training.diagnose.findings import Diagnosis
+from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
@@ -228,7 +229,7 @@ class TestAgreement:
         assert (row.kind, row.line) == ("python-state", line(step, "used"))
 
     @pytest.mark.parametrize(
-        "module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled]
+        "module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled, Variational]
     )
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 from tests.training.fits import Net, prepare
 
@@ -31,18 +30,6 @@ class Told(Masked):
         self.is_causal = True
 
 
-class Sampled(Net):
-    validates = True  # which is torch's default, until something is compiled
-
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        policy = Categorical(logits=self.net(batch["x"]).float(), validate_args=self.validates)
-        return -policy.log_prob(batch["y"]).mean()
-
-
-class Unchecked(Sampled):
-    validates = False
-
-
 class Averaged(Net):
     momentum: float | None = None
 
@@ -60,7 +47,6 @@ class Moving(Averaged):
 
 CASES = [
     (Masked, "is_causal=True or False", Told),
-    (Sampled, "validate_args=False", Unchecked),
     (Averaged, "give the BatchNorm a momentum", Moving),
 ]
 
