@@ -274,7 +274,7 @@ class HostRecording(OperatorMode):
         def moved(tensor: Tensor) -> Tensor:
             if not self._is_host(tensor):
                 return tensor
-            changes = self.tape.know(func, tensor).register is not None
+            changes = self.tape.know(func, tensor) is not None
             if tensor.dim() == 0 and func not in _COPYING:
                 if not changes:  # kernels take it as a constant; a rehearsal reads it
                     if self._emulated:
