@@ -90,22 +90,23 @@ class CallPlan:
             return None
         if len(args) != self._arguments or (*kwargs,) != self._keywords:
             return None
-        found = [*args, *kwargs.values()]
+        found: list[Any] = [*args, *kwargs.values()]
         for place, node in self._containers:
-            value, kind = found[place], node.kind
+            value, context = found[place], node.context
+            kind: Any = node.kind
             if type(value) is not kind:
                 return None
             if kind is tuple or kind is list:
-                if len(value) != node.context:
+                if len(value) != context:
                     return None
                 found += value
             elif kind in MAPPINGS:
-                if (*value,) != node.context:
+                if (*value,) != context:
                     return None
                 found += value.values()
             else:
                 opened = open_container(value)
-                if opened is None or frozen_context(kind, opened) != node.context:
+                if opened is None or frozen_context(kind, opened) != context:
                     return None
                 if len(opened.values) != len(node.children):
                     return None
@@ -136,8 +137,9 @@ class CallPlan:
         except RuntimeError:  # a nested one was asked for its shape, or a compressed sparse one
             return None
         for place_of, group, firsts in self._alike:
+            known: dict[int, int] = {}
             where = map(place_of, map(tensors.__getitem__, group))
-            if [*map({}.setdefault, where, group)] != firsts:
+            if [*map(known.setdefault, where, group)] != firsts:
                 return None
         return tensors
 

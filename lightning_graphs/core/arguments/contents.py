@@ -141,7 +141,7 @@ class Contents:
                 _refill(container, before)
         for _, owner, key, before in list(self._places()):
             if not is_still(bound(owner, key), before):
-                _bind(owner, key, before)
+                bind(owner, key, before)
 
 
 def _copy(container: Any) -> Any:
@@ -197,8 +197,8 @@ def bound(owner: Any, key: Any) -> Any:
     return in_slot(owner, key)
 
 
-def _bind(owner: Any, key: Any, value: Any) -> None:
-    """Put it back, past the ``__setattr__`` of a frozen class."""
+def bind(owner: Any, key: Any, value: Any) -> None:
+    """Put it there, past the ``__setattr__`` of a frozen class."""
     kind: Any = type if isinstance(owner, type) else object
     if isinstance(owner, dict):
         owner.pop(key, None)

@@ -144,10 +144,13 @@ _HEAP_TYPE = 1 << 9
 
 
 @lru_cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The names under which instances of a class keep values outside of their ``__dict__``."""
+def _slots(kind: type) -> tuple[str, ...]:
     tables = [vars(base).items() for base in kind.__mro__]
     return tuple(k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
+
+
+slots_of: Callable[[type], tuple[str, ...]] = _slots
+"""The names under which instances of a class keep values outside of their ``__dict__``."""
 
 
 def in_slot(value: Any, key: str) -> Any:
