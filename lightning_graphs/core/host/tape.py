@@ -141,7 +141,7 @@ class HostTape:
         changes = generator is not None or any(registers)
         for tensor in call.written:
             self._before_write(func, tensor, changes)
-        args, kwargs = call.mapped(lambda tensor: self._registers[tensor] or tensor)
+        own = call.mapped(lambda tensor: self._registers[tensor] or tensor)
         with out_of_sight(), self._continued(generator):
             result = call.run()
         outputs = list(tensors_in(result))
@@ -154,7 +154,7 @@ class HostTape:
             self.refuse(f"{func}")
         results = [self._meet(tensor).index for tensor in outputs]
         read = None if outputs else result
-        self.operations.append(Operation(func, [*args], kwargs, results, generator, read))
+        self.operations.append(Operation(func, [*own.args], own.kwargs, results, generator, read))
         return result
 
     def know(self, func: OpOverload, tensor: Tensor) -> Register | None:
