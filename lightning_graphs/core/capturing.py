@@ -84,7 +84,7 @@ class CallableCapture:
         self._made = GraphedCallable(
             original or _original_of(function),
             module,
-            CallPlan(signature, check_modes=False),
+            CallPlan(signature, check_modes="autocast"),
             settings.pool,
             settings.order,
             tensors,
@@ -170,7 +170,7 @@ class CallableCapture:
         known = self._made.plan.signature
         renewed, _ = Signature.of(self._args, self._kwargs, modes=known.modes)
         if renewed.tree == known.tree:  # objects may hold something by now
-            self._made.plan = CallPlan(renewed, check_modes=False)
+            self._made.plan = CallPlan(renewed, check_modes="autocast")
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
         tensors = self._tensors

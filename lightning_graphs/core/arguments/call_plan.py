@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +23,16 @@ _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.
 class CallPlan:
     """A signature as flat lists, by which one loop checks a call and hands out its tensors."""
 
-    def __init__(self, signature: Signature, *, check_modes: bool = True) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        *,
+        # Whether the switches of torch count, too, or autocast alone
+        check_modes: bool | Literal["autocast"] = True,
+    ) -> None:
         self.signature = signature
-        # Where grad mode, autocast and inference mode count, too
         self._modes = signature.modes if check_modes else None
+        self._all_modes = check_modes is True
         positional, keyword = (node for node in signature.tree.children if node is not None)
         self._arguments, self._keywords = len(positional.children), keyword.context
         taken = [*positional.children, *keyword.children]
@@ -79,13 +86,13 @@ class CallPlan:
         """The tensor leaves of a call; None for one that differs."""
         modes = self._modes
         if modes is not None and (
-            torch.is_grad_enabled() is not modes.grad_enabled
-            or torch.is_inference_mode_enabled() is not modes.inference
-            or torch.is_autocast_enabled(modes.device_type) is not modes.autocast_enabled
+            torch.is_autocast_enabled(modes.device_type) is not modes.autocast_enabled
             or (
                 modes.autocast_enabled
                 and torch.get_autocast_dtype(modes.device_type) is not modes.autocast_dtype
             )
+            or (self._all_modes and torch.is_grad_enabled() is not modes.grad_enabled)
+            or (self._all_modes and torch.is_inference_mode_enabled() is not modes.inference)
         ):
             return None
         if len(args) != self._arguments or (*kwargs,) != self._keywords:
@@ -146,8 +153,11 @@ class CallPlan:
     def _explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         expected = self.signature
         rule = "A captured call is replayed for calls of the same signature only."
-        device_type = expected.modes.device_type
-        modes = expected.modes if self._modes is None else Modes.current(device_type)
+        modes = expected.modes
+        if self._modes is not None:
+            grad, inference = (modes.grad_enabled, modes.inference)
+            now = Modes.current(modes.device_type)
+            modes = now if self._all_modes else replace(now, grad_enabled=grad, inference=inference)
         try:
             signature, tensors = Signature.of(
                 args, kwargs, names=expected.arg_names, modes=modes, extra=expected.extra
