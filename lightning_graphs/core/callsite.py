@@ -10,9 +10,10 @@ import linecache
 import os
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from traceback import walk_stack, walk_tb
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -69,6 +70,13 @@ class CallSite:
         return f"{self} in {self.function}{source}"
 
 
+def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame and its callers, outward. `traceback.walk_stack` computes each one's line, too."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 class CallSiteFinder:
     """Finds the innermost frame that is the user's, remembering which files are not.
 
@@ -92,12 +100,12 @@ class CallSiteFinder:
 
     def here(self) -> CallSite:
         """The user's line that is being executed by the calling thread."""
-        for frame, line in walk_stack(sys._getframe(1)):
+        for frame in frames_from(sys._getframe(1)):
             code = frame.f_code
             if code is self._until:
                 break
             if not self.is_library(code.co_filename):
-                return CallSite(code.co_filename, line, code.co_name)
+                return CallSite(code.co_filename, frame.f_lineno, code.co_name)
         return CallSite()
 
     def of_exception(self, error: BaseException) -> CallSite:
@@ -129,7 +137,7 @@ def inside_compiled_module() -> bool:
     torch runs such a call eagerly, not compiled, while a dispatch mode is active (observed on
     torch 2.11 and 2.13); the frame of its wrapper is what gives the call away.
     """
-    for frame, _ in walk_stack(sys._getframe(1)):
+    for frame in frames_from(sys._getframe(1)):
         code = frame.f_code
         if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
             return True
@@ -143,5 +151,5 @@ _OWN_LEVELS = 4
 def stacklevel_of_user() -> int:
     """The ``stacklevel`` with which ``rank_zero_warn`` names the user's line, such as the fit's."""
     is_library = CallSiteFinder().is_library
-    files = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))
+    files = (frame.f_code.co_filename for frame in frames_from(sys._getframe(1)))
     return _OWN_LEVELS + sum(1 for _ in takewhile(is_library, files))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Literal
 
@@ -12,8 +12,6 @@ from lightning_graphs.reporting import plot, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from lightning_graphs.core.inspect import GraphInfo
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,7 +31,6 @@ class GraphRecord:
         replays: Replays of it.
         eager_ms: Median time of an eager step of this signature; None if none was timed.
         replay_ms: Median time of a replayed step; likewise.
-        graphs: Nodes and edges of each part; empty unless the graphs kept their templates.
     """
 
     signature: str
@@ -47,7 +44,6 @@ class GraphRecord:
     replays: int = 0
     eager_ms: float | None = None
     replay_ms: float | None = None
-    graphs: tuple[GraphInfo, ...] = field(default=(), repr=False)
 
     @property
     def speed_up(self) -> float | None:
@@ -73,7 +69,7 @@ class StepTime:
     ms: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+@dataclass(kw_only=True, slots=True, repr=False)
 class Report:
     """What the graphs of a fit did.
 
@@ -93,12 +89,12 @@ class Report:
     backend: str = ""
     device: str = ""
     torch: str = ""
-    graphs: tuple[GraphRecord, ...] = ()
+    graphs: Sequence[GraphRecord] = ()
     eager: int = 0
     replayed: int = 0
-    fallbacks: tuple[str, ...] = ()
-    recaptures: tuple[str, ...] = ()
-    times: tuple[StepTime, ...] = ()
+    fallbacks: Sequence[str] = ()
+    recaptures: Sequence[str] = ()
+    times: Sequence[StepTime] = ()
     verdict: str = ""
 
     @property

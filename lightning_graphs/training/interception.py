@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
+from lightning_graphs.core.arguments.contents import bind, bound
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.training.guards.own_code import is_lightnings
 
@@ -67,38 +68,21 @@ def release(strategy: Strategy, calls: StrategyCalls) -> None:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an instance attribute past ``nn.Module.__setattr__`` and take it back."""
-    attributes = vars(owner)
-    missing = object()
-    before = attributes.get(name, missing)
+    """Let an object, a class or a module of Python have another member for a while.
+
+    Of objects it is set beside their class, past ``nn.Module.__setattr__``.
+    """
+    table = owner if isinstance(owner, type) else vars(owner)
+    before = bound(table, name)
+    bind(table, name, value)
     try:
-        attributes[name] = value
         yield
     finally:
-        if before is missing:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = before
+        bind(table, name, before)
 
 
 def nothing(*_: Any, **__: Any) -> None:
     """Stands for a method of what must not happen a second time."""
-
-
-@contextlib.contextmanager
-def patched(owner: Any, **members: Any) -> Iterator[None]:
-    """Let a module or a class have other members, or an object beside its class, for a while."""
-    own = {name: vars(owner)[name] for name in members if name in vars(owner)}
-    for name, member in members.items():
-        setattr(owner, name, member)
-    try:
-        yield
-    finally:
-        for name in members:
-            if name in own:
-                setattr(owner, name, own[name])
-            else:
-                delattr(owner, name)
 
 
 @contextlib.contextmanager
@@ -132,7 +116,7 @@ def log_exchanged(
         else:
             original(owner, *args, **kwargs)
 
-    with patched(base, log=exchanged):
+    with replaced(base, "log", exchanged):
         yield own
 
 
@@ -153,5 +137,6 @@ def requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
             asked(leaves_of(kwargs["inputs"]))
         backward(*args, **kwargs)
 
-    with patched(torch.autograd, grad=watched_grad, backward=watched_backward):
+    engine = torch.autograd
+    with replaced(engine, "grad", watched_grad), replaced(engine, "backward", watched_backward):
         yield

@@ -169,7 +169,7 @@ class FitReporter:
     def _is_verified(self) -> bool:
         """Whether the coming step is compared with the eager one, which takes time."""
         every = self._options.verify
-        return isinstance(every, int) and self._trainer.global_step % every == 0
+        return type(every) is int and self._trainer.global_step % every == 0
 
     def _batches(self) -> int:
         """Index of the present micro-batch in the whole fit."""
@@ -190,9 +190,7 @@ class FitReporter:
         if self._off_since is not None:
             self._statistics.eager += self._batches() - self._off_since
         self._judge()
-        statistics = self._statistics
         self._explain()
-        statistics.inspect()
         self._log()
 
     def _explain(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import TypedDict
@@ -16,7 +15,6 @@ from lightning_graphs.errors import GraphError
 
 OnFailure = Literal["eager", "raise"]
 Scope = Literal["auto", "step", "modules"]
-Verify = bool | int | Literal["first", "off"]
 BackendChoice = Literal["auto", "cuda", "emulated"]
 
 
@@ -33,18 +31,14 @@ class OldNames(TypedDict, total=False):
     profit_gate: bool
 
 
-OLD_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "capture_after": "min_repeats",
-        "doctor": "diagnose",
-        "eval_graphs": "validation",
-        "profit_gate": "only_if_faster",
-    }
-)
+OLD_NAMES: Mapping[str, str] = {
+    "capture_after": "min_repeats",
+    "doctor": "diagnose",
+    "eval_graphs": "validation",
+    "profit_gate": "only_if_faster",
+}
 """Names that options had before -> those that they have now; the former go in 0.2."""
-OLD_VALUES: Mapping[tuple[str, str], bool] = MappingProxyType(
-    {("verify", "off"): False, ("verify", "first"): True}
-)
+OLD_VALUES: Mapping[tuple[str, str], bool] = {("verify", "off"): False, ("verify", "first"): True}
 """The same for values."""
 
 
@@ -88,16 +82,17 @@ class Options:
     max_graphs: int | None = None
     on_failure: OnFailure = "eager"
     backend: BackendChoice = "auto"
-    verify: Verify = True
+    verify: bool | int = True
     memory: float | Literal["auto"] = "auto"
     only_if_faster: bool = True
     log_metrics: bool = False
     diagnose: bool = False
 
     def __post_init__(self) -> None:
-        _require_one_of("scope", self.scope, ("auto", "step", "modules"))
-        _require_one_of("on_failure", self.on_failure, ("eager", "raise"))
-        _require_one_of("backend", self.backend, ("auto", "cuda", "emulated"))
+        for name, hint in get_type_hints(Options).items():
+            choices = (True, False) if hint is bool else get_args(hint)
+            if hint is bool or get_origin(hint) is Literal:
+                _require_one_of(name, getattr(self, name), choices)
         _require_at_least(
             "warmup_steps", self.warmup_steps, 1, "eager steps make the optimizer's state"
         )
@@ -105,9 +100,7 @@ class Options:
             _require_at_least("min_repeats", self.min_repeats, 0, "it counts sightings")
         if self.max_graphs is not None:
             _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
-        if isinstance(self.verify, bool):  # YAML reads ``off`` as False
-            object.__setattr__(self, "verify", "first" if self.verify else "off")
-        elif self.verify not in ("first", "off") and not _is_whole(self.verify, 1):
+        if not (isinstance(self.verify, bool) or _is_whole(self.verify, 1)):
             raise OptionError(
                 "verify must be True, False, or a whole number of at least 1.",
                 f"verify={self.verify!r}",
@@ -123,8 +116,6 @@ class Options:
             )
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
-        for name in ("validation", "only_if_faster", "log_metrics", "diagnose"):
-            _require_bool(name, getattr(self, name))
         for name in ("modules", "exclude"):
             if self.scope == "step" and (names := getattr(self, name)):
                 raise OptionError(
@@ -142,8 +133,8 @@ class Options:
 OPTIONS = tuple(field.name for field in fields(Options))
 
 
-def _require_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         listed = ", ".join(map(repr, choices))
         raise OptionError(
             f"{name} must be one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
@@ -160,15 +151,6 @@ def _require_names(name: str, value: object) -> None:
             f"{name} must be a list of names of submodules, of patterns or of classes.",
             f"{name}={value!r}",
             f'write {name}=["encoder.layers.*"]',
-        )
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(
-            f"{name} must be True or False.",
-            f"{name}={value!r}",
-            f"write {name}=True or {name}=False",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,14 +35,37 @@ from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import loss_of, scaler_of
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
-from lightning_graphs.training.verify.state import Kept, StepState
+from lightning_graphs.training.verify.state import Gradients, Kept, StepState
 
 _OURS = frozenset({"forward", "log"})
 """Attributes of modules that stand for methods while graphs or their code run."""
 _NONE_YET = -1, 0
 
 
-class StepBegin:
+class PythonState:
+    """What modules, a batch and generators hold that is no tensor, and what was logged."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, held: Sequence[tuple[str, Any]]
+    ) -> None:
+        self._modules = list(module.modules())
+        self._contents = Contents(held)
+        self._generators = Generators(module, held)
+        self._put_logs_back = logs_kept(trainer)
+
+    def restore(self) -> None:
+        tables = list(map(vars, self._modules))
+        ours = [{key: table[key] for key in _OURS & table.keys()} for table in tables]
+        self._contents.restore()
+        for table, now in zip(tables, ours, strict=True):
+            for key in _OURS & table.keys():
+                del table[key]
+            table.update(now)
+        self._generators.restore()
+        self._put_logs_back()
+
+
+class StepBegin(Kept):
     """What a step finds as it begins, to be put back.
 
     Buffers and other tensors that it may write, the batch among them; generators, attributes,
@@ -60,45 +83,12 @@ class StepBegin:
         gradients: bool,  # the gradients that there are may be added to
     ) -> None:
         self.args = args
-        self._parameters = [(p, p.grad, p.requires_grad) for p in module.parameters()]
-        self._modules = list(module.modules())
-        batch = list(held_in_value("batch", args, {}))
-        held = list(held_in(module))
-        self._python = Contents([*held, *batch])
-        self._generators = Generators(module, held)
-        self._put_logs_back = logs_kept(trainer)
-        found = LooseTensors(module, held)
-        for name, value in batch:
-            found.add(name, value)
-        tensors = [*module.buffers(), *found.tensors]
-        if gradients:
-            tensors += [g for _, g, _ in self._parameters if g is not None]
-        self._tensors = Kept(tensors, module.device, budget)
-
-    def forget_gradients(self) -> None:
-        """Let go of those that parameters have no more."""
-        self._parameters = [
-            (p, None if p.grad is None else g, trainable) for p, g, trainable in self._parameters
-        ]
-
-    def restore(self) -> None:
-        self._tensors.restore()
-        for parameter, gradient, trainable in self._parameters:
-            parameter.requires_grad_(trainable)
-            parameter.grad = gradient
-        self.restore_python()
-
-    def restore_python(self) -> None:
-        """Put back what is no tensor, and what was logged."""
-        tables = list(map(vars, self._modules))
-        ours = [{key: table[key] for key in _OURS & table.keys()} for table in tables]
-        self._python.restore()
-        for table, now in zip(tables, ours, strict=True):
-            for key in _OURS & table.keys():
-                del table[key]
-            table.update(now)
-        self._generators.restore()
-        self._put_logs_back()
+        held = [*held_in(module), *held_in_value("batch", args, {})]
+        self.gradients = Gradients(module.parameters())
+        self.python = PythonState(trainer, module, held)
+        tensors = [*module.buffers(), *LooseTensors(module, held).tensors]
+        tensors += self.gradients.tensors if gradients else []
+        super().__init__(tensors, module.device, budget.room_for, self.gradients, self.python)
 
 
 class Runner(StepHandler, Protocol):
@@ -173,7 +163,7 @@ class EagerRetry:
         """Let go of old gradients that the captured step zeroes before its code sees them."""
         plan.gradients.forget_old()
         if self._begin is not None:
-            self._begin.forget_gradients()
+            self._begin.gradients.forget()
 
     def _keep(self, args: tuple[Any, ...]) -> None:
         self._begin = StepBegin(
@@ -220,7 +210,7 @@ class EagerRetry:
             if not self._may_retry(error) or self._begin is None:
                 raise
             self._reason = first_line(error)
-        self._begin.restore_python()
+        self._begin.python.restore()
         return plan.hand_out(copies=False)
 
     def _may_retry(self, error: Exception) -> bool:
@@ -331,9 +321,8 @@ class EagerRetry:
             nonlocal undo
             if self._begin is not None and not _takes_no_memory(optimizer):
                 undo = nothing
-                state = StepState(self._trainer, self._module, optimizer, {}, budget=self.budget)
-                state.keep()
-                undo = state.restore
+                state = StepState(self._trainer, self._module, optimizer, {})
+                undo = state.keep(self.budget.room_for).restore
 
         def counted() -> Any:
             assert closure is not None

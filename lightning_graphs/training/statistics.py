@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from textwrap import shorten
 from time import perf_counter
 
@@ -47,31 +47,24 @@ class CaptureCost:
     added: dict[PoolHandle, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Statistics:
-    """What happened to the steps of a fit."""
+@dataclass(slots=True, repr=False)
+class Statistics(Report):
+    """What happened to the steps of a fit: its report as it grows, and what that is made of."""
 
-    eager: int = 0  # micro-batches that ran eagerly
-    replayed: int = 0  # micro-batches that were replayed
-    captures: int = 0  # steps captured, a signature each
-    fallbacks: list[str] = field(default_factory=list)  # reason of each refusal, in order
-    # What changed, for each capture after the first
+    torch: str = torch.__version__
+    graphs: list[GraphRecord] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
     recaptures: list[str] = field(default_factory=list)
+    times: list[StepTime] = field(default_factory=list)
+    captures: int = 0  # steps captured, a signature each
     modules: list[str] = field(default_factory=list)  # names of the submodules that have graphs
     # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
-    graphs: list[GraphRecord] = field(default_factory=list)  # a record for each captured signature
-    times: list[StepTime] = field(default_factory=list)  # the steps that were timed
-    verdict: str = ""  # what the times say
     waiting: str = ""  # why the last eager step was not captured, where none was refused
     pace: Pace = field(default_factory=Pace)  # how long steps take
-    backend: str = ""  # name of the backend; empty while nothing is captured
-    device: str = ""  # the device in words
-    _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(
-        default_factory=dict, repr=False
-    )
-    _uncounted: dict[CUDAGraph, None] = field(default_factory=dict, repr=False)
-    _refused: dict[str, list[str]] = field(default_factory=dict, repr=False)
+    _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(default_factory=dict)
+    _uncounted: dict[CUDAGraph, None] = field(default_factory=dict)
+    _refused: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, reason: str, error: GraphError | None = None) -> None:
         """Warn, once for each reason, that something runs eagerly."""
@@ -168,31 +161,12 @@ class Statistics:
         self._count_nodes(first)
         self._alive.pop(first, None)
 
-    def inspect(self) -> None:
-        """Keep nodes and edges of the graphs that are replayed most, if their templates live."""
-        busiest = max(self._alive.values(), key=lambda pair: pair[0].replays, default=None)
-        if busiest is not None:
-            record, graphs = busiest
-            try:
-                record.graphs = tuple(graph.inspection() for graph in graphs)
-            except GraphError:  # no template, or no cuda-python
-                return
-
     def report(self) -> Report:
         for first in list(self._uncounted):
             self._count_nodes(first)
-        return Report(
-            backend=self.backend,
-            device=self.device,
-            torch=torch.__version__,
-            graphs=tuple(copy(record) for record in self.graphs),
-            eager=self.eager,
-            replayed=self.replayed,
-            fallbacks=tuple(self.fallbacks),
-            recaptures=tuple(self.recaptures),
-            times=tuple(sorted(self.times, key=lambda time: time.step)),
-            verdict=self.verdict,
-        )
+        values = {each.name: getattr(self, each.name) for each in fields(Report)}
+        lists = {name: v for name, v in values.items() if isinstance(v, list)}
+        return Report(**values | {name: tuple(map(copy, held)) for name, held in lists.items()})
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Trace(Callback):
         self.events: list[tuple[Any, ...]] = []
 
     def note(self, name: str, trainer: Trainer, module: LightningModule, *values: Any) -> None:
-        weights = sum(local(p).detach().double().sum() for p in module.parameters())
+        weights = sum(local(p).detach().sum(dtype=torch.float64) for p in module.parameters())
         found = map(_plain, (weights, *values))
         self.events.append((name, trainer.global_step, trainer.current_epoch, *found))
 

@@ -43,6 +43,15 @@ class Change(NamedTuple):
     now: Any
 
 
+class Binding(NamedTuple):
+    """Where a name is bound to a value: in a dict, in a slot of an object, in a cell."""
+
+    name: str
+    owner: Any
+    key: str
+    before: Any
+
+
 class Contents:
     """What containers and objects hold, and modules in their attributes, given with their names.
 
@@ -51,7 +60,7 @@ class Contents:
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
         self._containers: list[tuple[str, Any, Any, Any]] = []
-        self._slots: list[tuple[str, Any, str, Any]] = []
+        self.bindings: dict[tuple[int, str], Binding] = {}
         self.classes: dict[type, dict[str, Any]] = {}
         self._tables: set[int] = set()
         for name, value in held:
@@ -69,9 +78,10 @@ class Contents:
         elif is_small_array(value):
             self._containers.append((name, value, value, value.copy()))
 
-    def add_place(self, name: str, owner: Any, key: str) -> None:
-        """Look at what a key is bound to; see :func:`bound`."""
-        self._slots.append((name, owner, key, bound(owner, key)))
+    def add_place(self, name: str, owner: Any, key: str) -> Binding:
+        """Look at what a key is bound to, as it is now or was when that was asked first."""
+        found = Binding(name, owner, key, bound(owner, key))
+        return self.bindings.setdefault((id(owner), key), found)
 
     def add_class(self, kind: type) -> None:
         """Look at everything that a class itself has; known ones stay as they are."""
@@ -79,7 +89,7 @@ class Contents:
 
     def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
         """Name, owner, key and value of what is bound outside of containers."""
-        yield from self._slots
+        yield from self.bindings.values()
         for kind, before in self.classes.items():
             for key in {**before, **vars(kind)}:
                 if not key.startswith("__"):
@@ -198,11 +208,12 @@ def bound(owner: Any, key: Any) -> Any:
 
 
 def bind(owner: Any, key: Any, value: Any) -> None:
-    """Put it there, past the ``__setattr__`` of a frozen class."""
+    """Let this be there, past the ``__setattr__`` of a frozen class."""
     kind: Any = type if isinstance(owner, type) else object
     if isinstance(owner, dict):
-        owner.pop(key, None)
-        if value is not Absence.ABSENT:
+        if value is Absence.ABSENT:
+            owner.pop(key, None)
+        else:
             owner[key] = value
     elif value is Absence.ABSENT:
         kind.__delattr__(owner, key)

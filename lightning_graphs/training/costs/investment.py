@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.cache import Account
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Pace, Statistics, listed
 
@@ -87,16 +86,16 @@ class Investment:
 
     # ------------------------------------------------------------------ captures
 
-    def why_not(self, seen: int, share: float, account: Account) -> str:
-        """Why a signature is not worth a capture yet; empty if it is."""
-        if account.lost > FEW + account.uses / self.payback:
+    def why_not(self, seen: int, share: float, lost: int, uses: int, *, moved: bool) -> str:
+        """Why a signature is not worth a capture yet; see :class:`~cache.PlanCache`."""
+        if lost > FEW + uses / self.payback:
             return (
                 "graphs have to be dropped before they have paid off "
-                f"({account.lost} graphs, {account.uses} replays)"
+                f"({lost} graphs, {uses} replays)"
             )
         if self._pace is None:
             return "" if seen > self._sightings else _TOO_RARE
-        if account.moved and seen <= self._sightings:
+        if moved and seen <= self._sightings:
             return "values that the step reads have moved on"
         if not self._pace.eager:
             return "no eager step was timed yet"

@@ -61,6 +61,7 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.guards.side_effects import (
@@ -141,6 +142,7 @@ class Doctor:
         self._numbers = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._logged: list[tuple[Tensor, int, CallSite]] = []
+        self._values = BatchValues()
         self._signatures: list[Signature] = []
         self._earlier: dict[Signature, list[Call]] = {}
         self._judge_fit(reason, no_whole_step)
@@ -230,10 +232,9 @@ class Doctor:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            stored = functools.partial(self._used, obstacle=STORED)
             counter = self._counters.counter
-            stack.enter_context(counters_watched(self._trainer, self._used, stored, None, counter))
-            stack.enter_context(old_gradients_watched(self._trainer, self._gradient_used))
+            stack.enter_context(counters_watched(self._trainer, self._met, counter=counter))
+            stack.enter_context(old_gradients_watched(self._trainer, self._met))
             affected = functools.partial(self._used, obstacle=SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing))
@@ -308,10 +309,11 @@ class Doctor:
         if self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
-    def _gradient_used(self, name: str) -> None:
+    def _met(self, obstacle: Obstacle, name: str, use: str) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
-        if self._module.automatic_optimization or self._is_inside:
-            self._used(name, obstacle=OLD_GRADIENTS)
+        gradient = obstacle is OLD_GRADIENTS
+        if not gradient or self._module.automatic_optimization or self._is_inside:
+            self._used(f"{name} {use}" if gradient else name, obstacle=obstacle)
 
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator
@@ -378,7 +380,7 @@ class Doctor:
         try:
             refuse_iterator(batch)
             modes = Modes.current(self._trainer.strategy.root_device.type)
-            signature, tensors = Signature.of((batch,), {}, names=("batch",), modes=modes)
+            signature, tensors = self._values.signature(batch, modes)
         except CaptureError as error:
             self._refused("batch", error)
             return []

@@ -145,6 +145,7 @@ class Observer(Recorder):
             asked = args[2:4] if lengths else args[:1]
             self.answered = answered = self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
+            self._count(name, leaves_of(args), self._sites.here())
             with self.looking_away():  # the operators inside of it are the same obstacle
                 result = super(Recorder, self).call(func, args, kwargs)
             return self._tell(result, answered)
@@ -172,18 +173,20 @@ class Observer(Recorder):
         )
 
     def keep(self, operation: Operation) -> None:
-        if not self.silent:
-            values = (*operation.args, *operation.kwargs.values())
-            found = [v for v in values if type(v) in _NUMBERS]
-            numbers = tuple(math.nan if v in self._anew else v for v in found)
-            self.calls.append(Call(operation.name, numbers, operation.site))
+        self._count(operation.name, (*operation.args, *operation.kwargs.values()), operation.site)
 
     def _meet_constant(self, tensor: Tensor) -> None:
         super()._meet_constant(tensor)
         self._on_host.add(self.know(tensor).id)
-        if not self.silent and tensor.dim() == 0 and tensor.device.type == "cpu":
-            number: float = tensor.item()
-            self.calls.append(Call("a tensor of a Python number", (number,), self._sites.here()))
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            self._count("a tensor of a Python number", [tensor.item()], self._sites.here())
+
+    def _count(self, operator: str, values: Iterable[Any], site: CallSite) -> None:
+        """Keep a call with the numbers among its arguments."""
+        if not self.silent:
+            found = [value for value in values if type(value) in _NUMBERS]
+            numbers = tuple(math.nan if value in self._anew else value for value in found)
+            self.calls.append(Call(operator, numbers, site))
 
     def _run(self, call: OperatorCall) -> Any:
         result = self._tell(super()._run(call), self.answered)

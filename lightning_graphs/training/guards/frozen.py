@@ -24,7 +24,7 @@ from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.python_state import STORED, AttributeReads
-from lightning_graphs.training.interception import patched, subclassed
+from lightning_graphs.training.interception import replaced, subclassed
 
 _COUNTERS = ("global_step", "current_epoch", "is_last_batch")
 _MOVING = frozenset(
@@ -69,13 +69,14 @@ OLD_GRADIENTS = Obstacle(
 )
 
 
-def refuse_frozen(name: str) -> NoReturn:
-    """Raise for a Python value that changes from step to step and is read in a captured one."""
-    raise COUNTER.refused_here(f"{name} is read")
+OnUse = Callable[[Obstacle, str, str], object]
+"""Called with what stands against a use, with a name and with what is done; where it returns, that
+goes on."""
 
 
-def _refuse_stored(name: str) -> NoReturn:
-    raise STORED.refused_here(f"{name} is set")
+def refuse_use(obstacle: Obstacle, name: str, use: str) -> NoReturn:
+    """Raise for what the user's line does that is being executed."""
+    raise obstacle.refused_here(f"{name} {use}")
 
 
 class StandIn(abc.ABC):
@@ -127,7 +128,7 @@ class FrozenNumber(StandIn):
         self._read = read
 
     def refuse(self) -> NoReturn:
-        refuse_frozen(self.name)
+        refuse_use(COUNTER, self.name, "is read")
 
     def now(self) -> Any:
         return self._read()
@@ -156,59 +157,51 @@ def rates_exchanged(
 
     What schedulers count by is nobody's to use, and no rate where there are none of these.
     """
-
-    def rate(name: str, read: Callable[[], Any], index: int) -> Any:
-        return FrozenNumber(name, read) if rates is None else rates[index].detach()
-
-    return numbers_exchanged(optimizer, rate_places(trainer, optimizer, FrozenNumber, rate))
+    return numbers_exchanged(optimizer, number_places(trainer, optimizer, rates))
 
 
-def rate_places(
+def number_places(
     trainer: Trainer,
     optimizer: Optimizer,
-    # Makes the stand-in for a count, of its name and what gives it
-    count: Callable[[str, Callable[[], Any]], Any],
-    # Makes the one for a rate; it also gets the index of the parameter group
-    rate: Callable[[str, Callable[[], Any], int], Any],
-) -> list[tuple[dict[str, Any], str, Any]]:
+    rates: Sequence[Tensor] | None = None,  # stand for learning rates, a group each
+    # Makes the stand-in for a number, of its name and what gives it; ``rates`` then stand for
+    # tensors only
+    number: Callable[[str, Callable[[], Any]], Any] | None = None,
+    # Of each group, further numbers, that move without another capture
+    keys: Sequence[Collection[str]] = (),
+) -> NumberPlaces:
     """Where learning rates stand, and what schedulers count by, with a stand-in for each."""
     places: list[tuple[dict[str, Any], str, Any]] = []
-    groups = range(len(optimizer.param_groups))
-    for number, config in enumerate(trainer.lr_scheduler_configs):
+    make, groups = number or FrozenNumber, optimizer.param_groups
+
+    def rate(name: str, group: int, table: dict[str, Any], key: str, *index: int) -> Any:
+        read = _reading(table, key, *index)
+        if rates is not None and (number is None or isinstance(read(), Tensor)):
+            return rates[group].detach()
+        return make(_of_group(name, group), read)
+
+    for n, config in enumerate(trainer.lr_scheduler_configs):
         table = vars(config.scheduler)
-        owner = f"scheduler {number}" if number else "a scheduler"
+        owner = f"scheduler {n}" if n else "a scheduler"
         for key in ("last_epoch", "_step_count"):
             if key in table:
-                places.append((table, key, count(f"{key} of {owner}", _reading(table, key))))
+                places.append((table, key, make(f"{key} of {owner}", _reading(table, key))))
         if table.get("optimizer") is optimizer and "_last_lr" in table:
             name = f"the learning rate of {owner}"
-            reads = [_reading(table, "_last_lr", i) for i in groups]
-            last = [rate(_of_group(name, i), read, i) for i, read in enumerate(reads)]
+            known = range(len(table["_last_lr"]))  # a group may have been added since its last step
+            last = [rate(name, i, table, "_last_lr", i) for i in known]
             places.append((table, "_last_lr", last))
-    for i, group in enumerate(optimizer.param_groups):
-        read = _reading(group, "lr")
-        places.append((group, "lr", rate(_of_group("the learning rate", i), read, i)))
+    for i, group in enumerate(groups):
+        places.append((group, "lr", rate("the learning rate", i, group, "lr")))
+        for key in keys[i] if keys else ():
+            name, value = _of_group(f"{key} of the optimizer", i), group[key]
+            if isinstance(value, (tuple, list)):  # betas
+                names = [f"{name}[{k}]" if k else name for k in range(len(value))]
+                held = tuple(make(n, _reading(group, key, k)) for k, n in enumerate(names))
+            else:
+                held = make(name, _reading(group, key))
+            places.append((group, key, held))
     return places
-
-
-def group_places(
-    optimizer: Optimizer,
-    keys: Sequence[Collection[str]],  # of each group, those that move without another capture
-    # Makes a stand-in, of its name and what gives the number
-    number: Callable[[str, Callable[[], Any]], Any],
-) -> NumberPlaces:
-    """Where other numbers of parameter groups stand, with a stand-in for each."""
-
-    def stand_in(index: int, key: str) -> Any:
-        group = optimizer.param_groups[index]
-        name, value = _of_group(f"{key} of the optimizer", index), group[key]
-        if isinstance(value, (tuple, list)):  # betas
-            reads = [_reading(group, key, i) for i in range(len(value))]
-            return tuple(number(f"{name}[{i}]" if i else name, r) for i, r in enumerate(reads))
-        return number(name, _reading(group, key))
-
-    groups = optimizer.param_groups
-    return [(groups[i], key, stand_in(i, key)) for i, names in enumerate(keys) for key in names]
 
 
 def _of_group(name: str, index: int) -> str:
@@ -259,13 +252,10 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 @contextlib.contextmanager
 def counters_watched(
     trainer: Trainer,
-    # Called with the name of what moves; where it returns, the read goes on
-    on_read: Callable[[str], object] = refuse_frozen,
-    # Called with the name of what is set; likewise
-    on_store: Callable[[str], object] = _refuse_stored,
+    on_use: OnUse = refuse_use,
+    *,
     reads: AttributeReads | None = None,  # learns what can be compared
-    # What a counter is read as, in place of ``on_read``: it is called with the name and what
-    # gives the value
+    # What a counter is read as, of its name and what gives the value
     counter: Callable[[str, Callable[[], Any]], Any] | None = None,
 ) -> Iterator[None]:
     """While capturing, reading a counter or another moving value of the trainer is refused.
@@ -281,37 +271,33 @@ def counters_watched(
         if key in _COUNTERS:
             if counter is not None:
                 return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
-            on_read(f"trainer.{key}")
+            on_use(COUNTER, f"trainer.{key}", "is read")
         elif not (
             key in _LASTING
             or key.startswith("__")
             or is_library(sys._getframe(1).f_code.co_filename)
         ):
-            _note(owner, key, on_read, reads)
+            _note(owner, key, on_use, reads)
         return original.__getattribute__(owner, key)
 
     def store(owner: Trainer, key: str, value: Any) -> None:
         if not is_library(sys._getframe(1).f_code.co_filename):
-            on_store(f"trainer.{key}")
+            on_use(STORED, f"trainer.{key}", "is set")
         object.__setattr__(owner, key, value)
 
     with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
         yield
 
 
-def _note(
-    trainer: Trainer, key: str, on_read: Callable[[str], object], reads: AttributeReads | None
-) -> None:
+def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeReads | None) -> None:
     """Note what the author's code reads from the trainer, or tell that it moves."""
-    if key in _MOVING:  # ahead of a look at metrics, which computes them
-        on_read(f"trainer.{key}")
-        return
-    value = _found_in(trainer, key)
+    # Whether it moves is known ahead of a look at metrics, which computes them
+    value = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
     if isinstance(value, MethodType):
         return
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
-    if not (key in _LOADERS or is_comparable):
-        on_read(f"trainer.{key}")
+    if key in _MOVING or not (key in _LOADERS or is_comparable):
+        on_use(COUNTER, f"trainer.{key}", "is read")
     elif reads is not None and key == "callbacks":
         for index, callback in enumerate(value):
             if not type(callback).__module__.startswith(_OURS):
@@ -325,14 +311,8 @@ def _found_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
 
 
-def _refuse_old_gradients(name: str) -> NoReturn:
-    raise OLD_GRADIENTS.refused_here(name)
-
-
 @contextlib.contextmanager
-def old_gradients_watched(
-    trainer: Trainer, on_use: Callable[[str], object] = _refuse_old_gradients
-) -> Iterator[None]:
+def old_gradients_watched(trainer: Trainer, on_use: OnUse = refuse_use) -> Iterator[None]:
     """While capturing a forward pass, nobody may use ``.grad`` of parameters.
 
     It is set aside there. An eager step finds the gradients of the step before. No library reads
@@ -344,20 +324,20 @@ def old_gradients_watched(
     # after the forward pass, which takes nothing away unless gradients are accumulated.
     harmless = {"_apply"} if trainer.accumulate_grad_batches > 1 else {"_apply", "zero_grad"}
 
-    def refuse(use: str) -> None:
+    def used(use: str) -> None:
         frame = sys._getframe(2)
         if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame, harmless)):
-            on_use(f".grad of a parameter is {use}")
+            on_use(OLD_GRADIENTS, ".grad of a parameter", use)
 
     def read(parameter: Parameter) -> Any:
-        refuse("read")
+        used("is read")
         return gradient.__get__(parameter)
 
     def write(parameter: Parameter, value: Tensor | None) -> None:
-        refuse("set")
+        used("is set")
         gradient.__set__(parameter, value)
 
-    with patched(Parameter, grad=property(read, write)):
+    with replaced(Parameter, "grad", property(read, write)):
         yield
 
 

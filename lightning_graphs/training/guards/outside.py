@@ -8,17 +8,18 @@ import functools
 import gc
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_graphs.core.arguments.contents import Contents, bound
-from lightning_graphs.core.arguments.values import Absence, in_slot, is_object, value_of_class
+from lightning_graphs.core.arguments.values import Absence, is_object, value_of_class
 from lightning_graphs.core.callsite import CallSite
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.training.guards.held_values import held_in, held_in_value
@@ -54,24 +55,22 @@ class OutsideValues:
         self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
         self._own = own
-        self._places: dict[tuple[int, str], _Place] = {}
         self._kinds: dict[type, None] = {}
-        self._functions: dict[FunctionType, None] = {}
+        self._functions: defaultdict[CodeType, dict[FunctionType, None]] = defaultdict(dict)
         self._caches: dict[Any, int] = {}
         self._known: set[CodeType] = set()
         self._codes: list[CodeType] = []
-        self._closures: dict[CodeType, list[FunctionType]] = {}
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
         self._contents = Contents()
         self._classes = self._contents.classes
         self._listeners = (self._contents.add, *listeners)
         for child in module.modules():
             self._look_into_class(type(child))
+            self._look_inside(vars(child).get("forward"))
             for hook in module_hooks(child):
                 self._assume(hook)
         for _, value in held_in(module) if held is None else held:
-            if is_object(value):
-                self._look_into_class(type(value))
+            self._look_inside(value)
         for parameter in module.parameters():  # their hooks run in a thread of autograd's
             for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
                 for hook in table.values() if isinstance(table, dict) else ():
@@ -104,13 +103,8 @@ class OutsideValues:
             sys.setprofile(None)
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        if code not in self._known:
-            self._read(code, frame.f_globals)
-        if code in self._closures:
-            self._look_into_closure(code, frame.f_locals)
+        if event == "call" and frame.f_code not in self._known:
+            self._read(frame.f_code, frame.f_globals)
 
     def _read(self, code: CodeType, table: dict[str, Any]) -> None:
         """Look at what is behind the names in a function, and in those that are inside of it."""
@@ -124,26 +118,7 @@ class OutsideValues:
         self.words.update(names)
         for name in names:  # attributes among them may have the name of a global variable
             self._add(name, table, name, names)
-        if set(code.co_freevars) - {_OF_SUPER}:
-            self._closures[code] = []
-
-    def _look_into_closure(self, code: CodeType, values: Mapping[str, Any]) -> None:
-        """Look at the enclosing variables of a function that is called with these values in them.
-
-        Nothing leads from a frame to its function, and one code may belong to many.
-        """
-
-        def is_called(function: FunctionType) -> bool:
-            pairs = zip(code.co_freevars, function.__closure__ or (), strict=True)
-            return all(
-                in_slot(cell, "cell_contents") is values.get(name, Absence.ABSENT)
-                for name, cell in pairs
-            )
-
-        if not any(map(is_called, self._closures[code])):
-            found = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
-            self._closures[code] = found
-        for function in filter(is_called, self._closures[code]):
+        for function in list(self._functions[code]):
             self._look_into_cells(function)
 
     def _look_into_cells(self, function: FunctionType) -> None:
@@ -162,11 +137,11 @@ class OutsideValues:
             return
         if not self._is_own(function):
             return
-        code, known = function.__code__, len(self._places)
+        code, known = function.__code__, len(self._contents.bindings)
+        self._functions[code][function] = None
         self._read(code, function.__globals__)
-        self._look_into_cells(function)
-        for place in list(self._places.values())[known:]:
-            self._assume(place.before)
+        for found in list(self._contents.bindings.values())[known:]:
+            self._assume(found.before)
         for kind, before in list(self._classes.items()):
             for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
                 self._assume(before[name])
@@ -186,42 +161,53 @@ class OutsideValues:
     def _add(
         self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
     ) -> None:
-        place = _Place(name, owner, key, bound(owner, key))
-        if is_conversion(place.before):  # it is taken away again
+        value = bound(owner, key)
+        if is_conversion(value):  # it is taken away again
             return
-        if isinstance(place.before, ModuleType):
-            if self._own.has_module(place.before.__name__):
-                for inner in set(names) & vars(place.before).keys():
-                    self._add(f"{name}.{inner}", vars(place.before), inner, ())
-        elif self._places.setdefault((id(owner), key), place) is place:
+        if isinstance(value, ModuleType):
+            if self._own.has_module(value.__name__):
+                for inner in set(names) & vars(value).keys():
+                    self._add(f"{name}.{inner}", vars(value), inner, ())
+        elif (id(owner), key) not in self._contents.bindings:
             self._contents.add_place(name, owner, key)
-            self._look(name, place.before)
+            self._look(name, value)
 
     def _look(self, name: str, value: Any) -> None:
         """Look into a value: what it was is known from now on."""
-        function = function_of(value)
         if isinstance(value, type):
             self._look_into_class(value)
         elif isinstance(value, _LRU_CACHE):
             self._caches.setdefault(value, value.cache_info().misses)
-        elif not isinstance(function, FunctionType):
+            self._look_inside(value.__wrapped__)
+        elif isinstance(function_of(value), FunctionType):
+            self._look_inside(value)
+        else:
             if isinstance(value, Tensor):
-                self._found(name, value)
+                self._tell(name, value)
             for label, inside in held_in_value(name, value, self._seen):
-                self._found(label, inside)
-        elif not self._is_own(function):
-            self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
-        elif function not in self._functions:
-            self._functions[function] = None
-            self._found(function.__name__, function)
-            for key in vars(function):
-                self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
+                self._tell(label, inside)
+                self._look_inside(inside)
 
-    def _found(self, name: str, value: Any) -> None:
+    def _tell(self, name: str, value: Any) -> None:
         for tell in self._listeners:
             tell(name, value)
+
+    def _look_inside(self, value: Any) -> None:
+        """Look at the class of an object, and at what a function brings with it."""
+        function = function_of(value)
         if is_object(value):
             self._look_into_class(type(value))
+        elif not isinstance(function, FunctionType):
+            return
+        elif not self._is_own(function):
+            self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
+        elif function not in self._functions[function.__code__]:
+            self._functions[function.__code__][function] = None
+            self._tell(function.__name__, function)
+            for key in vars(function):
+                self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
+            if function.__code__ in self._known:
+                self._look_into_cells(function)
 
     def _look_into_class(self, kind: type) -> None:
         if kind in self._kinds:
@@ -231,7 +217,7 @@ class OutsideValues:
             if base not in self._classes and self._own.has_module(base.__module__):
                 self._contents.add_class(base)
                 for key, value in self._classes[base].items():
-                    if not key.startswith("__"):
+                    if not key.startswith("__") or isinstance(value, FunctionType):
                         self._look(f"{base.__name__}.{key}", value)
                     if issubclass(base, Function):  # its backward runs in a thread of autograd
                         self._assume(value)
@@ -286,14 +272,13 @@ class OutsideValues:
                     is_itself = getattr(kind, key, None) is getattr(held, "__func__", held)
                     look: Callable[..., Any] = getattr if is_itself else value_of_class
                     yield f"{kind.__name__}.{key}", partial(look, kind), key, kind
-        for function in self._functions:
-            if function.__defaults__ and function.__code__ in self._known:
+        for function in (f for code in self._known for f in self._functions.get(code, ())):
+            if function.__defaults__:
                 yield f"{function.__qualname__}'s defaults", _DEFAULTS, function, function
-        for place in self._places.values():
-            if place.before is not Absence.ABSENT:
-                owner = place.owner
+        for name, owner, key, before in self._contents.bindings.values():
+            if before is not Absence.ABSENT and isinstance(owner, (dict, CellType)):
                 get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
-                yield place.name, get, place.key, owner
+                yield name, get, key, owner
 
 
 def _lines_with(code: CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
@@ -304,12 +289,3 @@ def _lines_with(code: CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
         if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
             binds = instruction.opname.startswith("STORE")
             yield binds, CallSite(code.co_filename, line, code.co_name)
-
-
-class _Place(NamedTuple):
-    """Where a name is bound to a value: a module's globals, or a cell of a function."""
-
-    name: str
-    owner: dict[str, Any] | CellType
-    key: str
-    before: Any

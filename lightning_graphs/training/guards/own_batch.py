@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -23,24 +23,16 @@ from lightning_graphs.training.guards.frozen import StandIn
 
 @contextlib.contextmanager
 def batch_left(batch: Any) -> Iterator[None]:
-    """Refuse what the body, a capture, writes into the objects and tensors of its own batch.
+    """Refuse what the body, a capture, writes into the objects of its own batch.
 
     Objects are no copies, so that what it changes in them is undone. Containers are: what it does
     to them is told, since hooks get those of the data loader in a replay.
     """
     before: list[tuple[str, Any]] = []
     flatten(batch, "batch", before)
-    versions = [(name, leaf, version_of(leaf)) for name, leaf in before if isinstance(leaf, Tensor)]
     objects = [(name, leaf) for name, leaf in before if not isinstance(leaf, Tensor)]
     with Contents(held_in_all(objects)).left(_refuse):
         yield
-    for name, tensor, version in versions:
-        if version_of(tensor) != version:
-            raise CaptureError(
-                "A captured step reads a copy of the batch: hooks do not see what it writes there.",
-                f"training_step changes {name} in place",
-                "make a new tensor: x = x + 1, not x += 1",
-            )
     after: list[tuple[str, Any]] = []
     flatten(batch, "batch", after)
     if changed := {(n, id(x)) for n, x in before} ^ {(n, id(x)) for n, x in after}:
@@ -48,6 +40,29 @@ def batch_left(batch: Any) -> Iterator[None]:
             f"GraphCapture: training_step changes {min(changed)[0]}: hooks see the batch as it was "
             "loaded, where the step is replayed"
         )
+
+
+def written_tensors(
+    batch: Sequence[Tensor], own: Sequence[Tensor], versions: Sequence[int]
+) -> list[int]:
+    """Which tensors of a batch the captured step writes: replays write them, too.
+
+    Args:
+        batch: The tensors of the batch.
+        own: The static inputs that stand for them.
+        versions: Of these, before the capture.
+    """
+    written = [i for i, tensor in enumerate(own) if version_of(tensor) != versions[i]]
+    standing: dict[int, set[int]] = {}
+    for tensor, static in zip(batch, own, strict=True) if written else ():
+        standing.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(static))
+    if any(len(standing[batch[i].untyped_storage().data_ptr()]) > 1 for i in written):
+        raise CaptureError(
+            "A captured step has a copy of each tensor of its batch.",
+            "training_step changes one in place that shares its memory with another",
+            "make a new tensor: x = x + 1, not x += 1",
+        )
+    return written
 
 
 def _refuse(names: str) -> None:

@@ -17,7 +17,7 @@ from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.interception import patched, subclassed
+from lightning_graphs.training.interception import replaced
 
 SIDE_EFFECT = Obstacle(
     "A captured step runs no Python code: what it prints, writes and logs by itself would stop.",
@@ -47,6 +47,7 @@ _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log for whoever calls them."""
 
 _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
+_GUARDS = "lightning_graphs.training.guards."  # what reads attributes for others, to watch them
 
 
 @contextlib.contextmanager
@@ -92,15 +93,17 @@ def effects_watched(
                 on_effect(what, CallSite(code.co_filename, frame.f_lineno, code.co_name))
 
     with contextlib.ExitStack() as stack:
-        for owner, name, what in list(_present()):
-            stack.enter_context(_call_watched(owner, name, what, used))
-        stack.enter_context(_loggers_watched(trainer, used))
+        for owner, name, what in list(_present(trainer)):
+            watched = _watched(getattr(owner, name), what, used)
+            stack.enter_context(replaced(owner, name, watched))
         yield
 
 
-def _present() -> Iterator[tuple[Any, str, str]]:
+def _present(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
     """Owner, name and name in messages of what there is at present of all these."""
     yield LightningModule, "print", "self.print"
+    for name in _LOGGERS:  # the module's own ones read the trainer's
+        yield type(trainer), name, f"trainer.{name}"
     for path in _CALLS:
         module, *outer, name = path.split(".")
         owner = functools.reduce(lambda o, n: getattr(o, n, None), outer, sys.modules.get(module))
@@ -108,55 +111,26 @@ def _present() -> Iterator[tuple[Any, str, str]]:
             yield owner, name, _NAMES.get(path, path)
 
 
-_Used = Callable[[str, FrameType | None], None]
+def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], None]) -> Any:
+    """A function that tells who calls it, or a property that tells who reads it."""
+    is_property = isinstance(original, property)
+    function = original.fget if is_property else original
 
-
-@contextlib.contextmanager
-def _call_watched(owner: Any, name: str, what: str, used: _Used) -> Iterator[None]:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
+    @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and _passes_on(frame.f_globals.get("__name__", "")):
+        while frame is not None and _passes_on(frame):
             frame = frame.f_back
-        used(what, frame)
-        return original(*args, **kwargs)
+        if not is_property or function(*args):  # without a logger, nothing is done with it
+            used(what, frame)
+        return function(*args, **kwargs)
 
-    with patched(owner, **{name: watched}):
-        yield
-
-
-def _passes_on(module_name: str) -> bool:
-    return module_name.partition(".")[0] in _PASSING_ON or module_name.endswith(_RANK_ZERO)
+    return property(watched, original.fset) if is_property else watched
 
 
-@contextlib.contextmanager
-def _loggers_watched(trainer: Trainer, used: _Used) -> Iterator[None]:
-    """Watch ``trainer.logger`` and ``trainer.loggers``, which the module's own ones read."""
-    original = type(trainer)
-
-    def watching(name: str) -> property:
-        plain = getattr(original, name)
-
-        def read(owner: Trainer) -> Any:
-            value = plain.__get__(owner)
-            if value:  # without a logger, nothing is done with it
-                used(f"trainer.{name}", _reader(sys._getframe(1)))
-            return value
-
-        return property(read, plain.__set__)
-
-    with subclassed(trainer, {name: watching(name) for name in _LOGGERS}):
-        yield
-
-
-def _reader(frame: FrameType | None) -> FrameType | None:
-    """The frame that asks for a logger, behind properties and what else watches their owners."""
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        watches = module.startswith("lightning_graphs.") and module != __name__
-        if not (watches or frame.f_code.co_name in _LOGGERS):
-            break
-        frame = frame.f_back
-    return frame
+def _passes_on(frame: FrameType) -> bool:
+    """Whether a frame acts for the one that has called it."""
+    module: str = frame.f_globals.get("__name__", "")
+    is_library = module.partition(".")[0] in _PASSING_ON or module.endswith(_RANK_ZERO)
+    watches = module.startswith(_GUARDS) and module != __name__
+    return is_library or watches or frame.f_code.co_name in _LOGGERS

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.private.torch import makes_own_graphs
-from lightning_graphs.training.interception import patched
+from lightning_graphs.training.interception import replaced
 
 _OWN_GRAPHS = (
     "is compiled to CUDA graphs of its own, which no graph can hold; write torch.compile(...) "
@@ -63,7 +63,7 @@ def flattened_once() -> Iterator[None]:
         if len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) > 1:
             original(layer)
 
-    with patched(nn.RNNBase, flatten_parameters=flatten):
+    with replaced(nn.RNNBase, "flatten_parameters", flatten):
         yield
 
 

@@ -16,25 +16,18 @@ import math
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.values import Absence
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.modes import out_of_sight
-from lightning_graphs.training.guards.frozen import (
-    FrozenNumber,
-    NumberPlaces,
-    group_places,
-    rate_places,
-    refuse_stand_ins,
-)
+from lightning_graphs.training.guards.frozen import FrozenNumber, refuse_stand_ins
 from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
 from lightning_graphs.training.host.followed import Conversion, Followed, constants_around
 
@@ -91,16 +84,13 @@ class StepNumbers:
 
     # ------------------------------------------------------------------ what code gets
 
-    def number(self, name: str, read: Callable[[], Any], *, lasts: bool = False) -> Any:
+    def number(self, name: str, read: Callable[[], Any]) -> Any:
         value = read()
         if type(value) is bool:
             return self.guarded(name, read, value)
         if type(value) not in _PLAIN:
             return FrozenNumber(name, read)
-        return LiveNumber(self, name, read, value, lasts)
-
-    def counter(self, name: str, read: Callable[[], Any]) -> Any:
-        return self.number(name, read, lasts=name == LASTING)
+        return LiveNumber(self, name, read, value, lasts=name == LASTING)
 
     def argument(self, value: Any) -> Any:
         """What ``training_step`` gets for an argument beside the batch."""
@@ -108,23 +98,6 @@ class StepNumbers:
             return value
         loop = self._trainer.fit_loop.epoch_loop
         return self.number("batch_idx", lambda: loop.batch_idx)
-
-    def places(
-        self,
-        optimizer: Optimizer,
-        # Of each parameter group, the numbers that may move without another capture
-        keys: Sequence[Collection[str]],
-        rates: Sequence[Tensor] | None,  # stand for learning rates that are tensors
-    ) -> NumberPlaces:
-        """Where numbers of the optimizer and of schedulers stand, with what stands for them."""
-
-        def rate(name: str, read: Callable[[], Any], index: int) -> Any:
-            if rates is not None and isinstance(read(), Tensor):
-                return rates[index].detach()
-            return self.number(name, read)
-
-        places = rate_places(self._trainer, optimizer, self.number, rate)
-        return [*places, *group_places(optimizer, keys, self.number)]
 
     # ------------------------------------------------------------------ what becomes of it
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -29,23 +29,17 @@ from lightning_graphs.training.costs.memory import NoRoomError, code_captured
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.entry import original_call
-from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall
-from lightning_graphs.training.modules.sites import Baked, CallRefused, CapturedCalls, Site
+from lightning_graphs.training.modules.observation import (
+    Direction,
+    Observation,
+    ObservedCall,
+    Pass,
+)
+from lightning_graphs.training.modules.sites import Baked, CallRefused, Site
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-def pattern_of(calls: Sequence[ObservedCall], observation: Observation) -> Hashable:
-    """What tells one step from another with the same batch: which calls, and in which order."""
-    number = {call: i for i, call in enumerate(calls)}
-    return (
-        tuple((call.ordinal, call.key()) for call in calls),
-        tuple(
-            (number[call], direction) for call, direction in observation.passes if call in number
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,54 +56,70 @@ class Means:
     direct: bool = True
 
 
-def capture_calls(
+def capture_step(
     calls: Sequence[ObservedCall], observation: Observation, means: Means, baked: Baked
-) -> CapturedCalls:
+) -> list[Site]:
     """Capture forward and backward of these calls in the order in which the step ran them."""
     # No call is inside of another. Those without autograd share graphs that are made when called.
     for call in calls:
         _refuse_other_submodules(call)
-    captured = CapturedCalls(calls, observation)
-    calls = [call for call in calls if call.grad_enabled]
-    together = {call for call in calls if not _is_detached(call)}
-    pool = means.pool
-    groups = [(pool, [(c, d) for c, d in observation.passes if c in together])]
-    for call in calls:
-        if call not in together:
-            # Its backward, should one run in the same step, finds its activations whatever ran in
-            # between. The next step makes them void.
-            apart = pool.beside()
-            groups.append((apart, [(call, "forward"), (call, "backward")]))
-    captures: dict[ObservedCall, _Capture] = {}
+    recorded = [call for call in calls if call.grad_enabled]
+    # The backward of one that had none, should it run in the same step, finds its activations
+    # whatever ran in between. The next step makes them void.
+    alone = [call for call in recorded if call.requires_grad and call.backwards == 0]
+    together = set(recorded) - set(alone)
+    groups = [(means.pool, [(call, way) for call, way in observation.passes if call in together])]
+    groups += [(means.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
-    warm = not has_compiled_anything()
+    return _captured(groups, means, baked, warm=not has_compiled_anything())
+
+
+def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
+    """Capture a call without autograd, which any other may follow."""
+    return _captured([(means.pool, _both(call))], means, baked, warm=False)[0]
+
+
+def _both(call: ObservedCall) -> list[Pass]:
+    return [(call, "forward"), (call, "backward")]
+
+
+def _captured(
+    groups: Sequence[tuple[GraphPool, Sequence[Pass]]],
+    means: Means,
+    baked: Baked,
+    *,
+    warm: bool,  # the calls have just run, as they are captured
+) -> list[Site]:
+    """Capture passes in their order, each group of them over the memory of a pool."""
+    captures: list[_Capture] = []
+    pools: list[GraphPool] = []
     try:
-        with capture_cost(pool.backend) as cost:
+        with capture_cost(means.pool.backend) as cost:
             for memory, passes in groups:
-                own, order = captured.group(memory)
+                own, order = memory.beside(memory.handle), ReplayOrder()
+                pools.append(own)
+                here: dict[ObservedCall, _Capture] = {}
                 for call in dict.fromkeys(call for call, _ in passes):
-                    here = replace(means, pool=own)
-                    captures[call] = _Capture(call, here, order, baked, warm=warm)
-                for call, direction in passes:
-                    if means.lends and direction == "forward":
-                        captures[call].read_in_place(captures)
-                    elif means.lends:
-                        captures[call].read_gradients_in_place(captures)
-                    captures[call].run(direction)
+                    here[call] = _Capture(call, replace(means, pool=own), order, baked, warm=warm)
+                    captures.append(here[call])
+                for call, way in passes:
+                    if means.lends:
+                        here[call].read_in_place(way, here)
+                    here[call].run(way)
+        sites = [capture.finish() for capture in captures]
     except BaseException:
-        for capture in captures.values():
+        for capture in captures:
             capture.passes.abandon()
-        captured.abandon()
+        for pool in pools:
+            pool.close()
         raise
-    for capture in captures.values():
-        captured.put(capture.finish())
     # All of them share the memory, whose size takes long to read: the first one stands for it.
-    for capture in list(captures.values())[:1]:
-        capture.cost.added.update(cost.added)
-    for capture in captures.values():
+    for site in sites[:1]:
+        site.cost.added.update(cost.added)
+    for capture in captures:
         capture.passes.outputs.settle()
-    return captured
+    return sites
 
 
 def _refuse_other_submodules(call: ObservedCall) -> None:
@@ -120,27 +130,6 @@ def _refuse_other_submodules(call: ObservedCall) -> None:
             "submodules were added or removed since",
             "do so before the fit, or in the first steps",
         )
-
-
-def capture_alone(call: ObservedCall, means: Means, baked: Baked) -> Site:
-    """Capture a call without autograd, which any other may follow."""
-    pool = means.pool
-    own = pool.beside(pool.handle)
-    capture = _Capture(call, replace(means, pool=own), ReplayOrder(), baked, warm=False)
-    try:
-        with capture_cost(pool.backend) as cost:
-            capture.run("forward")
-            capture.run("backward")
-    except BaseException:
-        capture.passes.abandon()
-        own.close()
-        raise
-    capture.cost.added.update(cost.added)
-    return capture.finish()
-
-
-def _is_detached(call: ObservedCall) -> bool:
-    return call.requires_grad and call.backwards == 0
 
 
 def _of_module(name: str, error: ReplayError) -> None:
@@ -163,20 +152,20 @@ class _Capture:
         order: ReplayOrder,
         baked: Baked,
         *,
-        warm: bool,  # it has just run, as it is captured
+        warm: bool,
     ) -> None:
         self._call = call
         self._restored = partial(as_observed, call, means.pool.backend.device_type)
         with self._restored():
             self._attributes = Attributes(call.module)
         self._baked = baked
-        self.pool = pool = means.pool
-        self.cost = CaptureCost()
+        self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
         direct = means.direct and not hooked and not call.partial
-        here = CaptureSettings(pool, order, direct, True, gradient_buffers=means.gradient_buffers)
+        buffers = means.gradient_buffers
+        here = CaptureSettings(means.pool, order, direct, True, gradient_buffers=buffers)
 
         def prepare() -> CallableCapture:
             original = original_call(call.module)
@@ -189,54 +178,47 @@ class _Capture:
                     self._left_alone(partial(capture.warm_up, 1))
             return capture
 
-        started = perf_counter()
         self.passes = self._explained(prepare)
-        self.cost.ms = (perf_counter() - started) * 1e3
 
-    def read_in_place(self, earlier: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy no argument that a graph of the same pool has already: as its output, or its own."""
+    def read_in_place(self, way: Direction, others: Mapping[ObservedCall, _Capture]) -> None:
+        """Copy nothing in that another graph of the same pool has already, ahead of a pass."""
+        if way == "forward":
+            self._read_arguments_in_place(others)
+        else:
+            self._read_gradients_in_place(others)
+
+    def _read_arguments_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
+        """An argument may be the output of another graph, or an argument of it, too."""
         found: dict[int, tuple[Tensor, Source]] = {}
         for leaf, sources in self._call.sources.items():
             for seen in sources:
-                capture = self._beside(seen.call, earlier)
-                if capture is None or (leaf in found and not seen.returned):
+                if seen.call not in others or (leaf in found and not seen.returned):
                     continue
-                passes, index = capture.passes, seen.index
+                passes, index = others[seen.call].passes, seen.index
                 found[leaf] = passes.lend(index) if seen.returned else passes.share(index)
         if found:
             self.passes.read_in_place(found)
 
-    def read_gradients_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
-        """Copy no gradient of an output that only one call of the same pool was given."""
+    def _read_gradients_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
+        """The gradient of an output may be that of an argument, if one call alone was given it."""
         # A tensor that is returned twice has two gradients, and no memory of one is for both.
         given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
             for leaf, makers in other._call.sources.items():
                 mine = [made.index for made in makers if made.returned and made.call is self._call]
-                lent = other.passes.lent_gradient(leaf) if other.pool is self.pool else None
                 for output in mine:
-                    given.setdefault(output, []).append(lent if len(mine) == 1 else None)
+                    lent = other.passes.lent_gradient(leaf) if len(mine) == 1 else None
+                    given.setdefault(output, []).append(lent)
         alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
         self.passes.read_gradients_in_place({i: lent for i, lent in alone if lent is not None})
 
-    def _beside(
-        self, call: ObservedCall, captures: Mapping[ObservedCall, _Capture]
-    ) -> _Capture | None:
-        """The capture of another call over the same pool, if it has begun."""
-        capture = captures.get(call)
-        if capture is None or capture.pool is not self.pool or call is self._call:
-            return None
-        return capture
-
-    def run(self, direction: Direction) -> None:
+    def run(self, way: Direction) -> None:
         passes = self.passes
-        started = perf_counter()
         self._baked.left()  # by others, since
-        capture = passes.capture_forward if direction == "forward" else passes.capture_backward
+        capture = passes.capture_forward if way == "forward" else passes.capture_backward
         self._explained(partial(self._left_alone, capture))
-        written, self._stores[direction] = self._baked.left()
+        written, self._stores[way] = self._baked.left()
         self._written |= written
-        self.cost.ms += (perf_counter() - started) * 1e3
 
     def finish(self) -> Site:
         """The graphs, at the end of all captures."""
@@ -247,11 +229,11 @@ class _Capture:
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
             required = list(map(_REQUIRES_GRAD, parameters))
-        return Site(self._call, graphed, self.cost, parameters, required, self._written)
+        return Site(self._call, graphed, self._cost, parameters, required, self._written)
 
     def _explained(self, run: Callable[[], Result]) -> Result:
         """Run a part as the call was run; a failure names the call, and leaves nothing behind."""
-        call = self._call
+        call, started = self._call, perf_counter()
         try:
             # Leaving inference mode turns autograd on, whatever it was.
             with (
@@ -265,6 +247,8 @@ class _Capture:
             raise
         except GraphError as error:
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
+        finally:
+            self._cost.ms += (perf_counter() - started) * 1e3
 
     def _left_alone(self, run: Callable[[], Result]) -> Result:
         return self._baked.left_alone(run, self._call.module, self._attributes)

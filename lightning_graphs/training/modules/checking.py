@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import as_observed
-from lightning_graphs.training.modules.sites import CallRefused, CapturedCalls, Site
+from lightning_graphs.training.modules.sites import CallRefused, CapturedStep, Site
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
-from lightning_graphs.training.verify.state import Kept
+from lightning_graphs.training.verify.state import Gradients, Kept
 
 
 class CallDiffers(CallRefused, VerificationError):
@@ -40,11 +39,11 @@ class CallChecks:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
 
-    def check(self, captured: CapturedCalls, *, again: bool = False) -> None:
+    def check(self, step: CapturedStep, *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
         # A call of whose outputs somebody still holds the memory is left out, as by training.
-        for site in captured.captured:
-            captured.begin()
+        for site in step.captured:
+            step.begin()
             self.check_site(site, again=again)
 
     def check_site(self, site: Site, *, again: bool = False) -> None:
@@ -53,7 +52,7 @@ class CallChecks:
             return
         call = site.call
         run = _CallRun(self._agreement, site, again=again)
-        ways = BothWays(run.eager, run.replayed, run.restore, run.kept)
+        ways = BothWays(run.eager, run.replayed, run.keep)
         tolerance = Tolerance(run.device.type, call.autocast)
         try:
             self._agreement.compare(ways, "a captured module was not verified", tolerance)
@@ -78,14 +77,6 @@ class _CallRun:
         self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable()
-        self._gradients = [p.grad for p in self._parameters]
-        self._state = [
-            *call.module.parameters(),
-            *(buffer for _, buffer in self._buffers),
-            *site.written.values(),
-            *(g for g in self._gradients if g is not None),
-        ]
-        self._kept: Kept | None = None
         self._python = Attributes(call.module), Generators(root)
 
     def _differentiable(self) -> list[Tensor]:
@@ -97,28 +88,16 @@ class _CallRun:
             found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
         return [p for p in found if p not in call.frozen]
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Copy the state; put it back at the end, whatever happened."""
-        self._kept = Kept(self._state, self.device, self._budget, *self._python)
-        self._without_gradients()
-        try:
-            yield
-        finally:
-            self.restore()
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
-            self._kept = None
-
-    def restore(self) -> None:
-        """Put the state back, with no parameter having a gradient."""
-        assert self._kept is not None
-        self._kept.restore()
-        self._without_gradients()
-
-    def _without_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    def keep(self) -> Kept:
+        """A copy of the state."""
+        gradients = Gradients(self._parameters)
+        tensors = [
+            *self._site.call.module.parameters(),
+            *(buffer for _, buffer in self._buffers),
+            *self._site.written.values(),
+            *gradients.tensors,
+        ]
+        return Kept(tensors, self.device, self._budget.room_for, *self._python, gradients)
 
     # ------------------------------------------------------------------ the two ways
 
@@ -143,6 +122,8 @@ class _CallRun:
 
     def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
         call = self._site.call
+        for parameter in self._parameters:
+            parameter.grad = None
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)

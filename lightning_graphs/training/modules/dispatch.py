@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.private.torch import in_transform
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
@@ -19,6 +18,7 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
@@ -78,7 +78,10 @@ class GraphedForward(Entry):
         self._calls = 0
         self._missing = ""
         self._without_autograd: PlanCache[Signature, tuple[Site, Baked]] = PlanCache(
-            stage.fit.investment, _replays, self._release, capacity=stage.fit.options.max_graphs
+            stage.fit.investment,
+            self._release,
+            capacity=stage.fit.options.max_graphs,
+            uses=_replays,
         )
 
     def begin(self, sites: Sequence[Site | None]) -> None:

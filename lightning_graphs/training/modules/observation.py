@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,6 +36,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.modules.entry import Entry
 
 Direction = Literal["forward", "backward"]
+Pass = tuple["ObservedCall", Direction]
 
 
 @dataclass(eq=False, slots=True)
@@ -115,9 +117,15 @@ class Observation:
 
     calls: list[ObservedCall] = field(default_factory=list)  # calls in the order of their beginning
     # Forward and backward passes of these calls in the order in which they ran.
-    passes: list[tuple[ObservedCall, Direction]] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
     # The first operator whose output shape depends on values; empty if there is none.
     shaped_by: str = ""
+
+    def pattern(self, chosen: Sequence[ObservedCall]) -> Hashable:
+        """What tells this step from another with the same batch: which calls, in which order."""
+        number = {call: i for i, call in enumerate(chosen)}
+        passes = tuple((number[call], way) for call, way in self.passes if call in number)
+        return tuple((call.ordinal, call.key()) for call in chosen), passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,11 +377,8 @@ class StepObserver:
             self._follow(call, output)
         trainable = [p for p in call.module.parameters() if p.requires_grad]
 
-        def backward(gradients: Sequence[Tensor | None]) -> None:
+        def backward(_: Tensor) -> None:
             call.backwards += 1
-            for i, gradient in zip(outputs, gradients, strict=True):
-                if gradient is not None and _has_address(gradient):
-                    call.gradient_strides[i] = gradient.stride()
             if torch.is_grad_enabled() and not call.obstacle:
                 call.obstacle = "is differentiated twice (create_graph=True)"
             if call.backwards > 1 and not call.obstacle:
@@ -383,13 +388,19 @@ class StepObserver:
             elif trainable:
                 node = get_gradient_edge(trainable[0]).node
                 call.partial |= not _accumulates(node)
-            if call.backwards == 1:
-                self.observation.passes.append((call, "backward"))
 
-        found = list(outputs.values())
-        self._handles.append(
-            torch.autograd.graph.register_multi_grad_hook(found, backward, mode="all")
-        )
+        def came(i: int, gradient: Tensor) -> None:
+            if _has_address(gradient):
+                call.gradient_strides[i] = gradient.stride()
+            if call.backwards == 1:  # it runs once the last of them has come
+                passes = self.observation.passes
+                passes[:] = [*(one for one in passes if one != ended), ended]
+
+        ended: tuple[ObservedCall, Direction] = (call, "backward")
+        # Its mode "all" misses a pass that begins at the only output, as a gradient penalty does.
+        hook = torch.autograd.graph.register_multi_grad_hook
+        self._handles.append(hook(list(outputs.values()), backward, mode="any"))
+        self._handles += [t.register_hook(partial(came, i)) for i, t in outputs.items()]
 
     @staticmethod
     def _is_shared(call: ObservedCall, output: Tensor, outputs: Sequence[Tensor]) -> bool:

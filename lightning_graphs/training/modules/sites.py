@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -15,8 +15,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import EVERYTHING, KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.values import HeldValues
-from lightning_graphs.core.autograd.lending import ReplayOrder
-from lightning_graphs.core.graph import CUDAGraph, GraphPool
+from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import GraphedCallable, Stores
 from lightning_graphs.core.private.torch import (
     accumulation_hooks,
@@ -181,48 +180,49 @@ class Site:
         self.graphed.reset()
 
 
-class CapturedCalls:
-    """The graphs of the calls of one step."""
+class CapturedStep:
+    """The graphs for steps of one kind that make the same calls."""
 
-    def __init__(self, calls: Sequence[ObservedCall], observation: Observation) -> None:
-        chosen = dict.fromkeys(call.module for call in calls)
-        self._index: dict[ObservedCall, int] = {}
-        # For each observed module the graphs of its calls, in their order; None for a call that
-        # stays eager.
+    def __init__(
+        self,
+        kind: StepKind,
+        calls: Sequence[ObservedCall],
+        observation: Observation,
+        captured: Sequence[Site],  # the graphs of every call that has some
+        baked: Baked,
+    ) -> None:
+        self.kind = kind
+        self.key = (kind, observation.pattern(calls), baked.values)
+        self.baked = baked
+        self.captured = captured
+        self.uses = 0
+        # For each observed module the graphs of its calls under autograd, in their order; None for
+        # a call that stays eager.
         self.sites: dict[nn.Module, list[Site | None]] = {}
-        self.captured: list[Site] = []  # the graphs of every call that has some
+        made = {site.call: site for site in captured}
         inside = set(calls)  # a replay makes no calls
         for call in observation.calls:
             if call.parent in inside:
                 inside.add(call)
-                continue
-            sites = self.sites.setdefault(call.module, [])
-            if call.grad_enabled:
-                self._index[call] = len(sites)
-                sites.append(None)
+            elif call.grad_enabled:
+                self.sites.setdefault(call.module, []).append(made.get(call))
         # Tables of hooks inside of the modules, all empty: a replay calls no hook.
         self.hook_tables = [
             table
-            for module in chosen
+            for module in dict.fromkeys(call.module for call in calls)
             for inner in module.modules()
             if inner is not module or is_compiled_in_place(module)
             for table in hook_tables(inner)
             if not table
         ]
-        self._orders: list[ReplayOrder] = []
-        self._pools: list[GraphPool] = []
+        self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
+        signature = kind.signature
+        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
+        baked.share(captured)
 
-    def group(self, pool: GraphPool) -> tuple[GraphPool, ReplayOrder]:
-        """Graphs with an order of their own, released together, over the memory of ``pool``."""
-        own = pool.beside(pool.handle)
-        order = ReplayOrder()
-        self._pools.append(own)
-        self._orders.append(order)
-        return own, order
-
-    def put(self, site: Site) -> None:
-        self.sites[site.call.module][self._index[site.call]] = site
-        self.captured.append(site)
+    @property
+    def is_current(self) -> bool:
+        return self.baked.is_current
 
     @property
     def is_kept(self) -> bool:
@@ -233,6 +233,16 @@ class CapturedCalls:
     @property
     def is_waiting(self) -> bool:
         return any(order.is_waiting for order in self._orders)
+
+    def change(self, to: CapturedStep) -> str:
+        lines = self.kind.change(to.kind)
+        lines += moved_values(self.baked.values, to.baked.values)
+        return listed(lines) or "a step calls its modules differently"
+
+    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
+        if flags != self.kind.flags or not self.is_current:
+            return False
+        return self._call is None or self._call.match(args, {}) is not None
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
         """Refuse a backward pass for some gradients only, where graphs write them themselves."""
@@ -251,32 +261,26 @@ class CapturedCalls:
             order.begin()
 
     def enter(self, statistics: Statistics) -> None:
-        for sites in self.sites.values():
-            found = [site for site in sites if site is not None]
-            if found:
-                enter(found, statistics, f"; {len(found)} calls" if len(found) > 1 else "")
+        for sites in self._by_module():
+            enter(sites, statistics, f"; {len(sites)} calls" if len(sites) > 1 else "")
 
     def release(self, statistics: Statistics) -> None:
-        for site in self.captured:  # one stands for all calls of its module: none is empty yet
-            statistics.released(site.graphed.forward_graph)
-        for site in self.captured:
-            site.release(statistics)
-        self.abandon()
+        for sites in self._by_module():  # the first one stands for all, none of which is empty yet
+            for site in sites:
+                site.release(statistics)
 
-    def abandon(self) -> None:
-        """Release what a failed attempt has captured."""
-        for pool in self._pools:
-            pool.close()
+    def _by_module(self) -> Iterator[list[Site]]:
+        for sites in self.sites.values():
+            if found := [site for site in sites if site is not None]:
+                yield found
 
 
 def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
     """Enter the graphs of one module in the statistics, and count their replays there."""
     call = sites[0].call
     signature, _ = Signature.of(call.args, call.kwargs)
-    cost = CaptureCost(sum(site.cost.ms for site in sites))
-    for site in sites:
-        for pool, size in site.cost.added.items():
-            cost.added[pool] = cost.added.get(pool, 0) + size
+    added = next((site.cost.added for site in sites if site.cost.added), {})
+    cost = CaptureCost(sum(site.cost.ms for site in sites), added)
     graphs = [graph for site in sites for graph in site.graphs]
     words = tensors_in_words(signature) + remark
     record = statistics.captured(words, graphs, cost, scope=f"module {call.name}")
@@ -338,35 +342,6 @@ class StepKind(NamedTuple):
         changed = [name for name, before, after in triples if before != after]
         changed += self.flags.kernels.changes(to.flags.kernels)
         return lines + [f"{name} changed" for name in changed]
-
-
-class StepOfModules:
-    """The graphs for steps of one kind that make the same calls."""
-
-    def __init__(
-        self, kind: StepKind, pattern: Hashable, captured: CapturedCalls, baked: Baked
-    ) -> None:
-        self.kind = kind
-        self.key = (kind, pattern, baked.values)
-        self.captured = captured
-        self.baked = baked
-        self.uses = 0
-        signature = kind.signature
-        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
-
-    @property
-    def is_current(self) -> bool:
-        return self.baked.is_current
-
-    def change(self, to: StepOfModules) -> str:
-        lines = self.kind.change(to.kind)
-        lines += moved_values(self.baked.values, to.baked.values)
-        return listed(lines) or "a step calls its modules differently"
-
-    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
-        if flags != self.kind.flags or not self.is_current:
-            return False
-        return self._call is None or self._call.match(args, {}) is not None
 
 
 def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:

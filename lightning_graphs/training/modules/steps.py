@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import FEW, PATIENCE, Waiting
 from lightning_graphs.training.costs.memory import SETTLED, NoRoomError
 from lightning_graphs.training.ddp import wrapper_of
@@ -21,7 +20,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import moved_values
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.modules.capture import Means, capture_calls, pattern_of
+from lightning_graphs.training.modules.capture import Means, capture_step
 from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, GraphedForward, Stage
@@ -34,11 +33,10 @@ from lightning_graphs.training.modules.observation import (
 from lightning_graphs.training.modules.sites import (
     Baked,
     CallRefused,
-    CapturedCalls,
+    CapturedStep,
     FlagsReader,
     Site,
     StepKind,
-    StepOfModules,
     batch_signature,
 )
 from lightning_graphs.training.step.gradients import PersistentGradients
@@ -98,16 +96,15 @@ class ModuleGraphs:
         self._flags = FlagsReader(module)
         self._forwards: dict[nn.Module, GraphedForward] = {}
         self._watched: dict[nn.Module, WatchedForward] = {}
-        self._cache: PlanCache[Hashable, StepOfModules] = PlanCache(
+        self._cache: PlanCache[Hashable, CapturedStep] = PlanCache(
             investment,
-            attrgetter("uses"),
             self._release,
             capacity=options.max_graphs,
             shape=lambda key: key[0],  # type: ignore[index]
         )
         self._investment = investment
-        self._replayed: CapturedCalls | None = None
-        self._last: StepOfModules | None = None
+        self._replayed: CapturedStep | None = None
+        self._last: CapturedStep | None = None
         self._observed: Observed | None = None
         self._search: Search | None = None
         self._complete: set[StepKind] = set()
@@ -125,8 +122,8 @@ class ModuleGraphs:
         self._last = self._replayed = None
         self.stage.means.pool.close()
 
-    def _release(self, step: StepOfModules) -> None:
-        step.captured.release(self._statistics)
+    def _release(self, step: CapturedStep) -> None:
+        step.release(self._statistics)
         if not self._plans_of(step.kind):
             self._complete.discard(step.kind)
             self._cache.forget((step.kind, self._read(step.kind)))
@@ -148,7 +145,7 @@ class ModuleGraphs:
         if stage.stale:
             self._forget(stage.stale)
         step = self._step_of(args)
-        if step is not None and any(step.captured.hook_tables):
+        if step is not None and any(step.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
             step = self._step_of(args)
         if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
@@ -164,14 +161,14 @@ class ModuleGraphs:
             self._statistics.eager += 1
             stage.elsewhere = None
         else:
-            self._replayed = step.captured
+            self._replayed = step
             self._statistics.replayed += 1
             if step.uses < SETTLED or self._budget.is_tight:
                 self._budget.settle()
             step.uses += 1
             stage.elsewhere = self._elsewhere
-            step.captured.begin()
-            sites = step.captured.sites
+            step.begin()
+            sites = step.sites
         for module, forward in self._forwards.items():
             forward.begin(sites.get(module, ()))
 
@@ -200,7 +197,7 @@ class ModuleGraphs:
         self._means = replace(self._means, lends=False)
         self._forget(reason)
 
-    def _step_of(self, args: tuple[Any, ...]) -> StepOfModules | None:
+    def _step_of(self, args: tuple[Any, ...]) -> CapturedStep | None:
         """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
         batch = args[:1]
         flags = self._flags.now()
@@ -234,7 +231,7 @@ class ModuleGraphs:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
         return frozenset(item for step in self._plans_of(kind) for item in step.baked.now())
 
-    def _plans_of(self, kind: StepKind) -> list[StepOfModules]:
+    def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
         return [step for step in self._cache.plans() if step.kind == kind]
 
     def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> Site | None:
@@ -242,21 +239,21 @@ class ModuleGraphs:
         last = self._last
         assert last is not None
         # Every graph is whole in itself as long as no backward pass needs another's memory.
-        is_free = not (last.captured.is_waiting or last.captured.is_kept)
+        is_free = not (last.is_waiting or last.is_kept)
         self.stage.foreseen = False
         for step in self._cache.plans():
-            sites = step.captured.sites.get(module, ())
+            sites = step.sites.get(module, ())
             if index >= len(sites) or step.kind != last.kind or not step.is_current:
                 continue
             site = sites[index]
             if site is None or not site.accepts(*call):
                 self.stage.foreseen |= site is None and step is not last  # it stays eager there
-            elif is_free and not any(step.captured.hook_tables):
+            elif is_free and not any(step.hook_tables):
                 self._last = self._cache.get(step.key)
-                self._replayed = step.captured
-                step.captured.begin()
+                self._replayed = step
+                step.begin()
                 for other, forward in self._forwards.items():
-                    forward.sites = step.captured.sites.get(other, ())
+                    forward.sites = step.sites.get(other, ())
                 return site
             else:
                 self.stage.foreseen |= step is not last
@@ -288,7 +285,7 @@ class ModuleGraphs:
             self._observed.observer.discard()
             self._observed = None
 
-    def _look_back(self, observed: Observed) -> StepOfModules | None:
+    def _look_back(self, observed: Observed) -> CapturedStep | None:
         """Capture what the last step has shown, if it is worth it and can be."""
         kind, observation = observed.kind, observed.observer.observation
         observed.observer.remove()
@@ -319,7 +316,7 @@ class ModuleGraphs:
         calls = self._choice.first(observation, self._statistics.note)
         search = self._search
         if search is not None and searched:
-            key = (kind, pattern_of(calls, observation))
+            key = (kind, observation.pattern(calls))
             known = any(s.key[:2] == key and s.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):
                 search.left -= 1
@@ -339,20 +336,21 @@ class ModuleGraphs:
 
     def _capture(
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
-    ) -> StepOfModules | None:
-        captured: CapturedCalls | None = None
-        while calls and captured is None:
+    ) -> CapturedStep | None:
+        step: CapturedStep | None = None
+        while calls and step is None:
             baked = Baked(self._means.root, self._means.own)  # a refused call has read too much
             try:
                 self._budget.require_room("A captured module")
                 with baked.watched(dict.fromkeys(call.module for call in calls)):
-                    found = capture_calls(calls, observation, self._means, baked)
+                    sites = capture_step(calls, observation, self._means, baked)
+                found = CapturedStep(kind, calls, observation, sites, baked)
                 try:
                     self._checks.check(found)
                 except BaseException:
                     found.release(self._statistics)
                     raise
-                captured = found
+                step = found
             except NoRoomError as error:
                 if self._options.on_failure == "raise":
                     raise
@@ -370,14 +368,12 @@ class ModuleGraphs:
                     return None
                 calls = self._choice.without(error.call, calls, observation)
                 self._statistics.refused(error.call.name, error)
-        if captured is None:
+        if step is None:
             self._cache.refuse((kind, self._read(kind)))
             self._refused()
             return None
         before = self._last
-        step = StepOfModules(kind, pattern_of(calls, observation), captured, baked)
-        baked.share(captured.captured)
-        captured.enter(self._statistics)
+        step.enter(self._statistics)
         for call in calls:
             if call.module not in self._forwards:
                 self._forwards[call.module] = GraphedForward(call.name, call.module, self.stage)
@@ -390,10 +386,10 @@ class ModuleGraphs:
         self._last = step
         return step
 
-    def _is_wrong(self, step: StepOfModules) -> bool:
+    def _is_wrong(self, step: CapturedStep) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
         try:
-            self._checks.check(step.captured, again=True)
+            self._checks.check(step, again=True)
         except CallDiffers as error:
             if self._options.on_failure == "raise":
                 raise

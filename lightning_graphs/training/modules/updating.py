@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.costs.memory import code_captured
 from lightning_graphs.training.fit import Fit
@@ -64,7 +63,7 @@ class CapturedUpdate:
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
-            fit.investment, attrgetter("uses"), self._release, capacity=fit.options.max_graphs
+            fit.investment, self._release, capacity=fit.options.max_graphs
         )
         self._bind()
 

@@ -16,15 +16,19 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.private.torch import scaling_states
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import refuse_stand_ins
+from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.host.logs import LogRecorder
+from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import StrategyCalls, replaced
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
-"""The attribute by which torch's GradScaler and Lightning know a fused optimizer."""
+"""The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it
+divides gradients by the loss scale itself, and its hooks see scaled ones."""
 
 
 @contextlib.contextmanager
@@ -54,52 +58,6 @@ def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
-def unscales(plugin: Precision, optimizer: Optimizer) -> bool:
-    """Whether the plugin divides gradients by the loss scale, before hooks and clipping.
-
-    An optimizer that was made fused unscales its gradients itself, and its hooks see scaled ones.
-    """
-    return scaler_of(plugin) is not None and not getattr(optimizer, _UNSCALES_ITSELF, False)
-
-
-def scaling_state(plugin: Precision, optimizer: Optimizer) -> dict[str, Any]:
-    """What the scaler knows of a step that is under way; nothing where there is none.
-
-    A capture asks first, and fails where torch does not tell.
-    """
-    scaler = scaler_of(plugin)
-    return {} if scaler is None else dict(scaling_states(scaler)[id(optimizer)])
-
-
-def resume_scaling(plugin: Precision, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Let the scaler go on from what :func:`scaling_state` gave."""
-    scaler = scaler_of(plugin)
-    if scaler is not None:
-        scaling_states(scaler)[id(optimizer)] = dict(state)
-
-
-def unscale(plugin: Precision, optimizer: Optimizer) -> None:
-    """Divide the gradients by the loss scale, where the plugin does."""
-    scaler = scaler_of(plugin)
-    if scaler is not None and unscales(plugin, optimizer):
-        scaler.unscale_(optimizer)
-
-
-@contextlib.contextmanager
-def stepping_on_the_device(optimizer: Optimizer) -> Iterator[None]:
-    """Let the scaler hand ``found_inf`` to the fused kernel instead of reading it.
-
-    It does so for optimizers that were constructed with ``fused=True``; for those that we made
-    fused it would call ``.item()``, which ends a capture.
-    """
-    before = getattr(optimizer, _UNSCALES_ITSELF, False)
-    setattr(optimizer, _UNSCALES_ITSELF, True)
-    try:
-        yield
-    finally:
-        setattr(optimizer, _UNSCALES_ITSELF, before)
-
-
 @dataclass(eq=False)
 class StepBody:
     """The step of one fit as Lightning does it, without the hooks."""
@@ -113,6 +71,21 @@ class StepBody:
 
     def __post_init__(self) -> None:
         self._plugin = self.trainer.precision_plugin
+        self._scaler = scaler_of(self._plugin)
+
+    @contextlib.contextmanager
+    def surrounded(
+        self, recorder: LogRecorder, places: Places, generators: Generators
+    ) -> Iterator[None]:
+        """What is around a step that is captured, or compared with its graphs."""
+        with (
+            places.left(generators),
+            unseen_by_ddp(self.trainer),
+            recorder.recording(),
+            torch.enable_grad(),
+            without_autocast_cache(self._plugin),
+        ):
+            yield
 
     def run(
         self,
@@ -147,16 +120,16 @@ class StepBody:
         return output, loss
 
     def _backward(self, loss: Tensor) -> None:
-        scaler = scaler_of(self._plugin)
-        if scaler is not None:
-            loss = scaler.scale(loss)
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
         self._plugin.backward(loss, self.module, self.optimizer)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
-        if self.observers.before_step and unscales(self._plugin, self.optimizer):
-            cut("unscale")
-        unscale(self._plugin, self.optimizer)
+        if self._scaler is not None and not getattr(self.optimizer, _UNSCALES_ITSELF, False):
+            if self.observers.before_step:
+                cut("unscale")
+            self._scaler.unscale_(self.optimizer)
         if self.observers.before_step:
             cut("step")
         else:
@@ -165,17 +138,31 @@ class StepBody:
                 gradient_clip_val=self.trainer.gradient_clip_val,
                 gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
             )
-        self.step()
+        self._step()
 
-    def step(self) -> None:
-        """Take the optimizer step, through the gradient scaler where there is one."""
-        scaler = scaler_of(self._plugin)
+    def _step(self) -> None:
+        scaler = self._scaler
         if scaler is None:
             self.optimizer.step()
             return
-        with stepping_on_the_device(self.optimizer):
+        # For optimizers that we made fused it would read `found_inf` on the host.
+        with replaced(self.optimizer, _UNSCALES_ITSELF, True):
             scaler.step(self.optimizer)
         scaler.update()
+
+    def scaling(self) -> dict[str, Any]:
+        """What the scaler knows of a step that is under way; nothing where there is none.
+
+        A capture asks first, and fails where torch does not tell.
+        """
+        scaler = self._scaler
+        return {} if scaler is None else dict(scaling_states(scaler)[id(self.optimizer)])
+
+    def step_eagerly(self, scaling: dict[str, Any]) -> None:
+        """Take the optimizer step from where :meth:`scaling` was asked, on what hooks left."""
+        if self._scaler is not None:
+            scaling_states(self._scaler)[id(self.optimizer)] = dict(scaling)
+        self._step()
 
 
 def loss_of(returned: Any) -> Tensor:

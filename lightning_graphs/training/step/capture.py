@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
-from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
@@ -22,6 +22,7 @@ from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,
     hooks_registered,
+    version_of,
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.costs.memory import (
@@ -29,12 +30,13 @@ from lightning_graphs.training.costs.memory import (
     RaisedInCapture,
     code_captured,
 )
-from lightning_graphs.training.ddp import units_of, unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.training.ddp import units_of, waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import (
     NumberPlaces,
     counters_watched,
+    number_places,
     numbers_exchanged,
     old_gradients_watched,
     rates_exchanged,
@@ -42,7 +44,11 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, LooseTensors, held_in
 from lightning_graphs.training.guards.observers import cast_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left
+from lightning_graphs.training.guards.own_batch import (
+    UnreadValues,
+    batch_left,
+    written_tensors,
+)
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.guards.side_effects import effects_refused
@@ -53,12 +59,7 @@ from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import LeftBehindError
 from lightning_graphs.training.host.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.interception import replaced
-from lightning_graphs.training.step.body import (
-    StepBody,
-    resume_scaling,
-    scaling_state,
-    without_autocast_cache,
-)
+from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.gradients import (
     GradientTargets,
     GradientUse,
@@ -89,7 +90,7 @@ class StepCapture:
         self._observers = body.observers
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._own = OwnCode(module)
-        self._plugin = trainer.precision_plugin
+        self._copies = partial(copies_on_host, trainer)
         self._units = units_of(trainer)
         self._registers_hooks = False
         self._asked: list[str] = []
@@ -187,7 +188,7 @@ class StepCapture:
 
         def cut(name: str) -> None:
             if name == "step":
-                scaling.update(scaling_state(self._plugin, self._optimizer))
+                scaling.update(self._body.scaling())
             if places is not None:
                 places.look()
             segments.cut(name)
@@ -195,9 +196,9 @@ class StepCapture:
         try:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
+            versions = list(map(version_of, inputs.tensors))
             if self._learned.has_host_half:
-                copies = copies_on_host(self._trainer, tensors)
-                room = self._room_on_device
+                copies, room = self._copies(tensors), self._room_on_device
                 recording = HostRecording(self._module.device, inputs.tensors, copies, room)
             tape = None if recording is None else recording.tape
             reads, device = self._learned.reads, self._module.device
@@ -231,6 +232,7 @@ class StepCapture:
                 gradients, others = targets.attached()
             unread.refuse_read()
             host = None if recording is None else recording.finish()
+            written = written_tensors(tensors, inputs.tensors, versions)
             _reset_autograd(inputs.tensors, tensors)
         except BaseException:  # KeyboardInterrupt and the like, too
             abandon()
@@ -243,19 +245,15 @@ class StepCapture:
         outside.read_into(self._learned.reads)
         output.finish_capture()
         return StepPlan(
-            call=CallPlan(signature, check_modes=True),
             inputs=inputs,
+            writes_batch=written,
             outputs=output,
             logs=recorder,
             gradients=gradients,
             outside=others,
-            phase=phase,
-            forward=segments.named["forward"],
-            backward=segments.named.get("backward"),
-            unscale=segments.named.get("unscale"),
-            step=segments.named.get("step"),
-            steps=phase.stepping and self._capturable is not None,
             graphs=segments.graphs,
+            copies=self._copies,
+            steps=phase.stepping and self._capturable is not None,
             adds=adds,
             written=loose.written(),
             stores=stores,
@@ -283,25 +281,21 @@ class StepCapture:
         held = list(held_in(self._module))
         loose, generators = LooseTensors(self._module, held), Generators(self._module, held)
         outside = OutsideValues(self._module, self._own, loose.add, generators.add, held=held)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._learned.places.left(generators))
-            stack.enter_context(unseen_by_ddp(self._trainer))
+        number, reads = self._numbers.number, self._learned.reads
+        rates = None if self._capturable is None else self._capturable.live_rates()
+        parts = self._trainer, self._optimizer, rates
+        self._in_optimizer = number_places(*parts, number, self._open_keys())
+        with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            stack.enter_context(recorder.recording())
-            stack.enter_context(self._learned.reads.watching(self._module))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(without_autocast_cache(self._plugin))
-            reads, counter = self._learned.reads, self._numbers.counter
-            stack.enter_context(counters_watched(self._trainer, reads=reads, counter=counter))
-            stack.enter_context(replaced(self._body, "forward", self._forward))
-            stack.enter_context(replaced(self._body, "_backward", self._backward))
-            rates = None if self._capturable is None else self._capturable.live_rates()
-            self._in_optimizer = self._numbers.places(self._optimizer, self._open_keys(), rates)
-            stack.enter_context(rates_exchanged(self._trainer, self._optimizer, rates))
-            effects = effects_refused(self._trainer, self._own, outside, "training_step")
-            stack.enter_context(effects)
-            if places is not None:
-                stack.enter_context(places.exchanged(self._numbers.number))
+            self._body.surrounded(recorder, self._learned.places, generators),
+            reads.watching(self._module),
+            counters_watched(self._trainer, reads=reads, counter=number),
+            replaced(self._body, "forward", self._forward),
+            replaced(self._body, "_backward", self._backward),
+            rates_exchanged(*parts),
+            effects_refused(self._trainer, self._own, outside, "training_step"),
+            nullcontext() if places is None else places.exchanged(number),
+        ):
             yield outside, loose
 
     def _forward(
@@ -336,11 +330,6 @@ class StepCapture:
     def _unseen(self) -> AbstractContextManager[None]:
         return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
 
-    def update_eagerly(self, plan: StepPlan) -> None:
-        """Take the optimizer step on gradients that a graph computed and hooks have changed."""
-        resume_scaling(self._plugin, self._optimizer, plan.scaling)
-        self._body.step()
-
 
 class _Segments:
     """The graphs of one step: one, or more where the capture was cut."""
@@ -349,46 +338,32 @@ class _Segments:
         self._pool = pool
         self._reads = reads
         self._open = contextlib.ExitStack()
-        self._current: CUDAGraph | None = None
-        self._name = ""
-        self.graphs: list[CUDAGraph] = []
-        self.named: dict[str, CUDAGraph] = {}
+        self.graphs: dict[str, CUDAGraph] = {}
         self.stores: dict[str, Stores] = {}
 
     @contextlib.contextmanager
     def capturing(self, name: str) -> Iterator[None]:
         """Capture the body into graphs, beginning with ``name``."""
-        try:
-            self._begin(name)
+        with self._open:
+            self.cut(name)
             yield
-        except BaseException as error:
-            self._open.__exit__(type(error), error, error.__traceback__)
-            raise
-        self._end()
 
     def cut(self, name: str) -> None:
-        """End the graph under capture and begin the next one."""
-        self._end()
-        self._begin(name)
-
-    def _begin(self, name: str) -> None:
-        self._name = name
-        self._open = contextlib.ExitStack()
-        self._current = self._open.enter_context(self._pool.capture())
-
-    def _end(self) -> None:
+        """End the graph under capture, if there is one, and begin the next one."""
         self._open.close()
-        assert self._current is not None
-        self.graphs.append(self._current)
-        self.named[self._name] = self._current
-        if stores := self._reads.stored():
-            self.stores[self._name] = stores
-        self._current = None
+        self._open.push(partial(self._ended, name))
+        self._captured = self._open.enter_context(self._pool.capture())
+
+    def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.graphs[name] = self._captured
+            if stores := self._reads.stored():
+                self.stores[name] = stores
 
     def abandon(self) -> None:
         """Release the graphs that were finished before the failure."""
         while self.graphs:
-            self._pool.release(self.graphs.pop())
+            self._pool.release(self.graphs.popitem()[1])
 
 
 def refuse_iterator(batch: Any) -> None:
@@ -404,7 +379,7 @@ def refuse_iterator(batch: Any) -> None:
 def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
     """Take back what a step that asks for gradients of its batch has made of static inputs."""
     for own, given in zip(inputs, batch, strict=True):
-        own.requires_grad_(given.requires_grad)
+        own.detach_().requires_grad_(given.requires_grad)
         own.grad = None
 
 

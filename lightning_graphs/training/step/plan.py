@@ -1,24 +1,23 @@
-"""Captured steps: their graphs, what replays do beside them, and which one is for a batch."""
+"""Captured steps: their graphs, what replays do beside them, and whether one is for a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.cache import PlanCache, Worth
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import Stores, set_again
 from lightning_graphs.core.host.half import HostHalf
-from lightning_graphs.training.guards.conditions import Conditions, Phase
+from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.stored import CapturedStores
@@ -29,27 +28,26 @@ from lightning_graphs.training.step.gradients import AttachedGradients
 class StepPlan:
     """A captured step."""
 
-    call: CallPlan  # checks a batch against the signature and takes its tensors out
     inputs: StaticInputs  # the static batch
     outputs: OutputPlan  # what ``training_step`` returned
     logs: LogRecorder  # its calls of ``self.log`` and of metrics
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: AttachedGradients
     outside: AttachedGradients  # the same, of parameters that the optimizer does not have
-    phase: Phase  # which part of an accumulation window it is
-    forward: CUDAGraph  # replayed in place of ``training_step``
-    # Replayed in place of the backward pass; None if it is part of ``forward``
-    backward: CUDAGraph | None = None
-    # Replayed ahead of the hooks before the optimizer step; None if nothing is unscaled there
-    unscale: CUDAGraph | None = None
-    # Replayed in place of clipping and optimizer step; None if an earlier one does it
-    step: CUDAGraph | None = None
+    # In the order of their capture. "forward" is replayed in place of ``training_step``; where they
+    # are no part of another one, "backward" in place of the backward pass, "unscale" ahead of the
+    # hooks before the optimizer step, "step" in place of clipping and optimizer step
+    graphs: dict[str, CUDAGraph]
+    # What the host has of the tensors of a batch
+    copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+    # Checks a batch against the signature and takes its tensors out
+    call: CallPlan = field(init=False)
     steps: bool = False  # whether the optimizer step is captured at all
-    # All of its graphs, in the order of their capture
-    graphs: list[CUDAGraph] = field(default_factory=list)
     adds: bool = False  # whether its gradients are added to those of earlier steps
     # What it writes beside parameters and buffers, by name
     written: dict[str, Tensor] = field(default_factory=dict)
+    writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
+    batch: Sequence[Tensor] = ()  # of the coming replay, where it does
     # Attributes that each of its graphs sets, by the graph's name in a capture
     stores: dict[str, Stores] = field(default_factory=dict)
     # What it finds in places where it stores something, and leaves there; or None
@@ -63,15 +61,36 @@ class StepPlan:
     # Numbers of the trainer that its graphs read, to be refreshed before every replay
     numbers: Sequence[NumberOnDevice] = ()
 
-    def run_host(self, batch: Callable[[], Sequence[Tensor | None]]) -> bool:
-        """Compute on the host what the coming replay needs; whether it goes the captured way."""
-        return self.host is None or self.host.run(batch)
+    @property
+    def conditions(self) -> Conditions:
+        """What it was captured under."""
+        conditions: Conditions = self.call.signature.extra[0]  # type: ignore[assignment]
+        return conditions
 
-    def fill(self, batch: Sequence[Tensor]) -> None:
-        """Copy the tensors of a batch in, and what steps before have stored."""
+    def fits(self, batch: Any, conditions: Conditions) -> bool:
+        """Whether batch and fit are what it was captured from; if so it is ready for a replay."""
+        if not self.conditions.holds(conditions):
+            return False
+        tensors = self.call.match((batch,), {})
+        return tensors is not None and self.fill(tensors)
+
+    def fill(self, batch: Sequence[Tensor]) -> bool:
+        """Copy a batch and what steps before have stored in; compute on the host what it needs.
+
+        False: the code would go another way than the graphs.
+        """
+        if self.places is not None and not self.places.take():
+            return False
+        if self.host is not None and not self.host.run(partial(self.copies, batch)):
+            return False
+        self.copy_in(batch)
+        return True
+
+    def copy_in(self, batch: Sequence[Tensor]) -> None:
+        """Copy the tensors of a batch in."""
         self.inputs.copy_in(batch)
-        if self.places is not None:
-            self.places.take()
+        if self.writes_batch:
+            self.batch = batch
 
     @property
     def told(self) -> tuple[Hashable, ...]:
@@ -100,7 +119,15 @@ class StepPlan:
         self.logs.reissue()
         if self.places is not None:
             self.places.store()
+        if self.writes_batch:
+            self._write_batch()
         return self.outputs.hand_out() if copies else self.outputs.give_away()
+
+    @torch.no_grad()
+    def _write_batch(self) -> None:
+        for i in self.writes_batch if self.batch else ():
+            self.batch[i].copy_(self.inputs.tensors[i])
+        self.batch = ()
 
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""
@@ -114,66 +141,7 @@ class StepPlan:
         self.outside.attach()
 
 
-class StepPlans(PlanCache[Signature, StepPlan]):
-    """A cache that is asked with batches."""
-
-    def __init__(
-        self,
-        worth: Worth,
-        release: Callable[[StepPlan], None],
-        capacity: int | None,
-        # Tells what the host has of the tensors of a batch
-        copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]],
-    ) -> None:
-        super().__init__(
-            worth, attrgetter("uses"), release, capacity=capacity, shape=_without_values
-        )
-        self._copies = copies
-        self.last: StepPlan | None = None  # the plan that was found last
-
-    def find(self, batch: Any, conditions: Conditions) -> StepPlan | None:
-        """The plan for a batch, which is copied in; None if there is none."""
-        last = self.last
-        if last is not None and self._fill(last, batch, conditions):
-            return last
-        for plan in self.plans():
-            if plan is not last and self._fill(plan, batch, conditions):
-                self.last = self.get(plan.call.signature)
-                return plan
-        return None
-
-    def _fill(self, plan: StepPlan, batch: Any, conditions: Conditions) -> bool:
-        """Copy the batch in, if it and the fit are what the plan was captured from."""
-        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
-        if not captured.holds(conditions):
-            return False
-        tensors = plan.call.match((batch,), {})
-        if tensors is None:
-            return False
-        if plan.places is not None and not plan.places.take():
-            return False
-        if plan.host is not None and not plan.run_host(partial(self._copies, tensors)):
-            return False
-        plan.inputs.copy_in(tensors)
-        return True
-
-    def add(self, key: Signature, plan: StepPlan) -> None:
-        """Keep a captured plan; see :meth:`PlanCache.add`."""
-        super().add(key, plan)
-        self.last = plan
-
-    def drop_all(self) -> None:
-        """Release every plan; how often each step was seen stays known."""
-        for key in self.keys():
-            self.drop(key)
-
-    def drop(self, key: Signature) -> None:
-        """Release one plan."""
-        self.last = None
-        super().drop(key)
-
-
-def _without_values(signature: Signature) -> Hashable:
+def without_values(signature: Signature) -> Hashable:
     """What of a signature comes back where the values that a step reads move on."""
     conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
     return replace(signature, extra=(conditions.phase, conditions.gradients))

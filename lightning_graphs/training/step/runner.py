@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.costs.memory import MemoryKept, NoRoomError
 from lightning_graphs.training.fit import Fit, Learned
@@ -38,8 +38,7 @@ from lightning_graphs.training.step.body import StepBody, scaler_of
 from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
-from lightning_graphs.training.step.plan import StepPlan, StepPlans
-from lightning_graphs.training.step.transfer import copies_on_host
+from lightning_graphs.training.step.plan import StepPlan, without_values
 from lightning_graphs.training.verify.agreement import Agreement
 from lightning_graphs.training.verify.verification import Verification
 
@@ -66,8 +65,9 @@ class StepRunner:
         self._investment = fit.investment
         options = fit.options
         self._agreement = Agreement(fit.module, options, fit.retry.budget, fit.ranks)
-        copies = partial(copies_on_host, fit.trainer)
-        self._cache = StepPlans(fit.investment, self._release, options.max_graphs, copies)
+        self._cache: PlanCache[Signature, StepPlan] = PlanCache(
+            fit.investment, self._release, capacity=options.max_graphs, shape=without_values
+        )
         self._notices = Notices(options, fit.statistics)
         self._captures_unseen = True
         self._moved = ""
@@ -110,7 +110,7 @@ class StepRunner:
             self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
         own, observers = self._retry.own, self._observers
-        body = StepBody(
+        self._body = body = StepBody(
             self._trainer, self._module, own, self._optimizer, self._in_graph, observers
         )
         self._capture = StepCapture(self._fit, body, self._learned)
@@ -126,13 +126,13 @@ class StepRunner:
 
     def _release(self, plan: StepPlan) -> None:
         self._kept.show(None)
-        self._statistics.released(plan.forward)
+        self._statistics.released(plan.graphs["forward"])
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
         self._release_graphs(plan)
 
     def _release_graphs(self, plan: StepPlan | None) -> None:
-        for graph in () if plan is None else plan.graphs:
+        for graph in () if plan is None else plan.graphs.values():
             self._pool.release(graph)
 
     @property
@@ -176,11 +176,11 @@ class StepRunner:
         if plan is None or not plan.steps:
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
-            if plan.unscale is not None:
+            if "unscale" in plan.graphs:
                 if not plan.gradients.complete():
                     return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
                 plan.gradients.adopt()
-                plan.unscale.replay()
+                plan.graphs["unscale"].replay()
                 plan.gradients.attach()  # copies follow in place
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
@@ -191,16 +191,14 @@ class StepRunner:
     def _step_after_hooks(self, plan: StepPlan) -> None:
         """Replay the optimizer step on the gradients that the hooks left."""
         assert self._in_graph is not None
-        captured: Conditions = plan.call.signature.extra[0]  # type: ignore[assignment]
-        moved = self._in_graph.hyper_parameters() != captured.hyper_parameters
+        moved = self._in_graph.hyper_parameters() != plan.conditions.hyper_parameters
         replaced = self._in_graph.replaced(self._trainer.current_epoch)
         if moved or replaced or not plan.gradients.complete():
-            self._capture.update_eagerly(plan)
+            self._body.step_eagerly(plan.scaling)
             return
         plan.gradients.adopt()
         self._in_graph.refresh()
-        assert plan.step is not None
-        plan.step.replay()
+        plan.graphs["step"].replay()
         if plan.scaling:  # a fused step unscales by itself what nobody has unscaled before it
             plan.gradients.attach()
         plan.store("step")
@@ -216,14 +214,15 @@ class StepRunner:
             closure_loss = plugin.pre_backward(closure_loss, self._module)
         else:  # the base class only calls the hooks; the scale may have moved on in the graph
             Precision.pre_backward(plugin, closure_loss, self._module)
-        if plan.backward is not None:
+        if "backward" in plan.graphs:
             if self._kept.look():
                 self._statistics.note(KEPT_LATE)
             plan.adopt()
-            plan.backward.replay()
+            plan.graphs["backward"].replay()
             plan.store("backward")
         # Where the backward pass is no graph of its own, nobody can have changed it since.
-        plan.attach(attached=plan.backward is None and self._kept.attached is plan.gradients)
+        unseen = "backward" not in plan.graphs and self._kept.attached is plan.gradients
+        plan.attach(attached=unseen)
         self._kept.show(plan.gradients)
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
@@ -251,7 +250,7 @@ class StepRunner:
         if ranks.units is not None and not ranks.units.shard():
             ranks.leave(NOT_REDUCED)
         conditions = self._conditions()
-        plan = self._cache.find(args[0], conditions)
+        plan = self._cache.find(lambda plan: plan.fits(args[0], conditions))
         if plan is not None:
             choice, wish = plan.number, plan.unverified and self._investment.affords_verification
         else:
@@ -344,12 +343,11 @@ class StepRunner:
         plan.call = CallPlan(signature, check_modes=True)
         plan.number = self._ranks.new_number()
         self._notices.captured(signature)
-        self._statistics.captured(in_words(signature), plan.graphs, cost)
+        self._statistics.captured(in_words(signature), [*plan.graphs.values()], cost)
         self._cache.add(signature, plan)
         self._kept.count()
         plan.fill(tensors)
         plan.unverified = self._agreement.is_on
-        plan.run_host(partial(copies_on_host, self._trainer, tensors))
         is_too_much = self._ranks.any(not self._investment.affords_verification)
         return plan if is_too_much else self._verified(plan, args)
 
@@ -381,7 +379,8 @@ class StepRunner:
         return self._calls.training_step(*args, **kwargs)
 
     def _replay(self, plan: StepPlan) -> Any:
-        self._statistics.count_replay(plan.forward)
+        forward = plan.graphs["forward"]
+        self._statistics.count_replay(forward)
         plan.uses += 1
         self._notices.replayed()
         self._moves.replayed()
@@ -389,11 +388,13 @@ class StepRunner:
             self._in_graph.refresh()
         for number in plan.numbers:
             number.refresh()
-        if plan.backward is None:
+        if "backward" not in plan.graphs:
             plan.adopt()
-        plan.forward.replay()
+        forward.replay()
         if self._ranks.ddp is not None:
-            self._ranks.ddp.require_forward_param_sync = plan.phase.stepping  # reduced by then
+            self._ranks.ddp.require_forward_param_sync = (
+                plan.conditions.phase.stepping
+            )  # reduced by then
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = nothing

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 
 from lightning_graphs.core.arguments.fingerprints import Fingerprint, Fingerprinter
 from lightning_graphs.core.callsite import stacklevel_of_user
@@ -27,6 +25,7 @@ from lightning_graphs.training.verify.differences import (
     difference,
     size,
 )
+from lightning_graphs.training.verify.state import Kept
 
 _RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
@@ -42,11 +41,7 @@ class BothWays:
 
     eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
     replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
-    restore: Callable[[], None]  # puts the state back from which both start
-    # Holds a copy of that state, and puts it back at its end
-    kept: Callable[[], AbstractContextManager[None]] = nullcontext
-    # How far, as a Euclidean norm, a tensor of the state is from where it started
-    moved: Callable[[Tensor], float] = lambda _: 0.0
+    keep: Callable[[], Kept]  # copies the state from which both start
 
 
 class Agreement:
@@ -68,8 +63,8 @@ class Agreement:
         ranks: Ranks = ONE_RANK,
     ) -> None:
         self.root = root
-        self.is_on = options.verify != "off"
-        self.every = options.verify if isinstance(options.verify, int) else 0
+        self.is_on = options.verify is not False
+        self.every = 0 if isinstance(options.verify, bool) else options.verify
         self.budget = budget
         self._ranks = ranks
         self._said: set[str] = set()
@@ -84,8 +79,12 @@ class Agreement:
     def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
         """Compare both ways, or say that there was no memory for it."""
         try:
-            with ways.kept():
-                self._require(ways, tolerance or self._tolerance)
+            kept = ways.keep()
+            try:
+                self._require(ways, kept, tolerance or self._tolerance)
+            finally:
+                kept.restore()
+                del kept
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -94,25 +93,26 @@ class Agreement:
             if self.root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager run and the copy of the state
 
-    def _require(self, ways: BothWays, tolerance: Tolerance) -> None:
+    def _require(self, ways: BothWays, kept: Kept, tolerance: Tolerance) -> None:
         prints = Fingerprinter()
         expected = ways.eager()
         names = [result.name for result in expected]
         known = prints.of([result.value for result in expected], together=True)
         del expected
-        ways.restore()
+        kept.restore()
         found = ways.replayed()
         self._ranks.together(partial(self._require_names, names, [r.name for r in found]))
         now = prints.of([result.value for result in found], together=True)
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
         if self._ranks.any(bool(differing)):
-            ways.restore()
-            self._require_values(ways, differing, (prints, names, known), tolerance)
+            kept.restore()
+            self._require_values(ways, kept, differing, (prints, names, known), tolerance)
 
     def _require_values(
         self,
         ways: BothWays,
+        kept: Kept,
         differing: set[str],  # and what shares a fingerprint with these
         first: tuple[Fingerprinter, list[str], list[Fingerprint]],
         rule: Tolerance,
@@ -122,16 +122,16 @@ class Agreement:
         now = prints.of([result.value for result in again], together=True)
         steady = [r.name for r in again] == names and now == known
         held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
-        updates = {r.name: ways.moved(r.value) for r in again if r.name in held and r.gradient}
+        updates = {r.name: kept.moved(r.value) for r in again if r.name in held and r.gradient}
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
         noise: dict[str, Difference] = {}
         if self._ranks.any(not steady):
-            ways.restore()
+            kept.restore()
             third = ways.eager()
             noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
             del third
-        ways.restore()
+        kept.restore()
         results = ways.replayed()
 
         def judge() -> None:

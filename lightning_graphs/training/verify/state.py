@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.private.fsdp import local
-from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.step.body import scaler_of
 from lightning_graphs.training.verify.differences import Result, difference, results_in
 
@@ -37,15 +35,13 @@ class Kept:
         self,
         tensors: Iterable[Tensor],
         device: torch.device,
-        budget: MemoryBudget,
+        room: Callable[[int], int],  # how many of so many bytes may be copied on the device
         *others: Restorable,
-        beside: int = 0,  # bytes that are taken beside the copies
     ) -> None:
         tensors = [local(tensor) for tensor in tensors if tensor.layout is torch.strided]
         storages = [t.untyped_storage() for t in tensors]
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-        self._snapshot = StateSnapshot(tensors, room=budget.room_for(size, beside))
-        self.saved = self._snapshot.saved
+        self._snapshot = StateSnapshot(tensors, room=room(size))
         self._others = others
         self._device = device if device.type == "cuda" else None
         self._on_host = torch.get_rng_state()
@@ -61,70 +57,50 @@ class Kept:
             assert self._device is not None
             torch.cuda.set_rng_state(self._on_device, self._device)
 
+    def moved(self, tensor: Tensor) -> float:
+        """How far one of the tensors is from its copy, as a Euclidean norm."""
+        return difference(tensor, self._snapshot.saved(tensor).to(tensor.device)).norm
 
-class StepState:
-    """The state that a step of one fit changes, as it is now."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        optimizer: Optimizer,
-        loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
-        *others: Restorable,
-        budget: MemoryBudget,
-        beside: int = 0,  # bytes that the step takes beside it
-    ) -> None:
-        self._optimizer = optimizer
-        self._budget, self._beside = budget, beside
-        self._device = module.device
-        self._buffers = dict(module.named_buffers())
-        self._loose = dict(loose)
-        self._scaler = scaler_of(trainer.precision_plugin)
-        self._parameters = _named_parameters(module, optimizer)
-        self._gradients = [p.grad for p in self._parameters.values()]
-        self._state = {p: dict(s) for p, s in optimizer.state.items()}
-        self._others = others
-        self._tensors = [
-            *self._buffers.values(),
-            *self._loose.values(),
-            *self._parameters.values(),
-            *(p.grad for p in self._parameters.values() if p.grad is not None),
-            *(v for s in self._state.values() for v in s.values() if isinstance(v, Tensor)),
+class Gradients:
+    """What ``.grad`` of parameters is, and which of them are trained; not the values."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._known = [(p, p.grad, p.requires_grad) for p in parameters]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [gradient for _, gradient, _ in self._known if gradient is not None]
+
+    def forget(self) -> None:
+        """Let go of those that parameters have no more."""
+        self._known = [
+            (p, None if p.grad is None else gradient, trained)
+            for p, gradient, trained in self._known
         ]
-        self._kept: Kept | None = None
-        self._scale: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def kept(
-        self, together: Callable[[Callable[[], None]], None] = lambda keep: keep()
-    ) -> Iterator[None]:
-        """Copy the state, put it back at the end, whatever happened, and let go of the copy."""
-        together(self.keep)
-        try:
-            yield
-        finally:
-            self.restore()
-            self._kept = None
-
-    def keep(self) -> None:
-        """Copy the state."""
-        self._kept = Kept(
-            self._tensors, self._device, self._budget, *self._others, beside=self._beside
-        )
-        if self._scaler is not None:
-            self._scale = self._scaler.state_dict()
 
     def restore(self) -> None:
-        """Put the state back as it was when it was copied."""
-        assert self._kept is not None
-        self._kept.restore()
-        for parameter, gradient in zip(self._parameters.values(), self._gradients, strict=True):
+        for parameter, gradient, trained in self._known:
+            parameter.requires_grad_(trained)
             parameter.grad = gradient
+
+
+class _OptimizerState:
+    """What an optimizer knows of its parameters, and its gradient scaler of the scale."""
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._known = {p: dict(state) for p, state in optimizer.state.items()}
+        self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
+        values = (value for state in self._known.values() for value in state.values())
+        self.tensors = [value for value in values if isinstance(value, Tensor)]
+
+    def restore(self) -> None:
         table: dict[Any, Any] = self._optimizer.state
-        for parameter in [p for p in table if p not in self._state]:
+        for parameter in [p for p in table if p not in self._known]:
             del table[parameter]
-        for parameter, known in self._state.items():
+        for parameter, known in self._known.items():
             table[parameter].clear()
             table[parameter].update(known)
         if self._scaler is not None:
@@ -132,10 +108,31 @@ class StepState:
             self._scaler.update(self._scale["scale"])
             self._scaler.load_state_dict(self._scale)
 
-    def moved(self, tensor: Tensor) -> float:
-        """How far a tensor of the state is from its copy, as a Euclidean norm."""
-        assert self._kept is not None
-        return difference(tensor, self._kept.saved(tensor).to(tensor.device)).norm
+
+class StepState:
+    """The state that a step of one fit changes."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        optimizer: Optimizer,
+        loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = module.device
+        self._buffers = dict(module.named_buffers())
+        self._loose = dict(loose)
+        self._scaler = scaler_of(trainer.precision_plugin)
+        self._parameters = _named_parameters(module, optimizer)
+
+    def keep(self, room: Callable[[int], int], *others: Restorable) -> Kept:
+        """A copy of it, and of others, as they are now; see :class:`Kept`."""
+        parameters = self._parameters.values()
+        gradients, known = Gradients(parameters), _OptimizerState(self._optimizer, self._scaler)
+        tensors = [*self._buffers.values(), *self._loose.values(), *parameters]
+        tensors += [*gradients.tensors, *known.tensors]
+        return Kept(tensors, self._device, room, *others, gradients, known)
 
     def results(self, returned: Any) -> list[Result]:
         """What a step returned and what it changed, in the order of its computation."""

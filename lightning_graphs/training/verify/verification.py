@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.tree import substitute
-from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
@@ -21,13 +18,12 @@ from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.ranks import ONE_RANK, Ranks
-from lightning_graphs.training.step.body import StepBody, without_autocast_cache
+from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
-from lightning_graphs.training.step.transfer import copies_on_host
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
-from lightning_graphs.training.verify.state import Restorable, StepState
+from lightning_graphs.training.verify.state import Kept, StepState
 
 
 class Verification:
@@ -50,9 +46,8 @@ class Verification:
         self._capturable = capturable
         self._ranks = ranks
 
-    def _state(self, written: dict[str, Tensor], *others: Restorable, beside: int = 0) -> StepState:
-        parts, budget = (self._trainer, self._module, self._optimizer), self._agreement.budget
-        return StepState(*parts, written, *others, budget=budget, beside=beside)
+    def _state(self, written: dict[str, Tensor]) -> StepState:
+        return StepState(self._trainer, self._module, self._optimizer, written)
 
     def _rates(self) -> Any:
         """While this is open, rates are on the device: kernels round others otherwise."""
@@ -67,22 +62,21 @@ class Verification:
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        others = () if plan.host is None else (plan.host,)
-        # The gradients of the graph lie where the eager step would compute
-        state = self._state(plan.loose, *others, beside=plan.gradients.held)
+        state, budget = self._state(plan.loose), self._agreement.budget
+
+        def keep() -> Kept:
+            others = () if plan.host is None else (plan.host,)
+            # The gradients of the graph lie where the eager step would compute
+            return state.keep(lambda size: budget.room_for(size, plan.gradients.held), *others)
+
         ways = BothWays(
             partial(together, partial(self._eager, plan, args, state), exchanges=True),
             partial(together, partial(self._replayed, plan, args, state), exchanges=True),
-            state.restore,
-            partial(state.kept, together),
-            state.moved,
+            partial(together, keep),
         )
-        with self._agreement.budget.nothing_kept():
-            try:
-                self._agreement.compare(ways, "a captured step was not verified")
-            finally:
-                plan.fill(batch)
-        plan.run_host(partial(copies_on_host, self._trainer, batch))
+        with budget.nothing_kept():
+            self._agreement.compare(ways, "a captured step was not verified")
+        plan.fill(batch)
 
     def _eager(self, plan: StepPlan, args: tuple[Any, ...], state: StepState) -> list[Result]:
         """Run the step eagerly; what it computed, and what it changed, in place."""
@@ -93,12 +87,21 @@ class Verification:
         recorder = LogRecorder(self._module)
         own = StaticInputs(self._tensors(plan, args)).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
-        memory = self._agreement.budget.memory_of(plan.forward)
+        memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
         gradients = plan.gradients.taking_over() if self._ranks.are_one else nullcontext()
-        with self._surroundings(plan, recorder), memory, gradients:
+        assert self._places is not None, "whole steps have places"
+        seen = None if plan.host is None else plan.host.generators
+        generators = Generators(self._module, seen=seen)
+        with (
+            self._body.surrounded(recorder, self._places, generators),
+            # But for the stand-ins of a capture: here every value is real
+            replaced(self._body, "update", self._update),
+            memory,
+            gradients,
+        ):
             before = [] if plan.places is None else plan.places.present()
-            output = self._body.run(arguments, plan.phase, recorder)
+            output = self._body.run(arguments, plan.conditions.phase, recorder)
             stored = [] if plan.places is None else plan.places.results_of(before)
         output.finish_capture()
         return state.results(output.hand_out()) + stored
@@ -107,33 +110,17 @@ class Verification:
         """The same of a replay."""
         batch = self._tensors(plan, args)
         plan.fill(batch)
-        plan.run_host(partial(copies_on_host, self._trainer, batch))
         if self._capturable is not None:
             self._capturable.refresh()
         for number in plan.numbers:
             number.refresh()
-        for graph in plan.graphs:
-            if (graph is plan.forward and plan.backward is None) or graph is plan.backward:
+        for name, graph in plan.graphs.items():
+            if name == ("backward" if "backward" in plan.graphs else "forward"):
                 plan.adopt()
             graph.replay()
         plan.attach()
         stored = [] if plan.places is None else plan.places.results()
         return state.results(plan.outputs.hand_out()) + stored
-
-    @contextlib.contextmanager
-    def _surroundings(self, plan: StepPlan, recorder: LogRecorder) -> Iterator[None]:
-        """What a capture has around it, but for the stand-ins: here every value is real."""
-        assert self._places is not None, "whole steps have places"
-        with contextlib.ExitStack() as stack:
-            seen = None if plan.host is None else plan.host.generators
-            generators = Generators(self._module, seen=seen)
-            stack.enter_context(self._places.left(generators))
-            stack.enter_context(unseen_by_ddp(self._trainer))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(recorder.recording())
-            stack.enter_context(without_autocast_cache(self._trainer.precision_plugin))
-            stack.enter_context(replaced(self._body, "update", self._update))
-            yield
 
     def _update(self, *args: Any) -> None:
         with self._rates():
@@ -151,7 +138,7 @@ class Verification:
         """Verify a captured optimizer step on the gradients that there are."""
         if not self._agreement.is_on:
             return
-        state = self._state({}, Attributes(self._module), Generators(self._module))
+        state, python = self._state({}), (Attributes(self._module), Generators(self._module))
 
         def eager() -> list[Result]:
             with self._rates():
@@ -162,5 +149,7 @@ class Verification:
             replay()
             return state.results(None)
 
-        ways = BothWays(eager, replayed, state.restore, state.kept, state.moved)
+        ways = BothWays(
+            eager, replayed, lambda: state.keep(self._agreement.budget.room_for, *python)
+        )
         self._agreement.compare(ways, "the captured optimizer step was not verified")

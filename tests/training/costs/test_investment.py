@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_graphs.core.cache import PlanCache
 from lightning_graphs.training.costs import investment as module
+from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Investment
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics
@@ -62,7 +62,6 @@ class Fit:
         )
         self.cache: PlanCache[Any, Plan] = PlanCache(
             self.investment,
-            lambda plan: plan.uses,
             lambda plan: None,
             capacity=options.get("max_graphs"),
         )

@@ -20,8 +20,8 @@ from lightning_graphs.core.backends.emulated import EmulatedGraph
 from tests.training.fits import Net, Trace, batches, prepare
 
 PACKAGE = str(Path(lightning_graphs.__file__).parent)
-TIMED = 256
-"""Steps after which the callback has ended its own timing, whatever was replayed."""
+TIMED = 48
+"""Steps after which the callback has ended its own timing: each graph was replayed a few times."""
 
 COUNTED = 4
 

@@ -16,7 +16,7 @@ from tests.training.guards.test_verification import HIDDEN, Everything
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(state: StepState) -> None:
+    def keep(*_: Any) -> None:
         raise torch.OutOfMemoryError("9 MiB are free")
 
     monkeypatch.setattr(StepState, "keep", keep)

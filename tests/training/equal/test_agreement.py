@@ -13,8 +13,13 @@ from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
+from lightning_graphs.training.verify.state import Kept
 
 CPU = torch.device("cpu")
+
+
+def nothing() -> Kept:
+    return Kept([], CPU, lambda size: size)
 
 
 def agreement() -> Agreement:
@@ -31,7 +36,7 @@ def compared(eager: list[float], replayed: list[float]) -> None:
     def run(way: str) -> list[Result]:
         return [Result("x", torch.tensor([next(values[way])]))]
 
-    ways = BothWays(lambda: run("eager"), lambda: run("replayed"), lambda: None)
+    ways = BothWays(lambda: run("eager"), lambda: run("replayed"), nothing)
     agreement().compare(ways, "it was not verified")
     assert [list(left) for left in values.values()] == [[], []]
 
@@ -63,7 +68,7 @@ def test_a_result_of_one_way_only_is_named() -> None:
     ways = BothWays(
         lambda: [Result("x", torch.ones(1))],
         lambda: [Result("y", torch.ones(1))],
-        lambda: None,
+        nothing,
     )
     with pytest.raises(VerificationError, match="at step 3, only the eager step has x"):
         agreement().compare(ways, "it was not verified")

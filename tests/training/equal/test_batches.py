@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import UserDict, namedtuple
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -127,6 +130,70 @@ def test_training_step_that_changes_its_batch(backend: str, tmp_path: Path) -> N
 
     eager, captured = fit_twice(backend, tmp_path, module=Changing, data=data)
     compare(eager, captured)
+
+
+class SeesBatches(Trace):
+    """Also looks at what the step has left of its batch."""
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.note("batch", trainer, pl_module, batch)
+
+
+class Masked(Net):
+    """A learned token in place of some entries, and labels that do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["x"], batch["y"]
+        y[y == 2] = -100
+        x[::2] = self.token
+        return self.loss(batch)
+
+
+class MixedUp(Net):
+    """As the ``Mixup`` of timm."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["x"], batch["y"]
+        share = np.random.beta(0.4, 0.4)
+        flipped = x.flip(0).mul_(1.0 - share)
+        x.mul_(share).add_(flipped)
+        logits = self.net(x)
+        return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y.flip(0))
+
+
+@pytest.mark.parametrize("module", [Masked, MixedUp])
+def test_hooks_see_what_a_step_has_written_into_its_batch(
+    backend: str, tmp_path: Path, module: type[Net]
+) -> None:
+    def data() -> Any:
+        return DataLoader(batches(), batch_size=None, collate_fn=copy.deepcopy)
+
+    eager, captured = fit_twice(backend, tmp_path, module=module, trace=SeesBatches, data=data)
+    compare(eager, captured)
+
+
+def test_tensors_of_a_batch_that_share_memory_are_not_written(backend: str, tmp_path: Path) -> None:
+    class Shifted(Net):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return {"x": batch["x"][1:], "before": batch["x"][:-1], "y": batch["y"][1:]}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            batch["x"].mul_(2.0)
+            batch["x"] = batch["x"] + batch["before"]
+            return self.loss(batch)
+
+    options: dict[str, Any] = {"module": Shifted, "capture": {"on_failure": "eager"}}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match="changes one in place that shares its memory"):
+        captured.run()
+    compare(eager, captured, replayed=False)
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])

@@ -371,7 +371,9 @@ class Thaw(BaseFinetuning):
 def test_parameter_group_added_by_a_finetuning_callback(backend: str, tmp_path: Path) -> None:
     def optimizers(module: Any) -> Any:
         used = [p for p in module.parameters() if p.requires_grad]
-        return optim.AdamW(used, lr=RATE, fused=True)
+        optimizer = optim.AdamW(used, lr=RATE, fused=True)
+        # It knows of the new group once it has stepped.
+        return [optimizer], [optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)]
 
     eager, captured = fit_twice(
         backend, tmp_path, module=lambda: Net(optimizers), callbacks=lambda: [Thaw()], max_epochs=4

@@ -143,7 +143,9 @@ class Penalized(Gan):
     def penalty(self, real: Tensor, fake: Tensor) -> Tensor:
         share = torch.rand(len(real), 1, device=real.device)
         between = (share * real + (1 - share) * fake).requires_grad_()
-        (slope,) = torch.autograd.grad(self.critic(between).sum(), between, create_graph=True)
+        scores = self.critic(between)  # the backward pass begins at them, as in published code
+        ones = torch.ones_like(scores)
+        (slope,) = torch.autograd.grad(scores, between, ones, create_graph=True, retain_graph=True)
         return ((slope.norm(dim=1) - 1) ** 2).mean()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.training.diagnose.findings import Diagnosis
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
@@ -102,6 +103,14 @@ class Bootstrapped(Net):
         return loss
 
 
+def _named(count: int) -> list[dict[str, Any]]:
+    """Batches with the names of their files, as data sets give them."""
+    return [
+        {**batch, "name": [f"image{8 * i + j}" for j in range(8)]}
+        for i, batch in enumerate(batches(count))
+    ]
+
+
 def _activations(module: Any, batch: Any) -> Tensor:
     return module.net(batch["x"]).argmax()
 
@@ -162,6 +171,41 @@ class TestAgreement:
         compare(eager, watched, replayed=False)
         assert watched.capture.diagnosis is not None
         assert watched.capture.diagnosis.obstacles == []
+
+    @pytest.mark.parametrize("scope", ["step", "modules"])
+    def test_names_in_the_batch_that_no_step_reads(
+        self, backend: str, tmp_path: Path, scope: str
+    ) -> None:
+        options: dict[str, Any] = {"data": lambda: _named(8), "validation": 0}
+        capture = {"scope": scope}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed > 0
+        watched = examined(backend, tmp_path, capture=capture, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis == Diagnosis(steps=3)
+
+    @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+    def test_names_in_the_batch_that_a_step_reads(self, backend: str, tmp_path: Path) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                numbers = [float(name[5:]) for name in batch["name"]]
+                return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()  # read
+
+        options: dict[str, Any] = {"module": Reading, "data": lambda: _named(8), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis is not None
+        (row,) = watched.capture.diagnosis.obstacles
+        assert (row.kind, row.operator) == ("python-state", "tensor")
+        assert row.line == line(Reading.training_step, "read")
+        assert row.observed == "8.0 in one step, 16.0 in another"
 
     def test_a_value_that_never_comes_back(self, backend: str, tmp_path: Path) -> None:
         class Reading(Net):

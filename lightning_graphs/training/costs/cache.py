@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+from lightning_graphs.training.costs.investment import Investment
 
 Key = TypeVar("Key", bound=Hashable)
 Plan = TypeVar("Plan")
@@ -18,38 +20,20 @@ _RECENT = 1024
 """Sightings after which older ones count half."""
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    lost: int  # how many of them were refused or dropped, or gave way to another one of their shape
-    uses: int  # how often their plans were used
-    moved: bool  # there are plans for the shape in question, for other values
-
-
-class Worth(Protocol):
-    """Decides what is worth a capture."""
-
-    @property
-    def payback(self) -> float:
-        """How many uses repay a capture."""
-
-    def why_not(self, seen: int, share: float, account: Account) -> str:
-        """Why a key is not worth one yet; empty if it is."""
-
-
 class PlanCache(Generic[Key, Plan]):
     """Captured plans by key; none is ever dropped for one that is used less."""
 
     def __init__(
         self,
-        worth: Worth,  # decides from sightings what is worth a capture
-        uses: Callable[[Plan], int],  # how often a plan was used
+        investment: Investment,  # decides from sightings what is worth a capture
         release: Callable[[Plan], None],  # called with a plan that leaves the cache
         *,
         capacity: int | None = None,  # number of plans at most; None: as many as are worth it
         # What of a key comes back, where the rest are values that may move on
         shape: Callable[[Key], Hashable] = lambda key: key,
+        uses: Callable[[Plan], int] = attrgetter("uses"),  # how often a plan was used
     ) -> None:
-        self._worth = worth
+        self._investment = investment
         self._uses = uses
         self._release = release
         self._capacity = capacity
@@ -70,8 +54,13 @@ class PlanCache(Generic[Key, Plan]):
     def plans(self) -> list[Plan]:
         return list(reversed(self._plans.values()))
 
-    def keys(self) -> list[Key]:
-        return list(reversed(self._plans))
+    def find(self, fits: Callable[[Plan], bool]) -> Plan | None:
+        """The first plan that fits, from the most recently used one on; see :meth:`get`."""
+        for key, plan in reversed(self._plans.items()):
+            if fits(plan):
+                self._plans.move_to_end(key)
+                return plan
+        return None
 
     def get(self, key: Key) -> Plan | None:
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
@@ -102,16 +91,16 @@ class PlanCache(Generic[Key, Plan]):
         seen = self.see(key)
         shape = self._shape(key)
         share = self._share(shape)
-        self.why_not = self._worth.why_not(seen, share, self._account(shape))
+        shapes = {self._shape(other) for other in self._plans}
+        # How many were refused or dropped, or gave way to another one of their shape
+        lost = self._captures - len(shapes)
+        uses = self._past_uses + sum(map(self._uses, self._plans.values()))
+        moved = shape in shapes  # there are plans for it, for other values
+        self.why_not = self._investment.why_not(seen, share, lost, uses, moved=moved)
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
             self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
         return not self.why_not
-
-    def _account(self, shape: Hashable) -> Account:
-        shapes = {self._shape(key) for key in self._plans}
-        uses = self._past_uses + sum(map(self._uses, self._plans.values()))
-        return Account(self._captures - len(shapes), uses, shape in shapes)
 
     def _share(self, shape: Hashable) -> float:
         """What part of the coming steps is expected to have this shape.
@@ -144,7 +133,7 @@ class PlanCache(Generic[Key, Plan]):
         if self._capacity is None or len(self._plans) < self._capacity or self._of(shape):
             return True
         least = min(self._shapes.get(self._shape(key), 0.0) for key in self._plans)
-        return self._shapes[shape] >= 2.0 * least + self._worth.payback
+        return self._shapes[shape] >= 2.0 * least + self._investment.payback
 
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
@@ -185,10 +174,14 @@ class PlanCache(Generic[Key, Plan]):
     def forget(self, key: Key) -> None:
         self._seen.pop(key, None)
 
+    def drop_all(self) -> None:
+        """Release every plan; how often each key was seen stays known."""
+        for key in reversed([*self._plans]):
+            self.drop(key)
+
     def clear(self) -> None:
         """Release every plan and forget every sighting; refusals stay."""
-        for key in self.keys():
-            self.drop(key)
+        self.drop_all()
         self._seen.clear()
         self._shapes.clear()
 
