@@ -166,7 +166,7 @@ class GraphedCallable:
             return self.original(*args, **kwargs)
         tensors = self.plan.tensors(args, kwargs)
         for guard in self._guards:
-            guard.check(geometry=False, trainable=self._writes_gradients)
+            guard.check(trainable=self._writes_gradients)
         self._refuse_arguments_elsewhere(tensors)
         if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)

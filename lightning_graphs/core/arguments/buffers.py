@@ -143,7 +143,6 @@ class AddressGuard:
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
         self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
-        self._geometries = list(map(_geometry, self._tensors))
 
     @classmethod
     def of_module(
@@ -169,11 +168,11 @@ class AddressGuard:
             ]
         return cls(tables, {owner for owner, key in exempt if key == "data"})
 
-    def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
+    def check(self, *, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
-        Without ``geometry`` it costs less than half, and misses only what ``t_()`` does. That what
-        required grad still does is of no interest to those whose autograd node is told so.
+        That what required grad still does is of no interest to those whose autograd node is told
+        so.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -183,7 +182,6 @@ class AddressGuard:
             or not same_pointers(self._local, self._pointers, self._indices)
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
-            or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
 
@@ -230,8 +228,6 @@ class AddressGuard:
                 yield f"{name} moved since capture"
             if tensor.requires_grad is not self._requires_grad[i]:
                 yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
-            if (now := _geometry(tensor)) != (was := self._geometries[i]):
-                yield f"{name} changed since capture: {_described(was)} -> {_described(now)}"
 
 
 class _Part(Mapping[str, Any]):
@@ -309,9 +305,11 @@ class StateSnapshot:
                     for view, value in zip(views, values, strict=True):
                         view.copy_(value)
         for i in moved:
+            tensor, cpu = self._tensors[i], torch.device("cpu")
+            spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, cpu, False)
             raise ReplayError(
                 "State is restored at the addresses where it was saved.",
-                f"tensor {i} ({_described(_geometry(self._tensors[i]))}) moved since the snapshot",
+                f"tensor {i} ({spec}) moved since the snapshot",
                 "change values in place between the snapshot and its restoration",
             )
 
@@ -361,12 +359,3 @@ def linear(tensor: Tensor, span: int | None = None) -> Tensor:
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """All of a storage as bytes, among which a NaN is equal to itself."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _described(geometry: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> str:
-    shape, stride, dtype = geometry
-    return str(TensorSpec(tuple(shape), stride, dtype, torch.device("cpu"), False))

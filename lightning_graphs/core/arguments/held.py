@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.arguments.contents import Contents, bind
+from lightning_graphs.core.callsite import codes_in
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.private.torch import tables_of
 from lightning_graphs.errors import CaptureError
@@ -147,15 +147,7 @@ def _held(function: Any) -> Iterator[tuple[str, Any]]:
         for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a cell that is not filled yet
                 yield name, cell.cell_contents
-        used = dict.fromkeys(_names(plain.__code__))
+        used = dict.fromkeys(n for code in codes_in(plain.__code__) for n in code.co_names)
         yield from ((n, plain.__globals__[n]) for n in used if n in plain.__globals__)
     else:
         yield from getattr(plain, "__dict__", {}).items()
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Every name that a function looks up outside of itself, comprehensions included."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
