@@ -131,6 +131,14 @@ def definition_of(function: Any) -> CallSite:
     return CallSite(code.co_filename, code.co_firstlineno, code.co_name)
 
 
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
 def inside_compiled_module() -> bool:
     """Whether the calling thread is inside a call of a ``torch.compile``d function or module.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,7 @@ from lightning_graphs.core.arguments.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.contents import contents_left, contents_of
 from lightning_graphs.core.arguments.fingerprints import Fingerprinter
-from lightning_graphs.core.arguments.held import (
-    Bindings,
-    Held,
-    original_of,
-    refuse_history_of_others,
-    refuse_rebound_tensors,
-    refuse_sparse_gradients,
-    refuse_unfit_state,
-    refuse_written_arguments,
-    with_leaves_behind,
-)
+from lightning_graphs.core.arguments.held import Bindings, Held
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import substitute
@@ -37,6 +27,7 @@ from lightning_graphs.core.autograd.gradients import (
     OutputGradients,
     new_buffers,
     refuse_parameter_hooks,
+    refuse_sparse_gradients,
     zero_gradient,
 )
 from lightning_graphs.core.autograd.lending import ReplayOrder, SharedArgument, Source
@@ -46,6 +37,7 @@ from lightning_graphs.core.autograd.nodes import (
     gradients_behind,
     has_python_nodes,
     leaves_behind,
+    nodes_behind,
 )
 from lightning_graphs.core.generators import (
     random_place,
@@ -57,6 +49,7 @@ from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.private.torch import (
     hooks_registered,
     nodes_recorded,
+    recorded_before,
     version_of,
 )
 from lightning_graphs.errors import CaptureError
@@ -89,9 +82,9 @@ class CallableCapture:
         signature, tensors = Signature.of(args, kwargs, modes=modes)
         module = function if isinstance(function, nn.Module) else None
         self._made = GraphedCallable(
-            original or original_of(function),
+            original or _original_of(function),
             module,
-            CallPlan(signature, check_modes=False),
+            CallPlan(signature, check_modes="autocast"),
             settings.pool,
             settings.order,
             tensors,
@@ -110,7 +103,7 @@ class CallableCapture:
         self._bindings = Bindings(self._held)
         self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
         self._registers_hooks = False
-        refuse_unfit_state(self._held)
+        self._held.refuse_what_is_unfit()
 
     @property
     def argument_names(self) -> Sequence[str]:
@@ -177,21 +170,44 @@ class CallableCapture:
         known = self._made.plan.signature
         renewed, _ = Signature.of(self._args, self._kwargs, modes=known.modes)
         if renewed.tree == known.tree:  # objects may hold something by now
-            self._made.plan = CallPlan(renewed, check_modes=False)
+            self._made.plan = CallPlan(renewed, check_modes="autocast")
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
         tensors = self._tensors
         versions = list(map(version_of, tensors))
         returned = self._call()
         written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
-        refuse_written_arguments(self.argument_names, written)
+        self._refuse_written(written)
         return OutputPlan(returned, static=static, state=self._held.state())
 
     def _look_behind(self, outputs: OutputPlan, start: int) -> None:
         """Find out which leaves the outputs depend on; before them so many nodes were recorded."""
-        refuse_history_of_others(outputs.requiring_grad, start)
-        known, given = self._made.parameters, self._tensors
-        self._made.parameters = with_leaves_behind(outputs.requiring_grad, known, given)
+        found = outputs.requiring_grad
+        for node in nodes_behind(found):
+            if recorded_before(node, start):
+                raise CaptureError(
+                    "A graphed callable gets what requires a gradient as an argument, or holds it "
+                    "as a parameter: a replay follows nothing else back.",
+                    "an output depends on a tensor that "
+                    f"{type(node).__name__.partition('Backward')[0]} computed before the call, "
+                    "found in an attribute, a variable or an object",
+                    "pass that tensor as an argument, or detach it",
+                )
+        # A function does not say which parameters it uses, and a module may use some that are not
+        # its own. Without this walk they would silently get no gradient.
+        given = set(map(id, self._tensors))
+        leaves: Any = [leaf for leaf in leaves_behind(found) if id(leaf) not in given]
+        self._made.parameters = list(dict.fromkeys([*self._made.parameters, *leaves]))
+
+    def _refuse_written(self, written: Iterable[bool]) -> None:
+        for name, is_written in zip(self.argument_names, written, strict=True):
+            if is_written:
+                raise CaptureError(
+                    "A graphed callable must not change its arguments: a replay would change our "
+                    "static inputs instead of the caller's tensors.",
+                    f"{name} is written in place",
+                    "work on a copy (x = x + 1 instead of x += 1), or return the new value",
+                )
 
     def _first_call(self) -> OutputPlan:
         """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
@@ -201,7 +217,7 @@ class CallableCapture:
         before, start = fingerprints.of(tensors), nodes_recorded()
         outputs = self._call_leaving_arguments(static=True)
         written = map(operator.ne, before, fingerprints.of(tensors))
-        refuse_written_arguments(self.argument_names, list(written))
+        self._refuse_written(written)
         self._look_behind(outputs, start)
         return outputs
 
@@ -254,7 +270,13 @@ class CallableCapture:
         except CaptureError:
             self._given.restore()  # what the warm-up has left
             raise
-        refuse_rebound_tensors(before.restore())
+        for name in before.rebound():
+            raise CaptureError(
+                "A graphed callable changes the tensors of its modules in place only: a replay "
+                "writes the memory it was captured with and binds no names.",
+                f"`{name}` is bound to another tensor in every call",
+                "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+            )
         self._made.forward_graph = captured
         self._made.place = self._made.order.place()
 
@@ -336,7 +358,7 @@ class CallableCapture:
         return self._made.finish_capture(self._held.submodules, guards)
 
     def abandon(self) -> None:
-        self._bindings.restore()
+        self._bindings.rebound()
 
     def _named(self) -> list[tuple[str, Parameter]]:
         named = (*self._held.named("parameters"), *self._held.tensors.items())
@@ -344,3 +366,14 @@ class CallableCapture:
         return [
             (names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._made.parameters)
         ]
+
+
+def _original_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    forward = function.forward if isinstance(function, nn.Module) else function
+    if isinstance(forward, GraphedCallable):
+        raise CaptureError(
+            "A callable is graphed once.",
+            f"{type(function).__qualname__} has a graphed forward already",
+            "call .forward.reset() on the module (or .reset() on the function) first",
+        )
+    return forward

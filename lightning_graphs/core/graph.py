@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import warnings
 from collections.abc import Iterator, Mapping
@@ -320,13 +321,10 @@ class GraphPool:
 
     def beside(self, pool: PoolHandle | None = None) -> GraphPool:
         """Another one like this, whose graphs are released by themselves."""
-        return GraphPool(
-            pool,
-            stream=self.stream,
-            keep_graphs=self._keep_graphs,
-            capture_error_mode=self._capture_error_mode,
-            backend=self.backend.name,
-        )
+        another = copy.copy(self)
+        another.handle = pool if pool is not None else self.backend.new_pool()
+        another._graphs = []
+        return another
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:

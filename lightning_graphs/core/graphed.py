@@ -18,7 +18,6 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.outputs import OutputPlan
-from lightning_graphs.core.arguments.signature import Modes
 from lightning_graphs.core.autograd.gradients import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.autograd.lending import (
     PendingBackward,
@@ -31,7 +30,6 @@ from lightning_graphs.core.private.torch import in_transform, version_of, will_e
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     ReplayError,
-    SignatureError,
 )
 
 Stores = tuple[tuple[nn.Module, str, Any], ...]
@@ -156,10 +154,8 @@ class GraphedCallable:
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether these arguments, under the switches now in force, have a replay."""
-        now = Modes.current(self.modes.device_type)
         return (
             not self._released
-            and now.autocast_dtype is self.modes.autocast_dtype
             and [m.training for m in self._modules] == self._training
             and self.plan.match(args, kwargs) is not None
         )
@@ -168,10 +164,9 @@ class GraphedCallable:
         changed = self._released or [m.training for m in self._modules] != self._training
         if changed or in_transform():
             return self.original(*args, **kwargs)
-        self._check_autocast()
         tensors = self.plan.tensors(args, kwargs)
         for guard in self._guards:
-            guard.check(geometry=False, trainable=self._writes_gradients)
+            guard.check(trainable=self._writes_gradients)
         self._refuse_arguments_elsewhere(tensors)
         if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)
@@ -199,19 +194,6 @@ class GraphedCallable:
         """Name the parameter that changed since the capture."""
         for guard in self._guards:
             guard.check()
-
-    def _check_autocast(self) -> None:
-        modes = self.modes
-        enabled = torch.is_autocast_enabled(modes.device_type)
-        if enabled is modes.autocast_enabled and (
-            not enabled or torch.get_autocast_dtype(modes.device_type) is modes.autocast_dtype
-        ):
-            return
-        raise SignatureError(
-            "A captured call is replayed under the autocast state that it was captured under.",
-            "; ".join(modes.diff(Modes.current(modes.device_type))),
-            "call it inside the same torch.autocast(...), or capture it again",
-        )
 
     def run_backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,14 +60,12 @@ class ScopeStack:
             return f"{scope} (backward)".lstrip()
         return self._top()
 
-    def profiler_range(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def note_range(self, func: object, args: tuple[Any, ...]) -> None:
+        """Note that an operator of the profiler opens or closes a range."""
         if "enter" in str(func):
             self._push(str(args[0]))
         elif self._stack:
             self._stack.pop()
-        return func(*args, **kwargs)
 
     def _top(self) -> str:
         return self._stack[-1] if self._stack else ""

@@ -170,12 +170,12 @@ def test_an_operator_is_seen_from_within() -> None:
     class Inside(OperatorMode):
         sees_functions = False
 
-        def operator(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-            seen.append(func.name())
-            if "_ctc_loss" not in func.name():
-                return func(*args, **kwargs)
+        def operator(self, call: Any) -> Any:
+            seen.append(call.func.name())
+            if "_ctc_loss" not in call.func.name():
+                return call.run()
             with self.seeing_further():
-                return run_kernel(func, args[0].device, *args, **kwargs)
+                return run_kernel(call.func, call.args[0].device, *call.args, **call.kwargs)
 
     x = torch.randn(4, 2, 3).log_softmax(-1).requires_grad_()
     given = torch.ones(2, 2).long(), [4, 4], [2, 1]

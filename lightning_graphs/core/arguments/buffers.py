@@ -175,11 +175,11 @@ class AddressGuard:
             ]
         return cls(tables, {owner for owner, key in exempt if key == "data"})
 
-    def check(self, *, geometry: bool = True, trainable: bool = True) -> None:
+    def check(self, *, trainable: bool = True) -> None:
         """Compares every watched tensor with what it was; the cost grows with their number.
 
-        Without ``geometry`` it costs less than half, and misses only what ``t_()`` does. That what
-        required grad still does is of no interest to those whose autograd node is told so.
+        That what required grad still does is of no interest to those whose autograd node is told
+        so.
         """
         found = list(chain.from_iterable(self._values))
         if (
@@ -189,7 +189,6 @@ class AddressGuard:
             or not same_pointers(*self.places)
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
-            or (geometry and list(map(_geometry, self._tensors)) != self._geometries)
         ):
             self._refuse()
 
@@ -254,8 +253,6 @@ class AddressGuard:
                 yield f"{name} moved since capture"
             if tensor.requires_grad is not self._requires_grad[i]:
                 yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
-            if (now := _geometry(tensor)) != (was := self._geometries[i]):
-                yield f"{name} changed since capture: {_described(was)} -> {_described(now)}"
 
 
 class _Part(Mapping[str, Any]):
@@ -333,9 +330,11 @@ class StateSnapshot:
                     for view, value in zip(views, values, strict=True):
                         view.copy_(value)
         for i in moved:
+            tensor, cpu = self._tensors[i], torch.device("cpu")
+            spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, cpu, False)
             raise ReplayError(
                 "State is restored at the addresses where it was saved.",
-                f"tensor {i} ({_described(_geometry(self._tensors[i]))}) moved since the snapshot",
+                f"tensor {i} ({spec}) moved since the snapshot",
                 "change values in place between the snapshot and its restoration",
             )
 
@@ -389,8 +388,3 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _described(geometry: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> str:
-    shape, stride, dtype = geometry
-    return str(TensorSpec(tuple(shape), stride, dtype, torch.device("cpu"), False))

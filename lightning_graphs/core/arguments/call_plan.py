@@ -1,60 +1,163 @@
-"""A compiled check that a later call equals a signature, which hands out its tensors."""
+"""A prepared check that a later call equals a signature, which hands out its tensors."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import lru_cache, partial
-from types import CodeType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.leaves import Constant, Leaf, SameInside, TensorSpec
+from lightning_graphs.core.arguments.leaves import Constant, TensorSpec
 from lightning_graphs.core.arguments.signature import Modes, Signature
-from lightning_graphs.core.arguments.tree import (
-    Node,
-    attributes_beside,
-    attributes_in,
-    flatten,
-    has_more,
-    is_registered,
-)
-from lightning_graphs.core.arguments.values import Identity, attributes_of, slots_of
+from lightning_graphs.core.arguments.tree import MAPPINGS, Node, frozen_context, open_container
 from lightning_graphs.errors import CaptureError, SignatureError
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""Of these no tensor is a lazily negated or conjugated view."""
 
 
 class CallPlan:
-    """A signature compiled into one flat function that checks a call and hands out its tensors.
+    """A signature as flat lists, by which one loop checks a call and hands out its tensors."""
 
-    Containers are taken apart by generated code, at 40 % of the time of a walk; only kinds that
-    live in torch's pytree registry are opened through the registry.
-    """
-
-    def __init__(self, signature: Signature, *, check_modes: bool = True) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        *,
+        # Whether the switches of torch count, too, or autocast alone
+        check_modes: bool | Literal["autocast"] = True,
+    ) -> None:
         self.signature = signature
-        self._check_modes = check_modes  # grad mode, autocast and inference mode count, too
-        code = _Code()
-        if check_modes:
-            code.modes(signature.modes)
-        code.arguments(signature.tree)
-        code.leaves(signature.leaves)
-        code.aliases(signature.specs, signature.aliases)
-        # The tensor leaves of a call; None for one that differs
-        self.match: Callable[[Sequence[Any], Mapping[str, Any]], list[Tensor] | None]
-        self.match = code.compiled()
+        self._modes = signature.modes if check_modes else None
+        self._all_modes = check_modes is True
+        positional, keyword = (node for node in signature.tree.children if node is not None)
+        self._arguments, self._keywords = len(positional.children), keyword.context
+        taken = [*positional.children, *keyword.children]
+        self._taken = len(taken)
+        self._containers: list[tuple[int, Node]] = []
+        self._constants: list[tuple[int, type, Any]] = []
+        self._others: list[tuple[int, Callable[[Any], bool]]] = []
+        tensors: list[int] = []
+        for place, leaf in zip(self._places(0, taken), signature.leaves, strict=True):
+            if isinstance(leaf, TensorSpec):
+                tensors.append(place)
+            elif isinstance(leaf, Constant) and type(leaf.key) is leaf.kind:
+                self._constants.append((place, leaf.kind, leaf.key))
+            else:
+                self._others.append((place, leaf.matches))
+        self._tensors = [
+            (place, s.dtype, s.shape, s.stride, s.device, s.requires_grad, s.dtype not in _WHOLE)
+            for place, s in zip(tensors, signature.specs, strict=True)
+        ]
+        alike: dict[TensorSpec, list[int]] = defaultdict(list)
+        for i, spec in enumerate(signature.specs):
+            if 0 not in spec.shape:
+                alike[spec].append(i)
+        self._alike = [
+            (
+                id if spec.requires_grad else Tensor.data_ptr,
+                group,
+                [signature.aliases[i] for i in group],
+            )
+            for spec, group in alike.items()
+            if len(group) > 1
+        ]
+
+    def _places(self, begin: int, nodes: Sequence[Node | None]) -> Iterator[int]:
+        """Where leaves are in a list to whose end each container adds what is in it."""
+        for place, node in enumerate(nodes, begin):
+            if node is None:
+                yield place
+            else:
+                self._containers.append((place, node))
+                inside = self._taken
+                self._taken += len(node.children)
+                yield from self._places(inside, node.children)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensor leaves of a call, in order; a call that differs is refused."""
         found = self.match(args, kwargs)
         return self._explain(args, kwargs) if found is None else found
 
+    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+        """The tensor leaves of a call; None for one that differs."""
+        modes = self._modes
+        if modes is not None and (
+            torch.is_autocast_enabled(modes.device_type) is not modes.autocast_enabled
+            or (
+                modes.autocast_enabled
+                and torch.get_autocast_dtype(modes.device_type) is not modes.autocast_dtype
+            )
+            or (self._all_modes and torch.is_grad_enabled() is not modes.grad_enabled)
+            or (self._all_modes and torch.is_inference_mode_enabled() is not modes.inference)
+        ):
+            return None
+        if len(args) != self._arguments or (*kwargs,) != self._keywords:
+            return None
+        found: list[Any] = [*args, *kwargs.values()]
+        for place, node in self._containers:
+            value, context = found[place], node.context
+            kind: Any = node.kind
+            if type(value) is not kind:
+                return None
+            if kind is tuple or kind is list:
+                if len(value) != context:
+                    return None
+                found += value
+            elif kind in MAPPINGS:
+                if (*value,) != context:
+                    return None
+                found += value.values()
+            else:
+                opened = open_container(value)
+                if opened is None or frozen_context(kind, opened) != context:
+                    return None
+                if len(opened.values) != len(node.children):
+                    return None
+                found += opened.values
+        for place, kind, key in self._constants:
+            value = found[place]
+            if type(value) is not kind or not (value is key or value == key):
+                return None
+        for place, matches in self._others:
+            if not matches(found[place]):
+                return None
+        tensors = []
+        try:
+            for place, dtype, shape, stride, device, requires_grad, may_be_lazy in self._tensors:
+                tensor = found[place]
+                if (
+                    (type(tensor) is not Tensor and type(tensor) is not Parameter)
+                    or tensor.layout is not torch.strided
+                    or tensor.dtype is not dtype
+                    or tensor.shape != shape
+                    or tensor.stride() != stride
+                    or tensor.device != device
+                    or tensor.requires_grad is not requires_grad
+                    or (may_be_lazy and (tensor.is_neg() or tensor.is_conj()))
+                ):
+                    return None
+                tensors.append(tensor)
+        except RuntimeError:  # a nested one was asked for its shape, or a compressed sparse one
+            return None
+        for place_of, group, firsts in self._alike:
+            known: dict[int, int] = {}
+            where = map(place_of, map(tensors.__getitem__, group))
+            if [*map(known.setdefault, where, group)] != firsts:
+                return None
+        return tensors
+
     def _explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         expected = self.signature
         rule = "A captured call is replayed for calls of the same signature only."
-        modes = Modes.current(expected.modes.device_type) if self._check_modes else expected.modes
+        modes = expected.modes
+        if self._modes is not None:
+            grad, inference = (modes.grad_enabled, modes.inference)
+            now = Modes.current(modes.device_type)
+            modes = now if self._all_modes else replace(now, grad_enabled=grad, inference=inference)
         try:
             signature, tensors = Signature.of(
                 args, kwargs, names=expected.arg_names, modes=modes, extra=expected.extra
@@ -69,171 +172,3 @@ class CallPlan:
                 "call it as it was captured, or capture another graph for this signature",
             )
         return tensors
-
-
-class _Code:
-    """The generated function of a plan: one local variable for each node, one early return each."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-        self._scope: dict[str, Any] = {"Tensor": Tensor, "Parameter": Parameter}
-        self._variables: list[str] = []
-        self._nodes = 0
-
-    def text(self) -> str:
-        body = "".join(f"        {line}\n" for line in self._lines)
-        # A nested tensor raises RuntimeError when asked for its shape, compressed sparse ones do
-        # for their strides.
-        return (
-            f"def match(args, kwargs):\n    try:\n{body}"
-            "    except RuntimeError:\n        return None\n"
-        )
-
-    def compiled(self) -> Any:
-        exec(_byte_code(self.text()), self._scope)
-        return self._scope["match"]
-
-    def modes(self, modes: Modes) -> None:
-        self._scope |= {
-            "is_grad_enabled": torch.is_grad_enabled,
-            "is_autocast_enabled": torch.is_autocast_enabled,
-            "get_autocast_dtype": torch.get_autocast_dtype,
-            "is_inference": torch.is_inference_mode_enabled,
-        }
-        self._require(f"is_grad_enabled() is {modes.grad_enabled}")
-        self._require(f"is_inference() is {modes.inference}")
-        self._require(f"is_autocast_enabled({modes.device_type!r}) is {modes.autocast_enabled}")
-        if modes.autocast_enabled:
-            dtype = self._bind(modes.autocast_dtype)
-            self._require(f"get_autocast_dtype({modes.device_type!r}) is {dtype}")
-
-    def arguments(self, tree: Node) -> None:
-        positional, keyword = (child for child in tree.children if child is not None)
-        self._require(f"len(args) == {len(positional.children)}")
-        self._unpack(positional.children, "args")
-        if keyword.children:
-            self._require(f"(*kwargs,) == {self._bind(keyword.context)}")
-            self._unpack(keyword.children, "kwargs.values()")
-        else:
-            self._require("not kwargs")
-
-    def leaves(self, leaves: Sequence[Leaf]) -> None:
-        tensors = []
-        for variable, leaf in zip(self._variables, leaves, strict=True):
-            if isinstance(leaf, TensorSpec):
-                self._tensor(variable, leaf)
-                tensors.append(variable)
-            elif isinstance(leaf, Constant):
-                self._constant(variable, leaf)
-            elif leaf.kind is not object:
-                self._require(f"type({variable}) is {self._bind(leaf.kind)}")
-        self._variables = tensors
-
-    def aliases(self, specs: Sequence[TensorSpec], aliases: Sequence[int]) -> None:
-        """Compares addresses within each set of tensors that could be the same, and returns."""
-        groups = defaultdict(list)
-        for index, spec in enumerate(specs):
-            if 0 not in spec.shape:
-                groups[spec].append(index)
-        for spec, members in groups.items():
-            if len(members) == 1:
-                continue
-            where = "id({})" if spec.requires_grad else "{}.data_ptr()"
-            for i in members:
-                self._lines.append(f"p{i} = {where.format(self._variables[i])}")
-            firsts = [f"p{i}" for i in members if aliases[i] == i]
-            for i in members:
-                if aliases[i] != i:
-                    self._require(f"p{i} == p{aliases[i]}")
-            if len(firsts) > 1:
-                self._require(f"len({{{', '.join(firsts)}}}) == {len(firsts)}")
-        self._lines.append(f"return [{', '.join(self._variables)}]")
-
-    def _bind(self, value: Any) -> str:
-        name = f"k{len(self._scope)}"
-        self._scope[name] = value
-        return name
-
-    def _require(self, condition: str) -> None:
-        self._lines.append(f"if not ({condition}): return None")
-
-    def _unpack(self, children: Sequence[Node | None], items: str) -> None:
-        if not children:
-            return
-        start = self._nodes
-        self._nodes += len(children)
-        variables = [f"v{i}" for i in range(start, self._nodes)]
-        self._lines.append(f"{', '.join(variables)}, = {items}")
-        for variable, child in zip(variables, children, strict=True):
-            if child is None:
-                self._variables.append(variable)
-            else:
-                self._container(variable, child)
-
-    def _container(self, variable: str, node: Node) -> None:
-        self._require(f"type({variable}) is {self._bind(node.kind)}")
-        if is_registered(node.kind):
-            # The registry's own functions open it: slower, and right for whatever they do.
-            opened = self._bind(partial(_registered_leaves, node))
-            self._lines.append(f"{variable} = {opened}({variable})")
-            self._require(f"{variable} is not None")
-            self._unpack([None] * _leaf_count(node), variable)
-        elif issubclass(node.kind, MutableMapping):
-            self._require(f"(*{variable},) == {self._bind(node.context)}")
-            items = f"{variable}.values()"
-            if has_more(node.kind):
-                items = f"(*{items}, {self._bind(attributes_beside)}({variable}))"
-            self._unpack(node.children, items)
-        elif issubclass(node.kind, tuple | list):
-            self._require(f"len({variable}) == {len(node.children)}")
-            self._unpack(node.children, variable)
-        else:
-            opener = attributes_in if slots_of(node.kind) else attributes_of
-            self._lines.append(f"{variable} = {self._bind(opener)}({variable})")
-            self._require(f"(*{variable},) == {self._bind(node.context)}")
-            self._unpack(node.children, f"{variable}.values()")
-
-    def _constant(self, variable: str, leaf: Constant) -> None:
-        if isinstance(leaf.key, SameInside | Identity):
-            self._require(f"{self._bind(leaf.key.matches)}({variable})")
-        elif leaf.key is None or isinstance(leaf.key, bool):
-            self._require(f"{variable} is {leaf.key}")
-        elif issubclass(leaf.kind, float | complex):
-            # NaN and signed zeros make == the wrong question.
-            constant_of, key = self._bind(Constant.of), self._bind(leaf)
-            self._require(f"{constant_of}({variable}) == {key}")
-        else:
-            kind, key = self._bind(leaf.kind), self._bind(leaf.key)
-            same = f"({variable} is {key} or {variable} == {key})"
-            self._require(f"type({variable}) is {kind} and {same}")
-
-    def _tensor(self, variable: str, spec: TensorSpec) -> None:
-        checks = [
-            f"(type({variable}) is Tensor or type({variable}) is Parameter)",
-            f"{variable}.layout is {self._bind(torch.strided)}",
-            f"{variable}.dtype is {self._bind(spec.dtype)}",
-            f"{variable}.shape == {self._bind(spec.shape)}",
-            f"{variable}.stride() == {self._bind(spec.stride)}",
-            f"{variable}.device == {self._bind(spec.device)}",
-            f"{variable}.requires_grad is {spec.requires_grad}",
-        ]
-        if spec.dtype.is_complex:
-            checks.append(f"not {variable}.is_conj()")
-        if spec.dtype.is_complex or spec.dtype.is_floating_point:
-            checks.append(f"not {variable}.is_neg()")
-        self._require(" and ".join(checks))
-
-
-@lru_cache(maxsize=256)
-def _byte_code(text: str) -> CodeType:
-    """Equal layers have equal plans but for the constants, which are names in the text."""
-    return compile(text, "<call plan>", "exec")
-
-
-def _leaf_count(node: Node | None) -> int:
-    return 1 if node is None else sum(map(_leaf_count, node.children))
-
-
-def _registered_leaves(node: Node, value: Any) -> list[Any] | None:
-    found: list[tuple[str, Any]] = []
-    return [leaf for _, leaf in found] if flatten(value, "", found) == node else None

@@ -100,18 +100,21 @@ class Contents:
 
     def changes(self) -> Iterator[Change]:
         """What is no longer as it was."""
-        for name, owner, table, before in self._containers:
-            if not isinstance(table, dict):
-                if not _same(table, before):
-                    yield Change(name, owner, table, None, before, _copy(table))
-            elif not _holds_the_same(table, before):
-                for key in {**before, **table}:
-                    if _differs(table, before, key):
-                        pair = (held.get(key, Absence.ABSENT) for held in (before, table))
-                        yield Change(f"{name}{self._label(owner, key)}", owner, table, key, *pair)
+        for held in self._containers:
+            yield from self._changes_in(*held)
         for name, owner, key, before in self._places():
             if not is_still(now := bound(owner, key), before):
                 yield Change(name, owner, owner, key, before, now)
+
+    def _changes_in(self, name: str, owner: Any, table: Any, before: Any) -> Iterator[Change]:
+        if not isinstance(table, dict):
+            if not _same(table, before):
+                yield Change(name, owner, table, None, before, _copy(table))
+        elif not _holds_the_same(table, before):
+            for key in {**before, **table}:
+                was, now = (held.get(key, Absence.ABSENT) for held in (before, table))
+                if not is_still(now, was):
+                    yield Change(f"{name}{self._label(owner, key)}", owner, table, key, was, now)
 
     def is_table(self, value: Any) -> bool:
         """Whether this is where a module has its parameters, buffers or submodules."""
@@ -143,11 +146,8 @@ class Contents:
             refuse(changed)
 
     def restore(self) -> None:
-        for _, _, container, before in self._containers:
-            if isinstance(container, dict):
-                if any(_differs(container, before, key) for key in {**before, **container}):
-                    _refill(container, before)
-            elif not _same(container, before):
+        for name, owner, container, before in self._containers:
+            if any(True for _ in self._changes_in(name, owner, container, before)):
                 _refill(container, before)
         for _, owner, key, before in list(self._places()):
             if not is_still(bound(owner, key), before):
@@ -179,12 +179,6 @@ def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
         and all(map(is_, now.values(), before.values()))
         and all(map(is_, now, before))
     )
-
-
-def _differs(now: dict[Any, Any], before: dict[Any, Any], key: Any) -> bool:
-    if key not in now or key not in before:
-        return True
-    return not is_still(now[key], before[key])
 
 
 def is_still(now: Any, before: Any) -> bool:

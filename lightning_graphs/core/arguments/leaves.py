@@ -157,6 +157,12 @@ class Constant:
         kind = nn.Module if isinstance(value, nn.Module) else type(value)
         return cls(kind, as_hashable(value), reprlib.repr(value))
 
+    def matches(self, value: Any) -> bool:
+        """Whether a value is equal to this one."""
+        if isinstance(self.key, SameInside | Identity):
+            return self.key.matches(value)
+        return Constant.of(value) == self
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:
@@ -167,6 +173,10 @@ class Unread:
     @property
     def text(self) -> str:
         return f"a {self.kind.__name__}"
+
+    def matches(self, value: Any) -> bool:
+        """Whether a value is of this type."""
+        return self.kind is object or type(value) is self.kind
 
 
 Leaf = TensorSpec | Constant | Unread

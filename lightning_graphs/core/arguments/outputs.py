@@ -47,9 +47,11 @@ class OutputPlan:
         # With the autograd graph behind them
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
-        self._static = static
         own = set(map(_storage_address, state)) - {0}
+        # Those that are handed out without a copy
         self._itself = {i for i in self._plain if _storage_address(tensors[i]) in own}
+        if static:
+            self._itself.update(range(len(tensors)))
         self._lent: dict[int, LentMemory] = {}
         template = substitute(value, self.tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
@@ -83,14 +85,10 @@ class OutputPlan:
         return self._build([tensor.detach() for tensor in self.tensors])
 
     def _take(self, indices: Sequence[int]) -> list[Tensor]:
-        if self._static:
-            return [self.tensors[i].detach() for i in indices]
-        itself = self._itself
+        tensors, itself = self.tensors, self._itself
         if not itself:
-            return clone_all([self.tensors[i] for i in indices])
-        return [
-            self.tensors[i].detach() if i in itself else self.tensors[i].clone() for i in indices
-        ]
+            return clone_all([tensors[i] for i in indices])
+        return [tensors[i].detach() if i in itself else tensors[i].clone() for i in indices]
 
     def differentiable(self) -> tuple[Tensor, ...]:
         """The outputs that require grad, for the autograd node to return."""
@@ -101,13 +99,9 @@ class OutputPlan:
             return self._build(self._take(range(len(self.tensors))))
         if not self._plain:
             return self._build(differentiable)
-        found = self.tensors.copy()
-        plain = self._take(self._plain)
-        for i, tensor in zip(self.differentiable_indices, differentiable, strict=True):
-            found[i] = tensor
-        for i, tensor in zip(self._plain, plain, strict=True):
-            found[i] = tensor
-        return self._build(found)
+        found = dict(zip(self.differentiable_indices, differentiable, strict=True))
+        found.update(zip(self._plain, self._take(self._plain), strict=True))
+        return self._build([found[i] for i in range(len(found))])
 
 
 def _storage_address(tensor: Tensor) -> int:

@@ -52,17 +52,14 @@ class Modes:
 
     def diff(self, other: Modes) -> list[str]:
         """One line for each switch that differs."""
-        pairs = {
-            "grad mode": (_switch(self.grad_enabled), _switch(other.grad_enabled)),
-            "autocast": (self._autocast(), other._autocast()),
-            "inference mode": (_switch(self.inference), _switch(other.inference)),
-            "device type": (self.device_type, other.device_type),
-        }
-        return [f"{name}: {a} -> {b}" for name, (a, b) in pairs.items() if a != b]
+        names = ("grad mode", "autocast", "inference mode", "device type")
+        triples = zip(names, self._in_words(), other._in_words(), strict=True)
+        return [f"{name}: {a} -> {b}" for name, a, b in triples if a != b]
 
-    def _autocast(self) -> str:
+    def _in_words(self) -> tuple[str, ...]:
         dtype = str(self.autocast_dtype).removeprefix("torch.")
-        return dtype if self.autocast_enabled else "off"
+        grad, inference = ("on" if on else "off" for on in (self.grad_enabled, self.inference))
+        return grad, dtype if self.autocast_enabled else "off", inference, self.device_type
 
 
 class KernelChoice(NamedTuple):
@@ -177,7 +174,3 @@ class Signature:
 
         pairs = enumerate(zip(self.aliases, other.aliases, strict=True))
         return [f"{names[i]}: {text(i, a)} -> {text(i, b)}" for i, (a, b) in pairs if a != b]
-
-
-def _switch(on: bool) -> str:
-    return "on" if on else "off"

@@ -13,7 +13,6 @@ import reprlib
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import (
-    Callable,
     Container,
     Hashable,
     Iterable,
@@ -23,6 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, is_dataclass
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from lightning_graphs.core.arguments.values import (
     slots_of,
 )
 
-_MAPPINGS = (dict, OrderedDict, defaultdict)
+MAPPINGS = (dict, OrderedDict, defaultdict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,12 @@ class Opened(NamedTuple):
     """One level of a container; see :class:`Node`."""
 
     context: Any
-    labels: list[str]
     values: Sequence[Any]
 
 
 def is_registered(kind: type) -> bool:
     """Whether only torch's pytree registry knows how to open a container of this kind."""
-    return kind in pytree.SUPPORTED_NODES and kind not in (tuple, list, *_MAPPINGS)
+    return kind in pytree.SUPPORTED_NODES and kind not in (tuple, list, *MAPPINGS)
 
 
 def flatten(
@@ -80,14 +79,14 @@ def flatten(
         leaves.append((name, value))
         return None
     kind, start = type(value), len(leaves)
-    pairs = zip(opened.values, opened.labels, strict=True)
+    labels = _labels(value, opened)
+    pairs = zip(opened.values, labels, strict=True)
     inside = () if is_registered(kind) else closed
     children = tuple(flatten(child, name + label, leaves, inside) for child, label in pairs)
     if name in closed and not any(isinstance(leaf, Tensor) for _, leaf in leaves[start:]):
         leaves[start:] = [(name, value)]
         return None
-    context = _frozen(opened.context) if is_registered(kind) else opened.context
-    return Node(kind, context, children, tuple(opened.labels))
+    return Node(kind, frozen_context(kind, opened), children, tuple(labels))
 
 
 def leaves_of(value: Any) -> list[Any]:
@@ -133,7 +132,9 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
             clone = self._clones[id(value)] = copy.copy(value)
             if attributes_of(value) is value:  # a dict whose items are its attributes, too
                 object.__setattr__(clone, "__dict__", clone)
-        pairs = zip(opened.values, opened.labels, strict=True)
+        # Most have none, and need no names.
+        labels = _labels(value, opened) if self._stand_ins else repeat("", len(opened.values))
+        pairs = zip(opened.values, labels, strict=True)
         values = [self.of(child, name + label) for child, label in pairs]
         if kind is tuple or kind is list:
             return kind(values)
@@ -171,21 +172,37 @@ def open_container(value: Any) -> Opened | None:
     """One level of a container; None for a leaf."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return Opened(len(value), [f"[{i}]" for i in range(len(value))], value)
+        return Opened(len(value), value)
     if is_registered(kind):
-        return _open_registered(value)
+        values, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        return Opened(context, list(values))
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return Opened(kind._fields, [f".{name}" for name in kind._fields], value)
+        return Opened(kind._fields, value)
     if isinstance(value, MutableMapping):
         keys = tuple(value)
-        labels, values = [_item(key) for key in keys], [value[key] for key in keys]
-        if has_more(kind):
-            labels, values = [*labels, ".__dict__"], [*values, attributes_beside(value)]
-        return Opened(keys, labels, values)
+        beside = [_attributes_beside(value)] if has_more(kind) else []
+        return Opened(keys, [*map(value.__getitem__, keys), *beside])
     if is_dataclass(kind) or _moves_itself(value):
-        table = attributes_in(value)
-        return Opened(tuple(table), [f".{key}" for key in table], list(table.values()))
+        # Those of a dataclass may be in slots.
+        slots = slots_of(kind) if is_dataclass(kind) else ()
+        table = {**attributes_of(value), **{key: in_slot(value, key) for key in slots}}
+        return Opened(tuple(table), list(table.values()))
     return None
+
+
+def _labels(value: Any, opened: Opened) -> list[str]:
+    """What follows the name of a container to reach what is in it."""
+    kind = type(value)
+    if is_registered(kind):
+        with_keys: Any = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+        if with_keys is not None:
+            entries = [entry for entry, _ in with_keys(value)[0]]
+            return [_item(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries]
+    elif isinstance(value, MutableMapping):
+        return [*map(_item, opened.context), *[".__dict__"] * has_more(kind)]
+    elif type(opened.context) is tuple:
+        return [f".{key}" for key in opened.context]
+    return [f"[{i}]" for i in range(len(opened.values))]
 
 
 def _moves_itself(value: Any) -> bool:
@@ -193,19 +210,13 @@ def _moves_itself(value: Any) -> bool:
     return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
 
 
-def attributes_in(value: Any) -> dict[str, Any]:
-    """The attributes of an object that is opened; those of a dataclass may be in slots."""
-    slots = slots_of(type(value)) if is_dataclass(value) else ()
-    return {**attributes_of(value), **{key: in_slot(value, key) for key in slots}}
-
-
 def has_more(kind: type) -> bool:
-    if not issubclass(kind, MutableMapping) or kind in _MAPPINGS or is_registered(kind):
+    if not issubclass(kind, MutableMapping) or kind in MAPPINGS or is_registered(kind):
         return False
     return bool(kind.__dictoffset__) and not is_of_library(kind)
 
 
-def attributes_beside(value: Any) -> dict[str, Any]:
+def _attributes_beside(value: Any) -> dict[str, Any]:
     """The attributes of a mapping that are none of its items."""
     table = attributes_of(value)
     if table is value:  # a dict whose items are its attributes, too
@@ -213,20 +224,13 @@ def attributes_beside(value: Any) -> dict[str, Any]:
     return {key: held for key, held in table.items() if key != "data"}  # that of a UserDict
 
 
-def _open_registered(value: Any) -> Opened:
-    definition = pytree.SUPPORTED_NODES[type(value)]
-    children, context = definition.flatten_fn(value)
-    values = list(children)
-    labels = [f"[{i}]" for i in range(len(values))]
-    with_keys: Callable[[Any], Any] | None = definition.flatten_with_keys_fn
-    if with_keys is not None:
-        entries = [entry for entry, _ in with_keys(value)[0]]
-        labels = [_item(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries]
-    return Opened(context, labels, values)
-
-
 def _item(key: Any) -> str:
     return f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else reprlib.repr(key)}]"
+
+
+def frozen_context(kind: type, opened: Opened) -> Hashable:
+    """The context of a :class:`Node`."""
+    return _frozen(opened.context) if is_registered(kind) else opened.context
 
 
 def _frozen(context: Any) -> Hashable:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -143,10 +143,14 @@ _HEAP_TYPE = 1 << 9
 """``Py_TPFLAGS_HEAPTYPE`` of CPython's stable interface: classes of its own are none."""
 
 
-def slots_of(kind: type) -> list[str]:
-    """The names under which instances of a class keep values outside of their ``__dict__``."""
+@lru_cache
+def _slots(kind: type) -> tuple[str, ...]:
     tables = [vars(base).items() for base in kind.__mro__]
-    return [k for table in tables for k, v in table if isinstance(v, MemberDescriptorType)]
+    return tuple(k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
+
+
+slots_of: Callable[[type], tuple[str, ...]] = _slots
+"""The names under which instances of a class keep values outside of their ``__dict__``."""
 
 
 def in_slot(value: Any, key: str) -> Any:

@@ -65,6 +65,15 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
             raise CaptureError(rule, observed, remedy)
 
 
+def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "A graph writes dense gradients only: they need fixed addresses.",
+            "a sparse gradient",
+            "nn.Embedding(..., sparse=False)",
+        )
+
+
 class LentGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,29 +95,33 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-class OperatorCall(NamedTuple):
+class OperatorCall:
     """An operator that is about to run."""
 
-    func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: list[Tensor]
-    written: list[Tensor]
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
 
-    @classmethod
-    def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
-        inputs = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
-        places = _written_arguments(func)
-        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
-        return cls(func, args, kwargs, inputs, list(tensors_in(written)))
+    @functools.cached_property
+    def inputs(self) -> list[Tensor]:
+        given = (*self.args, *self.kwargs.values())
+        return [tensor for value in given for tensor in tensors_in(value)]
+
+    @functools.cached_property
+    def written(self) -> list[Tensor]:
+        places = _written_arguments(self.func)
+        args, kwargs = self.args, self.kwargs
+        found = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+        return list(tensors_in(found))
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
-    def mapped(self, change: Callable[[Tensor], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its arguments with their tensors changed."""
+    def mapped(self, change: Callable[[Tensor], Any]) -> OperatorCall:
+        """The same with other tensors."""
         named = {key: mapped(value, change) for key, value in self.kwargs.items()}
-        return tuple(mapped(value, change) for value in self.args), named
+        return OperatorCall(self.func, tuple(mapped(a, change) for a in self.args), named)
 
 
 @dataclass(slots=True)
@@ -225,7 +229,7 @@ class OperatorMode(TorchDispatchMode):
         if unwraps_itself(types):
             return NotImplemented  # the operators on its shards are seen
         if isinstance(func, OpOverload):
-            return self.operator(func, types, args, kwargs or {})
+            return self.operator(OperatorCall(func, args, kwargs or {}))
         return self.higher_order(func, args, kwargs or {})
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -244,11 +248,9 @@ class OperatorMode(TorchDispatchMode):
         finally:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def operator(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall) -> Any:
         """Run an operator that is seen."""
-        return func(*args, **kwargs)
+        return call.run()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a Python function of torch (``numpy``, ``tolist``, tensors from numbers).
@@ -352,17 +354,16 @@ class Recorder(OperatorMode):
         operation.args, operation.kwargs, operation.result = (), {}, None
         self.operations.append(operation)
 
-    def operator(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall) -> Any:
+        func = call.func
         if func.namespace == "profiler":
-            return self._scopes.profiler_range(func, args, kwargs)
-        if not (self._strict and self.raises) and any(map(_dispatches, types)):
+            self._scopes.note_range(func, call.args)
+            return call.run()
+        if not (self._strict and self.raises) and any(_dispatches(type(t)) for t in call.inputs):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
-        call = OperatorCall.of(func, args, kwargs)
         if self._strict:
             self._check(call)
-        call = call._replace(inputs=[t for t in call.inputs if t.layout is torch.strided])
+        call.inputs = [t for t in call.inputs if t.layout is torch.strided]
         if func is aten.lift_fresh.default:
             self._meet_constant(call.inputs[0])
         reads = tuple(dict.fromkeys(self.know(t).id for t in call.inputs))
@@ -387,8 +388,8 @@ class Recorder(OperatorMode):
         self.keep(
             Operation(
                 func,
-                args,
-                kwargs,
+                call.args,
+                call.kwargs,
                 result if fresh else None,
                 reads,
                 tuple(dict.fromkeys(writes)),
@@ -410,13 +411,11 @@ class Recorder(OperatorMode):
             return call.run()
 
     def _check(self, call: OperatorCall) -> None:
-        func, args, kwargs = call.func, call.args, call.kwargs
-        obstacle = operator_obstacle(
-            func, args, kwargs, self._generators, lambda tensor: self.know(tensor).constant
-        )
+        given = call.func, call.args, call.kwargs, self._generators
+        obstacle = operator_obstacle(*given, lambda tensor: self.know(tensor).constant)
         if obstacle is None and not all(map(_is_plain, call.inputs)):
             obstacle = UNSUPPORTED_LAYOUT
         if obstacle is None and inside_compiled_module():
             obstacle = COMPILED
         if obstacle is not None:
-            self.refuse(str(func), obstacle)
+            self.refuse(str(call.func), obstacle)

@@ -15,8 +15,7 @@ booleans, comparisons, selections) and follows from inputs of which the host has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,11 +56,23 @@ class Operation:
     """One operator of the host half."""
 
     func: Callable[..., Any]  # the operator
-    args: tuple[Any, ...]  # its arguments, registers in place of tensors that are computed anew
+    args: list[Any]  # its arguments, registers in place of tensors that are computed anew
     kwargs: dict[str, Any]  # likewise
     results: list[int]  # the registers of the tensors that it returns
     draws: HostGenerator | None = None  # the generator that it draws from
     read: Any = None  # what it told Python, for an operator that returns no tensor
+    # Where its registers stand: in its arguments and in lists among them, under which key
+    places: list[tuple[Any, Any, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        lists = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, list)]
+        found = [(holder, enumerate(holder)) for holder in (self.args, *lists)]
+        self.places = [
+            (holder, key, value.index)
+            for holder, held in (*found, (self.kwargs, self.kwargs.items()))
+            for key, value in held
+            if isinstance(value, Register)
+        ]
 
 
 class Draw:
@@ -89,7 +100,6 @@ class HostHalf:
         self._values = values
         self._inputs = inputs
         self._held = held
-        self._calls = [_prepared(operation, values) for operation in operations]
         self.generators = list({o.draws: None for o in operations if o.draws is not None})
         self._begun: dict[HostGenerator, Any] = {}
 
@@ -113,10 +123,10 @@ class HostHalf:
                     return False
                 values[register] = given[i]
         self._begun = {generator: generator.get_state() for generator in self.generators}
-        for operation, args, places in self._calls:
-            for place, register in places:
-                args[place] = values[register]
-            result = operation.func(*args, **operation.kwargs)
+        for operation in self._operations:
+            for holder, key, register in operation.places:
+                holder[key] = values[register]
+            result = operation.func(*operation.args, **operation.kwargs)
             if not operation.results:
                 if not _same(result, operation.read):
                     self.restore()
@@ -161,33 +171,6 @@ SHAPES = (
     *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
 )
 """Operators that tell it the shape of their result."""
-
-
-def _prepared(
-    operation: Operation, values: Sequence[Any]
-) -> tuple[Operation, list[Any], list[tuple[int, int]]]:
-    """An operation, its arguments, and which of them are registers."""
-    lists = [value for value in operation.args if isinstance(value, (list, tuple))]
-    deeper = [*operation.kwargs.values(), *(item for value in lists for item in value)]
-    if any(type(item) is Register for item in deeper):
-        run = partial(_resolved_call, operation, values)
-        return replace(operation, func=run, args=(), kwargs={}), [], []
-    places = [(i, v.index) for i, v in enumerate(operation.args) if type(v) is Register]
-    return operation, list(operation.args), places
-
-
-def _resolved_call(operation: Operation, values: Sequence[Any]) -> Any:
-    args = [_resolved(a, values) for a in operation.args]
-    return operation.func(*args, **{k: _resolved(v, values) for k, v in operation.kwargs.items()})
-
-
-def _resolved(value: Any, values: Sequence[Any]) -> Any:
-    kind = type(value)
-    if kind is Register:
-        return values[value.index]
-    if kind is list or kind is tuple:
-        return [_resolved(item, values) for item in value]
-    return value
 
 
 def _same(a: Any, b: Any) -> bool:

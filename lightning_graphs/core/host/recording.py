@@ -135,12 +135,12 @@ class HostRecording(OperatorMode):
 
     # ------------------------------------------------------------------ operators
 
-    def operator(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not (_is_special(func) or self._concerns_host(args, kwargs)):
-            return func(*args, **kwargs)
-        call = OperatorCall.of(func, args, kwargs)
+    def operator(self, call: OperatorCall) -> Any:
+        func, kwargs = call.func, call.kwargs
+        # One without tensors may make one.
+        concerned = not call.inputs or any(self._shadow(t) is not None for t in call.inputs)
+        if not (concerned or _is_special(func)):
+            return call.run()
         hosts = [t for t in call.inputs if self._is_host(t)]
         if not hosts and (call.inputs or not self._makes(kwargs)):
             if (found := self._read(call)) is not _UNKNOWN:
@@ -151,18 +151,13 @@ class HostRecording(OperatorMode):
         if len(hosts) == len(call.inputs):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
-                return self._copied(args[0], {**kwargs, "device": None})
+                return self._copied(call.args[0], {**kwargs, "device": None})
             return self._of_a_known_shape(call.func, self.tape.run(call))
         if any(map(self._is_host, call.written)):
             return call.run()  # a host read: refused as ever
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
-        call = OperatorCall.of(func, *call.mapped(move))
+        call = call.mapped(move)
         return self._follow(call, call.run())
-
-    def _concerns_host(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the host has one of an operator's tensors, or the operator has no tensors."""
-        tensors = [t for value in (*args, *kwargs.values()) for t in tensors_in(value)]
-        return not tensors or any(self._shadow(tensor) is not None for tensor in tensors)
 
     def _opened(self, call: OperatorCall) -> Any:
         """Run an operator and see those that it is made of: its tables are constants here."""
@@ -209,7 +204,7 @@ class HostRecording(OperatorMode):
         """Compute on the host, too, what an operator of the device does, if that is exact."""
         outputs = list(tensors_in(result))
         if name_of(call.func) in OF_SHAPES:
-            call = OperatorCall.of(call.func, *call.mapped(self._of_shape))
+            call = call.mapped(self._of_shape)
         changes = any(self.tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None)
         if (
             all(self._shadow(t) is not None for t in call.inputs)
@@ -239,10 +234,10 @@ class HostRecording(OperatorMode):
 
     def _in_shadow(self, call: OperatorCall) -> OperatorCall:
         """The same operator on what the host has of its tensors."""
-        own, named = call.mapped(self._shadow)
-        if isinstance(named.get("device"), torch.device):
-            named["device"] = torch.device("cpu")
-        return OperatorCall.of(call.func, own, named)
+        shadow = call.mapped(self._shadow)
+        if isinstance(shadow.kwargs.get("device"), torch.device):
+            shadow.kwargs["device"] = torch.device("cpu")
+        return shadow
 
     def _read(self, call: OperatorCall) -> Any:
         """The result of an operator by which the host learns a value of the device."""
@@ -274,7 +269,7 @@ class HostRecording(OperatorMode):
         def moved(tensor: Tensor) -> Tensor:
             if not self._is_host(tensor):
                 return tensor
-            changes = self.tape.know(func, tensor).register is not None
+            changes = self.tape.know(func, tensor) is not None
             if tensor.dim() == 0 and func not in _COPYING:
                 if not changes:  # kernels take it as a constant; a rehearsal reads it
                     if self._emulated:
@@ -304,7 +299,7 @@ class HostRecording(OperatorMode):
         return result
 
     def _on_host(self, func: OpOverload, tensor: Tensor, **kwargs: Any) -> Any:
-        return self.tape.run(OperatorCall.of(func, (tensor,), kwargs))
+        return self.tape.run(OperatorCall(func, (tensor,), kwargs))
 
     def _static(self, value: Tensor) -> Tensor:
         """Memory on the device for a tensor of this shape."""

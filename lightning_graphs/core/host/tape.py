@@ -7,7 +7,6 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,15 +29,6 @@ REMEDY = "compute it on the device, or hand it in with the batch"
 _FURTHER_DRAWS = 64
 
 
-@dataclass(slots=True)
-class _Known:
-    """A tensor of the host that was seen while code was captured; kept, so that its id stays."""
-
-    tensor: Tensor
-    register: Register | None  # where a replay computes it; None if it is a constant
-    born: bool  # it was made by the captured code
-
-
 class HostTape:
     """Runs operators on the host while code is captured, and keeps those that replays repeat.
 
@@ -51,58 +41,57 @@ class HostTape:
         self.values: list[Any] = []  # what they compute; a register is a place in this list
         self.inputs: list[tuple[int, int]] = []  # their registers, and which input each of them is
         self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
-        self._known: dict[int, _Known] = {}
+        # Tensors of the host, and where replays compute them; None of constants
+        self._registers: dict[Tensor, Register | None] = {}
+        self._born: set[Tensor] = set()  # those among them that the captured code has made
         self._draws: list[tuple[HostGenerator, Draw]] = []
         self._sites = CallSiteFinder()
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it has met a tensor."""
-        known = self._known.get(id(tensor))
-        return known is not None and known.tensor is tensor
+        return tensor in self._registers
 
     def made(self, tensor: Tensor | None) -> bool:
         """Whether a tensor was made by the captured code."""
-        known = self._known.get(id(tensor))
-        return known is not None and known.born
+        return tensor in self._born
 
     def changes(self, tensor: Tensor) -> bool:
         """Whether replays compute a tensor anew."""
-        return self.knows(tensor) and self._known[id(tensor)].register is not None
+        return self._registers.get(tensor) is not None
 
     def input(self, tensor: Tensor, index: int) -> None:
         """Meet what the host has of an input."""
-        register = self._new_register(tensor)
+        register = self._registers[tensor] = self._new_register(tensor)
         self.inputs.append((register.index, index))
-        self._known[id(tensor)] = _Known(tensor, register, born=False)
 
     def constant(self, tensor: Tensor) -> None:
         """Meet a tensor that is the same in every step."""
-        self._known[id(tensor)] = _Known(tensor, None, born=True)
+        self._registers[tensor] = None
+        self._born.add(tensor)
 
     def copy(self, static: Tensor, value: Tensor) -> None:
         """Let replays copy a tensor into memory of the device."""
-        register = self._known[id(value)].register
+        register = self._registers[value]
         assert register is not None
-        self.operations.append(Operation(copy_in, (static, register), {}, [register.index]))
+        self.operations.append(Operation(copy_in, [static, register], {}, [register.index]))
 
     def compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
         """Let replays compare what Python is told of a tensor of the host."""
-        register = self._known[id(tensor)].register
-        if register is not None:
-            self.operations.append(Operation(func, (register,), {}, [], read=func(tensor)))
+        if (register := self._registers[tensor]) is not None:
+            self.operations.append(Operation(func, [register], {}, [], read=func(tensor)))
 
     def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
         """Draw from a generator of Python or NumPy, and let replays draw."""
         draw = Draw(call)
         with self._continued(generator):
             draw()
-        self.operations.append(Operation(draw, (), {}, [], generator))
+        self.operations.append(Operation(draw, [], {}, [], generator))
         self._draws.append((generator, draw))
         return draw
 
     def told(self, read: Callable[[], Any]) -> float:
         """Let replays compare what Python is told of draws; how many ways that may go."""
-        self.operations.append(Operation(read, (), {}, [], read=read()))
+        self.operations.append(Operation(read, [], {}, [], read=read()))
         return self._spread(read)
 
     def _spread(self, read: Callable[[], Any]) -> float:
@@ -140,21 +129,19 @@ class HostTape:
             return value
         # That of Python's numbers is not always the same.
         again = partial(make, **{**kwargs, "dtype": value.dtype})
-        register = self._new_register(value)
-        self._known[id(value)] = _Known(value, register, born=True)
-        self.operations.append(Operation(again, (), {}, [register.index]))
+        self.operations.append(Operation(again, [], {}, [self._meet(value).index]))
         self.compare(shape, value)
         return value
 
     def run(self, call: OperatorCall) -> Any:
         """Run an operator whose tensors are all of the host, and keep it where they change."""
         func = call.func
-        known = [self.know(func, tensor) for tensor in call.inputs]
+        registers = [self.know(func, tensor) for tensor in call.inputs]
         generator = self._generator(call)
-        changes = generator is not None or any(k.register is not None for k in known)
+        changes = generator is not None or any(registers)
         for tensor in call.written:
             self._before_write(func, tensor, changes)
-        recorded = call.mapped(self._reference)
+        own = call.mapped(lambda tensor: self._registers[tensor] or tensor)
         with out_of_sight(), self._continued(generator):
             result = call.run()
         outputs = list(tensors_in(result))
@@ -167,58 +154,49 @@ class HostTape:
             self.refuse(f"{func}")
         results = [self._meet(tensor).index for tensor in outputs]
         read = None if outputs else result
-        self.operations.append(Operation(func, *recorded, results, generator, read))
+        self.operations.append(Operation(func, [*own.args], own.kwargs, results, generator, read))
         return result
 
-    def know(self, func: OpOverload, tensor: Tensor) -> _Known:
-        """What is known of a tensor that is given to an operator."""
-        known = self._known.get(id(tensor))
-        if known is None or known.tensor is not tensor:
+    def know(self, func: OpOverload, tensor: Tensor) -> Register | None:
+        """Where replays compute a tensor that is given to an operator."""
+        if tensor not in self._registers:
             # What torch makes of Python numbers by itself is a constant. What was there before may
             # change: it is read anew by every replay.
             constant = func is aten.lift_fresh.default
-            register = None if constant else self._new_register(tensor)
-            known = self._known[id(tensor)] = _Known(tensor, register, born=False)
-        return known
+            self._registers[tensor] = None if constant else self._new_register(tensor)
+        return self._registers[tensor]
 
     def _meet(self, tensor: Tensor) -> Register:
         """Know a tensor that an operator returned, and which replays compute anew."""
-        known = self._known[id(tensor)] if self.knows(tensor) else None
-        if known is None:  # else it was written in place
-            known = self._known[id(tensor)] = _Known(tensor, None, born=True)
-        if known.register is None:
-            known.register = self._new_register(tensor)
-        return known.register
+        if tensor not in self._registers:  # else it was written in place
+            self.constant(tensor)
+        register = self._registers[tensor] or self._new_register(tensor)
+        self._registers[tensor] = register
+        return register
 
     def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
         """Let a constant that is about to be written be computed anew by replays."""
-        known = self._known[id(tensor)]
-        if not known.born:
+        if tensor not in self._born:
             self.refuse(f"{func} writes a tensor that was there before")
-        if not changes or known.register is not None:
+        if not changes or self._registers[tensor] is not None:
             return
         with out_of_sight():
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
             value = tensor.as_strided((count,), (1,), 0).clone()
         base = self._new_register(value)
-        self.operations.append(Operation(aten.clone.default, (value,), {}, [base.index]))
-        for known in self._known.values():
-            alias = known.tensor
+        self.operations.append(Operation(aten.clone.default, [value], {}, [base.index]))
+        for alias in self._registers:
             if memory_of(alias) == memory_of(tensor):
                 if alias.dtype != tensor.dtype:
                     self.refuse(f"{func} writes a view")
-                known.register = self._new_register(alias)
-                view = (base, alias.shape, alias.stride(), alias.storage_offset())
-                result = [known.register.index]
-                self.operations.append(Operation(aten.as_strided.default, view, {}, result))
+                register = self._registers[alias] = self._new_register(alias)
+                view = [base, alias.shape, alias.stride(), alias.storage_offset()]
+                made = Operation(aten.as_strided.default, view, {}, [register.index])
+                self.operations.append(made)
 
     def _new_register(self, tensor: Tensor) -> Register:
         self.values.append(tensor)
         return Register(len(self.values) - 1)
-
-    def _reference(self, tensor: Tensor) -> Tensor | Register:
-        register = self._known[id(tensor)].register
-        return tensor if register is None else register
 
     def _generator(self, call: OperatorCall) -> HostGenerator | None:
         if torch.Tag.nondeterministic_seeded not in call.func.tags:
@@ -254,20 +232,20 @@ class HostTape:
         for operation in reversed(self.operations):
             told = not operation.results or operation.func is copy_in
             if told or operation.draws or any(storages[r] in needed for r in operation.results):
-                given = (*operation.args, *operation.kwargs.values())
-                needed.update(storages[r.index] for value in given for r in registers_in(value))
-                needed.update(storages[r] for r in operation.results)
+                given = [register for _, _, register in operation.places]
+                needed.update(storages[r] for r in (*given, *operation.results))
                 kept.append(operation)
         self.operations = kept[::-1]
         self.inputs = [(r, i) for r, i in self.inputs if storages[r] in needed]
 
     def refuse_what_is_kept(self) -> None:
         """A replay would leave another value there."""
-        changing = [k for k in self._known.values() if k.register is not None]
-        others = {memory_of(k.tensor) for k in changing if not k.born}
-        born = [k.tensor for k in changing if memory_of(k.tensor) not in others]
+        changing = [tensor for tensor, register in self._registers.items() if register is not None]
+        others = {memory_of(tensor) for tensor in changing if tensor not in self._born}
+        born = [tensor for tensor in changing if memory_of(tensor) not in others]
         del changing
-        self._known.clear()
+        self._registers.clear()
+        self._born.clear()
         if _kept_of(born):
             gc.collect()  # frames of the code that was captured; it takes 0.3 s
         for size in _kept_of(born):
@@ -295,9 +273,3 @@ def memory_of(tensor: Tensor) -> int:
     """The identity of a tensor's storage, as long as that is alive."""
     address: int = tensor.untyped_storage()._cdata
     return address
-
-
-def registers_in(value: Any) -> list[Register]:
-    """The registers of an argument."""
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [item for item in values if isinstance(item, Register)]

@@ -20,12 +20,11 @@ from torch.autograd import Function
 
 from lightning_graphs.core.arguments.contents import Contents, bound
 from lightning_graphs.core.arguments.values import Absence, is_object, value_of_class
-from lightning_graphs.core.callsite import CallSite
+from lightning_graphs.core.callsite import CallSite, codes_in
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.training.guards.held_values import held_in, held_in_value
 from lightning_graphs.training.guards.own_code import (
     OwnCode,
-    codes_in,
     function_of,
     inside_of_compiled,
 )

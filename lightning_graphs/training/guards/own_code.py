@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import repeat
 from pathlib import PurePath
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -54,14 +54,6 @@ class CodeOfModules:
             return ""
         found = zip(self._names, now, self._known, strict=True)
         return next(f"the {name} was exchanged" for name, a, b in found if a != b)
-
-
-def codes_in(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions and comprehensions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_in(constant)
 
 
 def function_of(value: Any) -> Any:

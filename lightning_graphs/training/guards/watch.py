@@ -52,7 +52,7 @@ class FitWatch:
     def reason_to_rebind(self) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are."""
         try:
-            self._guard.check(geometry=False)
+            self._guard.check()
         except ReplayError as error:
             if self._guard.bring_back():
                 return self.reason_to_rebind()

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -21,7 +20,7 @@ from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.nodes import nodes_behind
-from lightning_graphs.core.backends.recorder import OperatorMode
+from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
@@ -146,13 +145,12 @@ class _ShapesOfValues(OperatorMode):
         super().__init__()
         self._found = found
 
-    def operator(
-        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def operator(self, call: OperatorCall) -> Any:
         # Whether a value that a mask assigns is a Python number: benefit of the doubt.
-        if operator_obstacle(func, args, kwargs, (), lambda _: True) is DYNAMIC_SHAPE:
-            self._found(func)
-        return func(*args, **kwargs)
+        given = call.func, call.args, call.kwargs
+        if operator_obstacle(*given, (), lambda _: True) is DYNAMIC_SHAPE:
+            self._found(call.func)
+        return call.run()
 
 
 class _Token:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.core.arguments.held import refuse_sparse_gradients
-from lightning_graphs.core.autograd.gradients import empty_gradient
+from lightning_graphs.core.autograd.gradients import empty_gradient, refuse_sparse_gradients
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
 from lightning_graphs.training.interception import replaced
