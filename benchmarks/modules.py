@@ -163,9 +163,10 @@ class LaunchesAlone(Callback):
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == step.WARMUP - 2:
-            for block, forward in self.graphs._runner._graphs._forwards.items():
+            assert self.graphs._retry is not None
+            for forward in self.graphs._retry.runner._graphs._graphed.values():
                 (site,) = forward.sites  # one call in a step
-                vars(block)["forward"] = self._launch(site.graphed)
+                forward._answer = self._launch(site.graphed)
 
     @staticmethod
     def _launch(graphed: GraphedCallable) -> Callable[..., Any]:
@@ -173,13 +174,14 @@ class LaunchesAlone(Callback):
         anchor = torch.empty(0, device="cuda", requires_grad=True)
         target = None if graphed.borrowed else graphed.inputs.tensors[0].detach()
 
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0]
             if target is not None:
                 with torch.no_grad():
                     target.copy_(x)
             return graphed.outputs._build((Launch.apply(graphed, anchor, x),))
 
-        return forward
+        return answer
 
 
 class HostReads(Callback):

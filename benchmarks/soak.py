@@ -59,12 +59,13 @@ def one_shape(_: int) -> int:
 
 
 class Moving(Callback):
-    """Gives a parameter other memory after so many steps, again and again."""
+    """Gives a parameter memory of its own after so many steps, again and again."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step % VISIT == 0:
             weight = next(module.parameters())
-            weight.data = weight.data.clone()
+            self._memory = weight.data.clone()
+            weight.data = self._memory
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):

@@ -224,7 +224,7 @@ def test_only_adapters_and_the_head_learn(example: Example, reviews: Path) -> No
 
     assert len(result.pairs) == 24
     assert result.largest_difference == 0.0
-    assert result.captured.accuracy == result.eager.accuracy > 0.9
+    assert result.captured.accuracy == result.eager.accuracy > 0.8
     assert mean(result.captured.losses[-6:]) < 0.5 * mean(result.captured.losses[:6])
     assert (done.captures, done.replayed, done.fallbacks) == (1, 19, [])
 

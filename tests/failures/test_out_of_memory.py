@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_graphs.core.arguments.contents import bind, bound
 from lightning_graphs.core.backends.emulated import EmulatedGraph
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.training import retry
@@ -90,6 +91,7 @@ class Shortage(Callback):
 
     def _watch(self, strategy: Any, name: str) -> None:
         own, counting = getattr(strategy, name), self.allocations.counting
+        before = bound(vars(strategy), name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if name == "optimizer_step":
@@ -107,7 +109,7 @@ class Shortage(Callback):
 
         def unwatch() -> None:
             if vars(strategy).get(name) is watched:
-                vars(strategy)[name] = own
+                bind(vars(strategy), name, before)
 
         vars(strategy)[name] = watched
         self._open.callback(unwatch)

@@ -215,20 +215,24 @@ class AddressGuard:
             tensor.data = place
         return bool(places)
 
-    def replaced(self) -> list[tuple[str, Mapping[str, Any], str, Tensor]]:
-        """Path, table, key and former tensor of what is another tensor by now.
+    def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
+        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
 
-        Nothing is told if something else has changed, too.
+        Without a table it is the same tensor. Nothing is told if something else has changed, too.
         """
-        found = [
-            (_named(name, key).split("`")[1], table, key, was)
+        found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = [
+            (_named(name, key), table, key, was)
             for name, table, known in self._known
             for key, was in known.items()
             if isinstance(was, Tensor)
             and isinstance(now := table.get(key), Tensor)
             and now is not was
         ]
-        return found if len(found) == len(list(self._differences())) else []
+        watched = zip(self._tensor_names, self._local, self._pointers, strict=True)
+        found += [(name, None, "data", t) for name, t, was in watched if t.data_ptr() != was]
+        if len(found) != len(list(self._differences())):
+            return []
+        return [(name.split("`")[1], table, key, was) for name, table, key, was in found]
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(

@@ -56,7 +56,7 @@ class FitWatch:
         except ReplayError as error:
             if self._guard.bring_back():
                 return self.reason_to_rebind()
-            if not self._places.learn_replaced(self._guard.replaced()):
+            if not self._places.learn_moved(self._guard.moved()):
                 return error.observed
         if self._hooks.have_changed():
             return "a hook was registered or removed"

@@ -77,19 +77,22 @@ class Places:
         self._reads.leave_out(self._places)
         self._on_change()
 
-    def learn_replaced(
-        self, replaced: Sequence[tuple[str, Mapping[str, Any], str, Tensor]]
+    def learn_moved(
+        self, moved: Sequence[tuple[str, Mapping[str, Any] | None, str, Tensor]]
     ) -> bool:
-        """Learn that there are other tensors now; see :meth:`learn`.
+        """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
 
         Parameters that an optimizer moves, or is told of, are none of it.
         """
         known = trained_parameters(self._module.trainer)
-        if any(id(t) in known for _, table, key, was in replaced for t in (was, table[key])):
-            return False
-        return self.learn(
-            [Entry(f"self.{path}", table, (key,)) for path, table, key, _ in replaced]
-        )
+        found: list[Place] = []
+        for path, table, key, was in moved:
+            if id(was) in known or (table is not None and id(table[key]) in known):
+                return False
+            name = f"self.{path}"
+            place = Memory(f"{name}.data", was) if table is None else Entry(name, table, (key,))
+            found.append(place)
+        return self.learn(found)
 
     def unlearn(self, place: Growing) -> None:
         """Steps compute with the list that they fill: it is state."""

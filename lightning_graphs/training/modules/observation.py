@@ -336,8 +336,8 @@ class StepObserver:
                 node = get_gradient_edge(trainable[0]).node
                 call.partial |= not _accumulates(node)
 
-        def came(i: int, gradient: Tensor) -> None:
-            if _has_address(gradient):
+        def came(i: int, gradient: Tensor | None) -> None:
+            if gradient is not None and _has_address(gradient):  # cuDNN gives none of unused states
                 call.gradient_strides[i] = gradient.stride()
             if call.backwards == 1:  # it runs once the last of them has come
                 passes = self.observation.passes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Normal, kl_divergence
+from torch.distributions import Categorical, Distribution, Normal, kl_divergence
 
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
@@ -47,6 +47,12 @@ class Acting(Net):
 
     def loss(self, batch: Any) -> Tensor:
         return -self.policy(batch["x"], batch["y"]).mean()
+
+
+@pytest.fixture(autouse=True)
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch does by default, until something is compiled in the process."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 @pytest.mark.parametrize("scope", ["step", "modules"])
