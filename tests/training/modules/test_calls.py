@@ -333,6 +333,28 @@ def test_unfreezing_in_mid_training(backend: str, tmp_path: Path) -> None:
     assert captured.statistics.captures == 2
 
 
+class Statistics(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.std_mean(x, 1, keepdim=True)
+
+
+class Normalized(Net):
+    """Uses one of two results of an operator, as of a recurrent layer's: no gradient comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = Statistics()
+
+    def loss(self, batch: Any) -> Tensor:
+        spread, _ = self.statistics(self.net[0](batch["x"]))
+        return super().loss(batch) + spread.mean()
+
+
+def test_a_result_that_gets_no_gradient(backend: str, tmp_path: Path) -> None:
+    _, fit = trained(backend, tmp_path, Normalized, capture=named("statistics"))
+    assert fit.statistics.modules == ["statistics"]
+
+
 class LowRank(nn.Module):
     """A frozen layer with a trainable product of rank two beside it."""
 
