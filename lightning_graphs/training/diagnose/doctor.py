@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from numbers import Integral, Number
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
 from lightning_graphs.core.host.recording import FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
@@ -52,7 +50,6 @@ from lightning_graphs.training.diagnose.findings import (
 from lightning_graphs.training.diagnose.watched import (
     Call,
     Observer,
-    Watched,
     WatchedNumbers,
     changes,
     watched_in,
@@ -74,9 +71,14 @@ from lightning_graphs.training.guards.side_effects import (
     STORED_OUTSIDE,
     effects_watched,
 )
-from lightning_graphs.training.host.draws import SETTERS, draws_exchanged
-from lightning_graphs.training.host.followed import calls_followed
-from lightning_graphs.training.host.live_numbers import WAYS, is_followed
+from lightning_graphs.training.host.draws import (
+    SETTERS,
+    drawing_functions,
+    drawn_by,
+    draws_exchanged,
+)
+from lightning_graphs.training.host.followed import DrawingFunction, calls_followed
+from lightning_graphs.training.host.live_numbers import is_followed
 from lightning_graphs.training.host.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
@@ -142,6 +144,8 @@ class Doctor:
         self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
         self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
+        self._drawing_functions: set[DrawingFunction] = set()  # have drawn
+        self._functions: set[DrawingFunction] = set()  # are called by replays
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
         self._signatures: list[Signature] = []
@@ -245,7 +249,7 @@ class Doctor:
             stack.enter_context(old_gradients_watched(self._trainer, self._met))
             affected = functools.partial(self._used, SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
-            stack.enter_context(draws_exchanged(self._drawing))
+            stack.enter_context(draws_exchanged(self._drawing, self._functions))
             stack.enter_context(calls_followed())
             stack.enter_context(self._observing())
             yield
@@ -311,7 +315,9 @@ class Doctor:
         return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
 
     def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
-        if self._active and not self._observer.silent:
+        if obstacle is DRAWN and self._has_host_half and self._drawing_functions - self._functions:
+            self._functions |= self._drawing_functions  # replays call them: so does the next step
+        elif self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
     def _met(self, obstacle: Obstacle, name: str, _: CaptureError) -> None:
@@ -326,42 +332,21 @@ class Doctor:
         """What stands for a function that draws: a captured step follows what it gives."""
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            value = function(*args, **kwargs)
+            value = drawn_by(function, args, kwargs)
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
+                self._drawing_functions.update(drawing_functions(generator))
                 self._drawn.add(generator.name)
                 if not self._has_host_half:
                     self._used(DRAWN, name)
                 elif value is not None:
                     tape = HostTape()
-                    again = tape.draw(generator, functools.partial(function, *args, **kwargs))
-                    return self._standing(name, value, tape, lambda: again.value)
+                    again = tape.draw(
+                        generator, functools.partial(drawn_by, function, args, kwargs)
+                    )
+                    return self._numbers.drawn(name, value, tape, lambda: again.value)
             return value
 
         return draw
-
-    def _standing(
-        self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]
-    ) -> Any:
-        """What stands for a value that is drawn; ``read`` gives further ones, on a tape."""
-        if type(value) in (list, tuple):
-            tape = tape if len(value) <= WAYS else None  # that would take long
-            items = [
-                self._standing(name, v, tape, lambda i=i: read()[i])  # type: ignore[misc]
-                for i, v in enumerate(value)
-            ]
-            return type(value)(items)
-        is_whole, few = isinstance(value, Integral), False
-        if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
-            ways = self._numbers.ways * tape.told(read)
-            if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
-                self._numbers.ways = ways
-                self._numbers.told.append(value)
-        if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
-            self._used(DRAWN, name)
-        number = self._numbers.number(name, value, DRAWN, lasts=few)
-        if tape and isinstance(number, Watched):
-            number.spread = lambda told: tape.told(lambda: told(read()))
-        return number
 
     # ------------------------------------------------------------------ judging
 

@@ -7,17 +7,20 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Number
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Recorder, tensors_in
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
 from lightning_graphs.core.host.recording import FACTORIES
+from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
@@ -277,6 +280,29 @@ class WatchedNumbers:
             if not self.follow:
                 self.met(COUNTER, name)
         return self.number(name, value, lasts=name == LASTING)
+
+    def drawn(self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]) -> Any:
+        """Stand for a value that is drawn; ``read`` gives further ones, on a tape."""
+        if type(value) in (list, tuple):
+            tape = tape if len(value) <= WAYS else None  # that would take long
+            return type(value)(
+                [
+                    self.drawn(name, v, tape, lambda i=i: read()[i])  # type: ignore[misc]
+                    for i, v in enumerate(value)
+                ]
+            )
+        is_whole, few = isinstance(value, Integral), False
+        if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
+            ways = self.ways * tape.told(read)
+            if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
+                self.ways = ways
+                self.told.append(value)
+        if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
+            self.met(DRAWN, name)
+        number = self.number(name, value, DRAWN, lasts=few)
+        if tape and isinstance(number, Watched):
+            number.spread = lambda told: tape.told(lambda: told(read()))
+        return number
 
     def bare(self, value: float) -> float:
         """A plain float, an object of its own that is known again."""

@@ -29,7 +29,7 @@ from lightning_graphs.training.guards.own_code import (
     inside_of_compiled,
 )
 from lightning_graphs.training.guards.python_state import AttributeReads
-from lightning_graphs.training.host.followed import is_conversion
+from lightning_graphs.training.host.followed import stands_for_a_while
 
 _DEFAULTS = attrgetter("__defaults__")
 _ENTRIES = ("training_step", "forward")  # which no code of the author's names
@@ -161,7 +161,8 @@ class OutsideValues:
         self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
     ) -> None:
         value = bound(owner, key)
-        if is_conversion(value):  # it is taken away again
+        if stands_for_a_while(value):
+            self._look(name, getattr(value, "__wrapped__", None))
             return
         if isinstance(value, ModuleType):
             if self._own.has_module(value.__name__):

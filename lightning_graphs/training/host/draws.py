@@ -10,7 +10,7 @@ import contextlib
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial, wraps
 from numbers import Real
 from typing import Any
@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_map
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.host.recording import HostRecording
+from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.held_values import PythonGenerator, shared_generators
-from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers, refuse_drawn
+from lightning_graphs.training.host.followed import DrawingFunction, standing_for_a_while
+from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
 from lightning_graphs.training.interception import replaced
 
 SETTERS = ("setstate", "set_state", "seed")
@@ -33,12 +35,19 @@ _IN_PLACE = ("fill", "itemset", "partition", "put", "resize", "setfield", "setfl
 Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
 
 
+_plainly: set[int] = set()
+"""Threads in which functions that draw are themselves."""
+
+
 @contextlib.contextmanager
-def draws_exchanged(exchange: Exchange) -> Iterator[None]:
+def draws_exchanged(
+    exchange: Exchange, further: Collection[DrawingFunction] = ()
+) -> Iterator[None]:
     """Let something else stand in this thread for the functions of shared generators.
 
     Args:
         exchange: Gives it, for a function's name, itself and its generator.
+        further: Functions of plain values that are treated as those.
     """
     thread = threading.get_ident()
 
@@ -47,32 +56,67 @@ def draws_exchanged(exchange: Exchange) -> Iterator[None]:
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            chosen = own if threading.get_ident() == thread else function
-            return chosen(*args, **kwargs)
+            is_ours = threading.get_ident() == thread and thread not in _plainly
+            # Arguments of others may be tensors.
+            follows = is_ours and (hasattr(function, "__self__") or _are_plain((args, kwargs)))
+            return own(*args, **kwargs) if follows else function(*args, **kwargs)
 
-        return call
+        return standing_for_a_while(call)
 
+    generators = {}
     with contextlib.ExitStack() as stack:
         for module, generator in shared_generators():
+            generators[generator.name] = generator
             owner = getattr(generator.get_state, "__self__", module)
             for name, function in list(vars(module).items()):
                 if getattr(function, "__self__", None) is owner and name not in _GETTERS:
                     own = exchanged(f"{module.__name__}.{name}", function, generator)
                     stack.enter_context(replaced(module, name, own))
+        for module_name, name, drawn in further:
+            module = sys.modules[module_name]
+            own = exchanged(name, vars(module)[name], generators[drawn])
+            stack.enter_context(replaced(module, name, own))
         yield
 
 
+def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
+    """The functions of plain values in modules from which the step draws right now."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "training_step":
+        code, around = frame.f_code, frame.f_back
+        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
+            count = code.co_argcount + code.co_kwonlyargcount
+            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
+                yield around.f_globals["__name__"], code.co_name, generator.name
+        frame = around
+
+
+def _are_plain(values: Any) -> bool:
+    return all(is_plain(leaf) or isinstance(leaf, LiveNumber) for leaf in leaves_of(values))
+
+
 @contextlib.contextmanager
-def draws_recorded(numbers: StepNumbers, recording: HostRecording) -> Iterator[None]:
-    """Record what the body, code under capture, computes on the host and what it draws there."""
+def draws_recorded(
+    numbers: StepNumbers, recording: HostRecording, functions: Collection[DrawingFunction]
+) -> Iterator[None]:
+    """Record what the body, code under capture, computes on the host and what it draws there.
+
+    These functions of plain values are called by replays, whatever they do with what they draw.
+    """
     tape, from_numpy = recording.tape, torch.from_numpy
 
     def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
         def draw(*args: Any, **kwargs: Any) -> Any:
             if name.endswith((*SETTERS, "shuffle")):
-                refuse_drawn(name)
-            call = partial(_called, function, _own(args), _own(kwargs))
-            drawn = tape.draw(generator, call)
+                numbers.refuse_drawn(name)
+            numbers.drawing.update(drawing_functions(generator))
+            call = partial(drawn_by, function, _own(args), _own(kwargs))
+            with out_of_sight():
+                state = torch.get_rng_state()
+                drawn = tape.draw(generator, call)
+                if not torch.equal(state, torch.get_rng_state()):
+                    torch.set_rng_state(state)
+                    numbers.refuse_drawn(f"{name}, which draws from torch's generator, too,")
             return standing(
                 numbers, numbers.unique(name), partial(getattr, drawn, "value"), drawn.value
             )
@@ -82,8 +126,9 @@ def draws_recorded(numbers: StepNumbers, recording: HostRecording) -> Iterator[N
     def converted(array: Any) -> Any:
         return torch.as_tensor(array) if isinstance(array, LiveArray) else from_numpy(array)
 
+    exchanged = draws_exchanged(drawing, functions)
     recording.reader_of = _reader_of
-    with recording, draws_exchanged(drawing), replaced(torch, "from_numpy", converted):
+    with recording, exchanged, replaced(torch, "from_numpy", converted):
         yield
 
 
@@ -92,8 +137,14 @@ def _own(arguments: Any) -> Any:
     return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
 
 
-def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return function(*present(args), **present(kwargs))
+def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function draws of itself, in an eager step and in a replay."""
+    thread = threading.get_ident()
+    _plainly.add(thread)
+    try:
+        return function(*present(args), **present(kwargs))
+    finally:
+        _plainly.discard(thread)
 
 
 def _reader_of(data: Any) -> Callable[[], Any] | None:
@@ -113,7 +164,7 @@ def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: An
     if not isinstance(value, bool) and isinstance(value, Real):  # NumPy's are, too
         return LiveNumber(numbers, name, read, value, True, drawn=True)
     if not is_plain(value):
-        refuse_drawn(name)
+        numbers.refuse_drawn(name)
     return numbers.guarded(name, read, value, drawn=True)
 
 

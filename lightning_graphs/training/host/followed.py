@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from lightning_graphs.core.callsite import CallSiteFinder
@@ -44,6 +44,9 @@ class Followed(abc.ABC):
 
 Conversion = tuple[str, type]
 """A module's name, and ``float`` or ``int``."""
+
+DrawingFunction = tuple[str, str, str]
+"""The name of a module, of a function in it, and of the generator that this draws from."""
 
 
 @contextlib.contextmanager
@@ -98,9 +101,19 @@ def _conversion(kind: Any) -> type:
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
 
 
-def is_conversion(value: Any) -> bool:
-    """Whether this stands for ``float`` or ``int`` while code is followed."""
-    return any(value is conversion for conversion in _CONVERSIONS.values())
+_FOR_A_WHILE = "_stands_for_a_while"
+
+
+def standing_for_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that this function is taken away again at the end of the capture."""
+    vars(function)[_FOR_A_WHILE] = True
+    return function
+
+
+def stands_for_a_while(value: Any) -> bool:
+    """Whether this stands for ``float``, ``int`` or a function while code is followed."""
+    is_marked = isinstance(value, FunctionType) and _FOR_A_WHILE in vars(value)
+    return is_marked or any(value is conversion for conversion in _CONVERSIONS.values())
 
 
 def constants_around() -> Iterator[Any]:

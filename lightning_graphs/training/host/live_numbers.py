@@ -30,7 +30,12 @@ from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.training.guards.frozen import FrozenNumber, refuse_stand_ins
 from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
-from lightning_graphs.training.host.followed import Conversion, Followed, constants_around
+from lightning_graphs.training.host.followed import (
+    Conversion,
+    DrawingFunction,
+    Followed,
+    constants_around,
+)
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones
@@ -78,6 +83,8 @@ class StepNumbers:
         self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
         self._bounds: list[float] = []
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
+        self.drawing: set[DrawingFunction] = set()  # functions that have drawn
+        self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
 
     @property
     def on_device(self) -> list[NumberOnDevice]:
@@ -121,8 +128,13 @@ class StepNumbers:
             self._ways *= self._tape.told(functools.partial(_present, read, None))
             self._told.add(name)
         if self._ways > WAYS:
-            refuse_drawn(f"{name}, on which the way of the step depends,")
+            self.refuse_drawn(f"{name}, on which the way of the step depends,")
         return value
+
+    def refuse_drawn(self, name: str) -> NoReturn:
+        """Raise for something that is drawn on the host, and used as no replay can follow."""
+        self.refused |= self.drawing
+        raise DRAWN.refused_here(f"{name} is used")
 
     def bounded(self, bound: float) -> None:
         """Note what a number is compared with: ``min`` and ``max`` may return this very object."""
@@ -192,7 +204,7 @@ class LiveNumber(Followed, FrozenNumber):
 
     def refuse(self) -> NoReturn:
         if self.drawn:
-            refuse_drawn(self.name)
+            self.numbers.refuse_drawn(self.name)
         super().refuse()
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -293,11 +305,6 @@ def _operand(value: Any) -> str:
 
 def _infix(left: Any, symbol: str, right: Any) -> str:
     return f"{_operand(left)} {symbol} {_operand(right)}"
-
-
-def refuse_drawn(name: str) -> NoReturn:
-    """Raise for something that is drawn on the host, and used as no replay can follow."""
-    raise DRAWN.refused_here(f"{name} is used")
 
 
 def _constant(value: Any) -> Callable[[], Any]:

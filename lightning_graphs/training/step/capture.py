@@ -53,7 +53,7 @@ from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.guards.side_effects import effects_refused
 from lightning_graphs.training.host.draws import draws_recorded
-from lightning_graphs.training.host.followed import Conversion, calls_followed
+from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.training.host.live_numbers import StepNumbers
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import LeftBehindError
@@ -101,6 +101,7 @@ class StepCapture(StepBody):
         self._numbers = StepNumbers(trainer, learned.reads, module.device)
         self._has_branched = False
         self._conversions: frozenset[Conversion] = frozenset()
+        self._functions: frozenset[DrawingFunction] = frozenset()
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
@@ -141,7 +142,7 @@ class StepCapture(StepBody):
                 if final or waits_for_gradients(self.trainer):
                     raise
                 places = self._learned.places
-                if places.learn(places.found) or self._learn_conversions():
+                if places.learn(places.found) or self._learn_calls():
                     continue
                 if isinstance(error, LeftBehindError):
                     raise
@@ -154,11 +155,17 @@ class StepCapture(StepBody):
                 else:
                     raise
 
-    def _learn_conversions(self) -> bool:
-        """Follow numbers where the author's code has asked for bare ones; whether that is new."""
+    def _learn_calls(self) -> bool:
+        """Follow conversions to bare numbers, and functions that draw; whether there is a new one.
+
+        The former are followed where the author's code has asked for them, the latter where
+        something that they drew was refused.
+        """
+        known = self._conversions, self._functions
         asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
-        known, self._conversions = self._conversions, self._conversions | asked
-        return self._conversions != known
+        self._conversions |= asked
+        self._functions |= self._numbers.refused
+        return known != (self._conversions, self._functions)
 
     def _refuse_looks_at_shards(self) -> None:
         if self._units is not None and self.observers.before_backward:
@@ -297,7 +304,11 @@ class StepCapture(StepBody):
     ) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
         recording, followed = self._recording, calls_followed(self._conversions)
-        host = nullcontext() if recording is None else draws_recorded(self._numbers, recording)
+        host = (
+            nullcontext()
+            if recording is None
+            else draws_recorded(self._numbers, recording, self._functions)
+        )
         with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_graphs.core.generators import comparable
-from tests.training.fits import Net, compare, prepare
+from tests.training.fits import Net, batches, compare, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
 
@@ -230,6 +230,47 @@ BRANCHES = [
 def test_a_branch_on_a_draw(backend: str, tmp_path: Path, step: Any) -> None:
     fit = both(backend, tmp_path, step, max_epochs=4)
     assert fit.statistics.replayed > 8
+
+
+def spans(shape: tuple[int, int], share: float, *, length: int = 2) -> Any:
+    """Masked spans of each sequence, as wav2vec 2.0 and HuBERT draw them."""
+    mask = np.zeros(shape, dtype=bool)
+    count = int(share * shape[1] / length + np.random.rand(1).item())
+    starts = [np.random.choice(shape[1] - length + 1, count, replace=False) for _ in mask]
+    wide = np.array(starts)[:, :, None] + np.arange(length)
+    np.put_along_axis(mask, wide.reshape(len(mask), -1), 1, -1)
+    return mask
+
+
+def masked_spans(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    x = batch["x"]
+    mask = torch.tensor(spans((len(x), 8), 0.5), device=x.device, dtype=torch.bool)
+    return torch.nn.functional.cross_entropy(self.net(x.masked_fill(mask, 0.0)), batch["y"])
+
+
+def noise(seed: int) -> Any:
+    drawn = np.random.rand(8)
+    drawn.sort()
+    return drawn * torch.rand(()).item()
+
+
+def two_generators(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    drawn = torch.as_tensor(noise(3), device=self.device, dtype=torch.float32)
+    return torch.nn.functional.cross_entropy(self.net(batch["x"] + drawn), batch["y"])
+
+
+def test_a_function_of_plain_values_that_draws_is_called_by_replays(
+    backend: str, tmp_path: Path
+) -> None:
+    fit = both(backend, tmp_path, masked_spans, data=lambda: batches(20), validation=0)
+    assert (fit.statistics.captures, fit.statistics.fallbacks) == (1, [])
+
+
+def test_a_function_that_draws_from_two_generators_is_refused(backend: str, tmp_path: Path) -> None:
+    capture = {"on_failure": "eager", "scope": "step"}
+    fit = both(backend, tmp_path, two_generators, capture=capture, validation=0)
+    assert fit.statistics.replayed == 0
+    assert "is used at" in str(fit.statistics.fallbacks)
 
 
 def test_a_size_that_is_drawn(backend: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_graphs.training.diagnose.findings import Diagnosis
 from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
+from tests.training.equal.test_python_draws import spans
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
 
@@ -186,6 +187,14 @@ class Coins(Net):
         return self.loss(batch) * heads
 
 
+class Spanned(Net):
+    """A function of plain values draws, and NumPy writes what it has drawn into an array."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        mask = torch.tensor(spans((len(batch["x"]), 8), 0.5), device=self.device)
+        return self.loss({**batch, "x": batch["x"].masked_fill(mask, 0.0)})
+
+
 class Chosen(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch) * 2
@@ -229,7 +238,8 @@ class TestAgreement:
         assert (row.kind, row.line) == ("python-state", line(step, "used"))
 
     @pytest.mark.parametrize(
-        "module", [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled, Variational]
+        "module",
+        [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled, Spanned, Variational],
     )
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
