@@ -359,16 +359,24 @@ def summary(
     counts = Counter(row["scope"] for row in tried)
     repeatable = [row for row in tried if row.get("repeatable")]
     wrong = sum(bool(row["differs"]) for row in repeatable)
-    other = len(tried) - counts["whole step"]
-    share = 100 * other / max(len(tried), 1)
+    routed = [row for row in tried if row["scope"] == "submodules" and _routes(row.get("why", ""))]
+    judged = len(tried) - len(routed)
+    other = judged - counts["whole step"]
+    share = 100 * other / max(judged, 1)
+    apart = f", {len(routed)} mixtures of experts aside" if routed else ""
     nothing = 100 * counts["eager"] / max(len(tried), 1)
     limit = not_whole if limits else None
     return [
-        Row("not whole steps", share, "%", limit, True, f"{other} of {len(tried)}"),
+        Row("not whole steps", share, "%", limit, True, f"{other} of {judged}{apart}"),
         Row("in eager mode", nothing, "%", eager if limits else None, True),
         Row("crashed", counts["crashed"], "", 0, True),
         Row("differ", wrong, "", 0, not wrong, f"of {len(repeatable)} that repeat themselves"),
     ]
+
+
+def _routes(why: str) -> bool:
+    """Whether a mixture of experts reads on the host which expert gets how many tokens."""
+    return "_grouped_mm" in why or "expert_size" in why
 
 
 def totals(found: Sequence[Found], what: str = "architectures") -> str:
