@@ -189,6 +189,12 @@ _CAUSES: dict[tuple[str, str], _Remedy] = {
 """End of a file's path, and the function in it that reads."""
 
 
+def may_follow_values(error: BaseException | None) -> bool:
+    """Whether a refusal may be about a shape that follows from values; CUDA does not say."""
+    is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
+    return is_of_cuda or (isinstance(error, CaptureError) and error.rule == DYNAMIC_SHAPE.rule)
+
+
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:
     """The obstacle with the remedy for the library's function that this thread is in."""
     found = _remedy_for(walk_stack(sys._getframe(1)))

@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_graphs.core.obstacles import may_follow_values
+from lightning_graphs.errors import GraphError
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.uncapturable import obstacle_in
 from lightning_graphs.training.modules.runner import ModuleRunner
@@ -14,11 +16,14 @@ from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.step.runner import StepRunner
 
 
-def _module_runner(fit: Fit, *, warmed_up: bool = False) -> ModuleRunner:
+def _module_runner(
+    fit: Fit, refused: GraphError | None = None, *, warmed_up: bool = False
+) -> ModuleRunner:
     fit.ranks.close()  # submodules exchange nothing
     if fit.progress is not None:
         fit.progress.follows = True
-    return ModuleRunner(fit, warmup_steps=0 if warmed_up else fit.options.warmup_steps)
+    warmup_steps = 0 if warmed_up else fit.options.warmup_steps
+    return ModuleRunner(fit, warmup_steps=warmup_steps, looks_at_shapes=may_follow_values(refused))
 
 
 def runner_for(fit: Fit) -> Runner:

@@ -103,6 +103,13 @@ class Signature:
     extra: tuple[Hashable, ...]  # what else the caller distinguishes calls by
     names: tuple[str, ...] = field(compare=False)  # of the leaves, such as ``batch["x"][1]``
     arg_names: tuple[str, ...] = field(compare=False)  # of the leading positional arguments
+    _hash: int = field(default=0, init=False, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        if not self._hash:  # signatures are keys of many books, and large
+            parts = self.tree, self.leaves, self.aliases, self.modes, self.extra
+            object.__setattr__(self, "_hash", hash(parts))
+        return self._hash
 
     @classmethod
     def of(

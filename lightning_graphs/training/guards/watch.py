@@ -49,19 +49,15 @@ class FitWatch:
     def look_again(self) -> None:
         self._guard = AddressGuard.of_module(self._module, exempt=self._places.exempt)
 
-    def reason_to_rebind(self) -> str | None:
-        """Why no graph of the fit is right any longer; None as long as they are."""
-        try:
-            self._guard.check()
-        except ReplayError as error:
-            if self._guard.bring_back():
-                return self.reason_to_rebind()
-            if not self._places.learn_moved(self._guard.moved()):
-                return error.observed
+    def reason_to_rebind(self, *, has_graphs: bool = True) -> str | None:
+        """Why no graph of the fit is right any longer; None as long as they are.
+
+        As long as there are none, tensors and code are not looked at, which takes longest.
+        """
+        if has_graphs and (reason := self._moved_or_exchanged()):
+            return reason
         if self._hooks.have_changed():
             return "a hook was registered or removed"
-        if exchanged := self._code.exchanged():
-            return exchanged
         if self._trainer.precision_plugin is not self._plugin:
             return "the trainer's precision was changed"
         if self._trainer.optimizers[0] is not self._optimizer:
@@ -75,6 +71,16 @@ class FitWatch:
             self._kept.are_copied = True
             return "a gradient of an earlier step is kept, and is copied now"
         return None
+
+    def _moved_or_exchanged(self) -> str:
+        try:
+            self._guard.check()
+        except ReplayError as error:
+            if self._guard.bring_back():
+                return self._moved_or_exchanged()
+            if not self._places.learn_moved(self._guard.moved()):
+                return error.observed
+        return self._code.exchanged()
 
     def conditions(self, stepping: bool) -> Conditions:
         window = self._trainer.accumulate_grad_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
@@ -16,6 +17,10 @@ from lightning_graphs.training.options import Options
 
 _SHAPES = 3
 """Of so many shapes in steps of one kind, the arguments of a call do not come back."""
+_WORK = 5
+"""So many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
+which is one and a cast, takes 1.6 to 2 times as long, that of a Linear with its casts, 8, 0.6 to
+0.8 times."""
 
 
 class Choice:
@@ -32,6 +37,9 @@ class Choice:
         self._named: Mapping[str, nn.Module] = {}
         self._left_out: set[str] = set()
         self._keys: dict[Hashable, set[Hashable]] = {}
+        self._looked_at: set[StepKind] = set()
+        only_if_faster = options.only_if_faster and options.min_repeats is None
+        self._work = _WORK if only_if_faster and not options.modules else 0
         if options.modules:
             self._named = select(root, options.modules, options.exclude)
         else:
@@ -53,18 +61,29 @@ class Choice:
         self._shown.update(((call.ordinal, call.key()), call.obstacle) for call in found)
         return bool(found)
 
+    def wants_another(self, kind: StepKind, observation: Observation) -> bool:
+        """Whether a second step of a kind must show which arguments keep their shapes."""
+        is_new = kind not in self._looked_at
+        self._looked_at.add(kind)
+        return is_new and any(call.follows_values for call in observation.calls)
+
     def leave_out_unsteady(
         self, kind: StepKind, observation: Observation, note: Callable[[str], None]
     ) -> list[nn.Module]:
         """Leave out, for good, modules whose arguments change from step to step of one kind."""
         found: dict[nn.Module, str] = {}
-        for call in observation.calls:
+        left = [call for call in observation.calls if call.module not in self._refused]
+        for call in left:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
             if call.follows_values or kind.is_told_by_tensors:
                 few = 2 if call.follows_values else _SHAPES
-                if len(keys) >= few and call.module not in self._refused:
+                if len(keys) >= few:
                     found[call.module] = call.name
+        # Among many experts some have arguments of the same shapes twice by chance.
+        kin = {_without_numbers(name) for name in found.values()}
+        alike = (call for call in left if call.follows_values)
+        found |= {call.module: call.name for call in alike if _without_numbers(call.name) in kin}
         if found:
             first, *others = found.values()
             also = f" and {len(others)} others" if others else ""
@@ -82,7 +101,7 @@ class Choice:
 
     def calls(self, observation: Observation) -> list[ObservedCall]:
         """The calls to try, those without autograd among them, in the order of the step."""
-        return self._largest(_inside(None, observation), observation)
+        return self._worthwhile(self._largest(_inside(None, observation), observation))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first; what stays eager is said, and why."""
@@ -105,7 +124,11 @@ class Choice:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
             elif not call.shaped_by:  # which is told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
-        return calls
+        return self._worthwhile(calls)
+
+    def _worthwhile(self, calls: list[ObservedCall]) -> list[ObservedCall]:
+        """Without what computes too little for a graph of its own, where others do more."""
+        return [call for call in calls if call.work >= self._work] or calls
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
         """These calls, or what they call where they cannot be graphs."""
@@ -128,6 +151,11 @@ class Choice:
 def _inside(call: ObservedCall | None, observation: Observation) -> list[ObservedCall]:
     """The calls that this one made itself; of None, those that no observed call made."""
     return [inner for inner in observation.calls if inner.parent is call]
+
+
+def _without_numbers(name: str) -> str:
+    """What the names of a list's modules have in common."""
+    return re.sub(r"\d+", "*", name)
 
 
 def _shaped(call: ObservedCall) -> str:

@@ -85,6 +85,11 @@ class ObservedCall:
         self.frozen = frozenset(p for p in self.module.parameters() if not p.requires_grad)
         self.training = tuple(m.training for m in self.module.modules())
 
+    @property
+    def work(self) -> float:
+        """How many nodes autograd has recorded for it; without end where it recorded none."""
+        return self.nodes[1] - self.nodes[0] if self.nodes is not None else float("inf")
+
     def key(self) -> Hashable:
         """What tells this call from another one of its module."""
         # The switches of torch count where the call noted them; those of now are the same for all.

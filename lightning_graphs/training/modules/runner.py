@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.host.logs import QuickLog
 from lightning_graphs.training.interception import log_exchanged, replaced
@@ -22,7 +23,7 @@ from lightning_graphs.training.verify.agreement import Agreement
 class ModuleRunner:
     """Stands in for the strategy's methods where submodules are graphed."""
 
-    def __init__(self, fit: Fit, *, warmup_steps: int) -> None:
+    def __init__(self, fit: Fit, *, warmup_steps: int, looks_at_shapes: bool = False) -> None:
         trainer, module = fit.trainer, fit.module
         self._calls = fit.retry.calls
         self._statistics = fit.statistics
@@ -31,7 +32,8 @@ class ModuleRunner:
         self._gradients = gradients = PersistentGradients()
         agreement = Agreement(module, fit.options, fit.retry.budget, fit.ranks)
         # First: it may refuse the options, and changes nothing.
-        self._graphs = ModuleGraphs(fit, gradients, agreement)
+        looks = looks_at_shapes and not has_compiled_anything()
+        self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks)
         if fit.options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_graphs.core.obstacles import DYNAMIC_SHAPE
+from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.costs.cache import PlanCache
@@ -69,7 +69,14 @@ class Search:
 class ModuleGraphs:
     """Observes, captures and replays the calls of chosen submodules, step by step."""
 
-    def __init__(self, fit: Fit, gradients: PersistentGradients, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        gradients: PersistentGradients,
+        agreement: Agreement,
+        *,
+        looks_at_shapes: bool,  # in the first step that is observed, too
+    ) -> None:
         module, options, pool = fit.module, fit.options, fit.pool
         investment, statistics = fit.investment, fit.statistics
         apart = pool.beside()
@@ -106,7 +113,7 @@ class ModuleGraphs:
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
         self._waiting = Waiting(options, statistics, self._difference)
-        self._looks_at_shapes = False
+        self._looks_at_shapes = looks_at_shapes
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
 
@@ -322,6 +329,9 @@ class ModuleGraphs:
         removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
         for forward in removed:
             forward.remove()
+        if self._choice.wants_another(kind, observation):
+            self._observe(kind)
+            return None
         if search is not None and removed:
             del self._searches[kind]
             return None
@@ -362,7 +372,7 @@ class ModuleGraphs:
                 differs = isinstance(error, CallDiffers)
                 if self._options.on_failure == "raise" and (self._options.modules or differs):
                     raise
-                follows = not differs and _may_follow_values(error)
+                follows = not differs and may_follow_values(error.__cause__)
                 if follows and not (self._looks_at_shapes or has_compiled_anything()):
                     self._looks_at_shapes = True  # another step shows all that it is about
                     self._observe(kind)
@@ -427,10 +437,3 @@ class ModuleGraphs:
         self._last = None
         for forward in self._graphed.values():
             forward.forget()
-
-
-def _may_follow_values(refused: CallRefused) -> bool:
-    """Whether a refusal may be about a shape that follows from values; CUDA does not say."""
-    error = refused.__cause__
-    is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
-    return is_of_cuda or refused.rule == DYNAMIC_SHAPE.rule

@@ -54,9 +54,14 @@ _WRAPPED = (
 class StepRunner:
     """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit."""
 
-    def __init__(self, fit: Fit, successor: Callable[[], Runner] | None = None) -> None:
+    def __init__(
+        self,
+        fit: Fit,
+        # Makes what follows where whole steps turn out to fail, given why the last one was refused
+        successor: Callable[[GraphError | None], Runner] | None = None,
+    ) -> None:
         self._fit = fit
-        self._successor = successor  # makes what follows where whole steps turn out to fail
+        self._successor = successor
         self._retry = fit.retry
         self._progress = fit.progress
         self._trainer = fit.trainer
@@ -82,6 +87,7 @@ class StepRunner:
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often
         self._failing = self._has_failed = False
+        self._error: GraphError | None = None
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
         # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
@@ -158,7 +164,7 @@ class StepRunner:
         """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
         if self._has_failed and self._successor is not None:  # here alone the scope changes
             self.close()
-            runner = self._retry.attach(self._successor())
+            runner = self._retry.attach(self._successor(self._error))
             return runner.optimizer_step(optimizer, closure, model, **kwargs)
         if optimizer is not self._optimizer:
             if optimizer is not self._trainer.optimizers[0]:
@@ -267,6 +273,8 @@ class StepRunner:
         if choice == CAPTURE:
             if plan is not None:  # another rank has lost it
                 self._cache.drop(plan.call.signature)
+            if not len(self._cache):
+                conditions = self._conditions(captures=True)
             return self._captured(args, conditions)
         if choice <= EAGER or plan is None:
             return None
@@ -403,9 +411,10 @@ class StepRunner:
             vars(self._optimizer)["zero_grad"] = nothing
         return self._retry.handed_out(plan)
 
-    def _conditions(self) -> Conditions:
+    def _conditions(self, *, captures: bool = False) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""
-        reason = self._watch.reason_to_rebind() or self._ranks.lost
+        has_graphs = captures or len(self._cache) > 0
+        reason = self._watch.reason_to_rebind(has_graphs=has_graphs) or self._ranks.lost
         self._moved = reason
         if reason:
             self._rebind(reason)
@@ -428,6 +437,7 @@ class StepRunner:
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:
             self._cache.refuse(signature)
+        self._error = error
         # What finds no memory as a whole finds none for the arguments of its submodules.
         is_branch = self._capture.was_in_a_branch()
         self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))

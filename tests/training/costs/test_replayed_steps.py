@@ -120,7 +120,13 @@ class Deep(Net):
 
 
 def beside_the_graphs(
-    backend: str, root: Path, monkeypatch: pytest.MonkeyPatch, scope: str, layers: int, window: int
+    backend: str,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scope: str,
+    layers: int,
+    window: int,
+    **more: Any,  # options under which nothing is captured
 ) -> list[Beside]:
     """What ran beside the graphs in each of the last steps of a fit."""
     counting = Counting()
@@ -144,15 +150,22 @@ def beside_the_graphs(
             data=lambda: batches(TIMED + COUNTED + 2),
             callbacks=lambda: [counting],
             trace=Silent,
-            capture={"scope": scope, **({"modules": ["net"]} if scope == "modules" else {})},
+            capture={
+                "scope": scope,
+                **({"modules": ["net"]} if scope == "modules" else {}),
+                **more,
+            },
             validation=0,
             max_epochs=1,
             log_every_n_steps=2,
             gradient_clip_val=0.5,
             accumulate_grad_batches=window,
         ).run()
-    assert fit.statistics.captures == (window if scope == "step" else 1)
-    assert fit.statistics.fallbacks == []
+    if more:
+        assert fit.statistics.captures == 0
+    else:
+        assert fit.statistics.captures == (window if scope == "step" else 1)
+        assert fit.statistics.fallbacks == []
     assert len(counting.steps) == COUNTED
     return counting.steps
 
@@ -182,3 +195,24 @@ def test_what_runs_beside_a_replay_is_little_and_does_not_grow_with_the_paramete
         assert large.operators.total() <= operators + OLDER, large.operators
         assert large.tensors <= tensors, large.operators
         assert large.calls.total() <= calls, large.calls
+
+
+WAITING = {"step": 275, "modules": 328}
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly")
+@pytest.mark.parametrize("scope", WAITING)
+def test_what_a_step_does_that_waits_for_its_capture_does_not_grow_with_the_parameters(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    few, many = (
+        beside_the_graphs(
+            backend, tmp_path / str(layers), monkeypatch, scope, layers, 1, min_repeats=10**6
+        )
+        for layers in (3, 6)
+    )
+    for small, large in zip(few, many, strict=True):
+        assert large.calls == small.calls
+        assert backend == "cuda" or large.calls.total() <= WAITING[scope], large.calls
+        looks = {"buffers.check", "own_code.exchanged"}  # at each parameter and module
+        assert not looks & set(large.calls)

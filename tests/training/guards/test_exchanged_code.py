@@ -247,6 +247,20 @@ def test_exchanged(
     assert captured.statistics.replayed > 20
 
 
+@pytest.mark.parametrize("what", ["forward of a layer", "class of a block", "block"])
+def test_what_is_exchanged_before_the_first_graph_drops_none(
+    backend: str, tmp_path: Path, as_before: Callable[[], None], what: str
+) -> None:
+    how, change = EXCHANGES[what]
+    eager, captured = fit_twice(
+        backend, tmp_path, module=lambda: stepping(how)(), callbacks=lambda: [At(change)],
+        capture={"min_repeats": 14}, validation=0, max_epochs=3,
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.captures == 1
+    assert captured.statistics.replayed > 10
+
+
 class Noisy(Dataset[Any]):
     """Batches, and a setting that the step reads."""
 

@@ -15,6 +15,7 @@ from lightning_graphs.core.backends.cuda import CudaBackend
 from lightning_graphs.core.backends.emulated import EmulatedBackend
 from lightning_graphs.core.backends.recorder import Recorder
 from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.training.costs.investment import Investment
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_equal import Block, Blocks, named
@@ -477,3 +478,48 @@ def test_calls_whose_shapes_follow_from_values_are_left_out(
     assert "`routed` and what calls it run eagerly: it contains an operator" in routed
     assert "test_limits.py:" in routed
     assert "calls of `routed.experts.0` and 3 others run eagerly" in experts
+
+
+class LossReading(Net):
+    """A step that reads a value, between a layer that computes little and one that does more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.net[0].in_features
+        self.norm = nn.LayerNorm(width)
+        layers = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Tanh()) for _ in range(2))
+        self.more = nn.Sequential(*layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.more(self.norm(batch["x"]))
+        loss = super().training_step({**batch, "x": x}, batch_idx)
+        return loss * 0.5 if loss.item() > 1.0 else loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize(
+    ("capture", "expected"),
+    [
+        ({"only_if_faster": True}, ["more", "net"]),
+        ({"only_if_faster": False}, ["norm", "more", "net"]),
+        ({"only_if_faster": True, "modules": ["norm"]}, ["norm"]),
+    ],
+)
+def test_calls_that_compute_too_little_for_a_graph_stay_eager(
+    backend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capture: dict[str, Any],
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr(Investment, "why_not", lambda *_, **__: "")  # whatever a step takes
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=LossReading,
+        capture={"scope": "modules", "on_failure": "eager", **capture},
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.modules == expected
+    assert captured.statistics.replayed > 10
