@@ -63,7 +63,12 @@ from lightning_graphs.training.step.transfer import copies_on_host
 WARMUP, TIMED, BLOCKS = 30, 20, 10
 LAST_THIRD = 150  # the step that it begins with
 LIMIT = 1.02
-LIMITS = {"mlp": 1.06}  # the GPU is done too soon to hide all of Lightning's loop
+LIMITS = {"mlp": 1.06}
+"""Of rows whose kernels end too soon to hide Lightning's loop. Where that takes longer,
+even around a step that does nothing, it is the floor."""
+UNFILLED = 64
+"""MiB that graphs may take beyond the limits: torch's allocator takes up to 20 MiB at a time, and
+the pools of a graph, of the optimizer's state and of copies each have some that are not full."""
 ADDED = {1: 60, 150: 90, 450: 130}
 """Microseconds of the CPU that the callback may add, by the number of parameter tensors, where a
 step of Lightning's loop takes 350."""
@@ -336,16 +341,20 @@ def measure(row: str, lab: Lab) -> dict[str, Any]:
     correct = all(difference <= LOSSES_DIFFER for difference in differences)
     memory, end = (captured[part] / eager[part] for part in ("peak", "last_third"))
     limit = LIMITS.get(name, LIMIT)
+    floor, unfilled = captured["floor"], UNFILLED / eager["peak"]
+    if name in LIMITS:
+        floor = max(floor, train(callbacks=[Constants()])["ms"])
     rows = [
-        Row("ratio", captured["ms"] / captured["floor"], "x", limit, correct),
-        Row("peak memory", memory, "x", PEAK_LIMIT, correct),
-        Row("memory of the last third", end, "x", LAST_THIRD_LIMIT, correct),
+        Row("ratio", captured["ms"] / floor, "x", limit, correct),
+        Row("peak memory", memory, "x", PEAK_LIMIT + unfilled, correct),
+        Row("memory of the last third", end, "x", LAST_THIRD_LIMIT + unfilled, correct),
     ]
     return {
         "row": row,
         "eager_ms": eager["ms"],
         "captured_ms": captured["ms"],
-        "floor_ms": captured["floor"],
+        "floor_ms": floor,
+        "graph_ms": captured["floor"],
         "largest_loss_difference": max(differences),
         "eager_mib": eager["peak"],
         "further_signature": (second["last_third"] - captured["last_third"]) / eager["peak"],
@@ -432,8 +441,9 @@ def line(found: dict[str, Any]) -> str:
     shown = [f"{name} {found[name]:.3f} {which}" for name, which in found["verdicts"].items()]
     return (
         f"{row}{found['verdict']}: eager {found['eager_ms']:.3f} ms, captured "
-        f"{found['captured_ms']:.3f}, floor {found['floor_ms']:.3f}, {', '.join(shown)}, a further "
-        f"signature +{found['further_signature']:.3f}, largest loss difference "
+        f"{found['captured_ms']:.3f}, floor {found['floor_ms']:.3f} (graph alone "
+        f"{found['graph_ms']:.3f}), {', '.join(shown)} (of {found['eager_mib']:.0f} MiB), "
+        f"a further signature +{found['further_signature']:.3f}, largest loss difference "
         f"{found['largest_loss_difference']:.1e}"
     )
 
