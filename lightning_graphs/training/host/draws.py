@@ -51,14 +51,16 @@ def draws_exchanged(
     """
     thread = threading.get_ident()
 
-    def exchanged(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
+    def exchanged(
+        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
+    ) -> Any:
         own = exchange(name, function, generator)
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             is_ours = threading.get_ident() == thread and thread not in _plainly
-            # Arguments of others may be tensors.
-            follows = is_ours and (hasattr(function, "__self__") or _are_plain((args, kwargs)))
+            # A further function may be called with tensors elsewhere.
+            follows = is_ours and (draws or _are_plain((args, kwargs)))
             return own(*args, **kwargs) if follows else function(*args, **kwargs)
 
         return standing_for_a_while(call)
@@ -70,11 +72,11 @@ def draws_exchanged(
             owner = getattr(generator.get_state, "__self__", module)
             for name, function in list(vars(module).items()):
                 if getattr(function, "__self__", None) is owner and name not in _GETTERS:
-                    own = exchanged(f"{module.__name__}.{name}", function, generator)
+                    own = exchanged(f"{module.__name__}.{name}", function, generator, draws=True)
                     stack.enter_context(replaced(module, name, own))
         for module_name, name, drawn in further:
             module = sys.modules[module_name]
-            own = exchanged(name, vars(module)[name], generators[drawn])
+            own = exchanged(name, vars(module)[name], generators[drawn], draws=False)
             stack.enter_context(replaced(module, name, own))
         yield
 
@@ -107,9 +109,9 @@ def draws_recorded(
 
     def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
         def draw(*args: Any, **kwargs: Any) -> Any:
+            numbers.drawing.update(drawing_functions(generator))
             if name.endswith((*SETTERS, "shuffle")):
                 numbers.refuse_drawn(name)
-            numbers.drawing.update(drawing_functions(generator))
             call = partial(drawn_by, function, _own(args), _own(kwargs))
             with out_of_sight():
                 state = torch.get_rng_state()

@@ -248,6 +248,17 @@ def masked_spans(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return torch.nn.functional.cross_entropy(self.net(x.masked_fill(mask, 0.0)), batch["y"])
 
 
+def order(count: int) -> list[int]:
+    drawn = list(range(count))
+    random.shuffle(drawn)
+    return drawn
+
+
+def shuffled_features(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    places = torch.tensor(order(8), device=self.device)
+    return self.loss({**batch, "x": batch["x"][:, places]})
+
+
 def noise(seed: int) -> Any:
     drawn = np.random.rand(8)
     drawn.sort()
@@ -259,10 +270,11 @@ def two_generators(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return torch.nn.functional.cross_entropy(self.net(batch["x"] + drawn), batch["y"])
 
 
+@pytest.mark.parametrize("step", [masked_spans, shuffled_features])
 def test_a_function_of_plain_values_that_draws_is_called_by_replays(
-    backend: str, tmp_path: Path
+    backend: str, tmp_path: Path, step: Any
 ) -> None:
-    fit = both(backend, tmp_path, masked_spans, data=lambda: batches(20), validation=0)
+    fit = both(backend, tmp_path, step, data=lambda: batches(20), validation=0)
     assert (fit.statistics.captures, fit.statistics.fallbacks) == (1, [])
 
 
