@@ -30,6 +30,7 @@ if torch.cuda.is_available():
 # Threads that libraries start once and keep for the life of the process.
 # "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
 _PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
+_READER = "(_read_thread)"  # of the compiler's processes, which has no name of its own on torch 2.8
 _JOIN_SECONDS = 5.0
 
 
@@ -113,6 +114,8 @@ def _no_thread_left() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         if type(thread).__name__ in _PROCESS_THREADS or thread.name.startswith(_PROCESS_THREADS):
+            continue
+        if thread.name.endswith(_READER):
             continue
         # A thread that was told to end may need a moment to do so.
         thread.join(_JOIN_SECONDS)
