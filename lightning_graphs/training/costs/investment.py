@@ -205,11 +205,7 @@ class Moves:
         self.obstacle = _cycled(trainer)
         self._before: tuple[tuple[str, object], ...] = ()
         self._in_a_row = 0
-        self._replays = 0
-
-    def replayed(self) -> None:
-        """Count a replay."""
-        self._replays += 1
+        self.replays = 0  # since the last move
 
     def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
         """Whether the optimizer step is not worth a capture any longer; said once."""
@@ -219,8 +215,8 @@ class Moves:
         moved = {name for (name, a), (_, b) in zip(before, now, strict=False) if a != b}
         if not moved:
             return False
-        self._in_a_row = 1 if self._replays >= PAYBACK else self._in_a_row + 1
-        self._replays = 0
+        self._in_a_row = 1 if self.replays >= PAYBACK else self._in_a_row + 1
+        self.replays = 0
         if self._in_a_row < _MOVES:
             return False
         names = ", ".join(sorted(moved))

@@ -236,7 +236,7 @@ class ModuleGraphs:
             self._waiting.end()
             if self._observed is None:  # else one waits for its values to come back
                 self._observe(kind)
-        elif not self._cache.is_refused(key):
+        elif self._cache.why_not:
             is_new, is_full = self._cache.is_new(key), self._cache.is_full
             self._waiting.add(kind, self._cache.why_not, is_new=is_new, at_once=is_full)
         return None

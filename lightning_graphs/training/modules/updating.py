@@ -115,7 +115,7 @@ class CapturedUpdate:
             return hooked
         if not hooked:
             announce_optimizer_step(self._trainer, self._module, self.optimizer)
-        self._moves.replayed()
+        self._moves.replays += 1
         self._replay(self.capturable, plan)
         return True
 
