@@ -128,29 +128,32 @@ class PlanCache(Generic[Key, Plan]):
 
     def _has_room(self, shape: Hashable) -> bool:
         """Whether a plan may be added, in the place of one that is used much less if need be."""
-        if len(self._plans) < self._capacity or self._of(shape):
+        other = self._in_the_way(shape)
+        if other is None or self._shape(other) == shape:
             return True
-        least = min(self._shapes.get(self._shape(key), 0.0) for key in self._plans)
+        least = self._shapes.get(self._shape(other), 0.0)
         return self._shapes[shape] >= 2.0 * least + self._investment.payback
+
+    def _in_the_way(self, shape: Hashable) -> Key | None:
+        """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""
+        is_full = len(self._plans) >= self._capacity
+        same = [key for key in self._plans if self._shape(key) == shape]
+        if same:
+            return same[0] if is_full or len(same) >= _VALUES else None
+        least = min(self._plans, key=lambda k: self._shapes.get(self._shape(k), 0.0), default=None)
+        return least if is_full else None
 
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
         if key in self._plans:
             self.drop(key)
-        same, shapes = self._of(self._shape(key)), self._shapes
-        is_full = len(self._plans) >= self._capacity
-        if same and (is_full or len(same) >= _VALUES):
-            self.drop(same[0])
-        elif is_full:
-            self.drop(min(self._plans, key=lambda k: shapes.get(self._shape(k), 0.0)))
+        other = self._in_the_way(self._shape(key))
+        if other is not None:
+            self.drop(other)
         self._seen.pop(key, None)
         self._captures += 1
         self._plans[key] = plan
         self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
-
-    def _of(self, shape: Hashable) -> list[Key]:
-        """The keys of the plans for a shape, least recently used first."""
-        return [key for key in self._plans if self._shape(key) == shape]
 
     def drop(self, key: Key) -> None:
         plan = self._plans.pop(key)

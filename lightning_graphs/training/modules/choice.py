@@ -50,7 +50,8 @@ class Choice:
 
         Nothing inside of a compiled or scripted module is among them: that runs none of its Python.
         """
-        closed = [m for m in self._root.modules() if m is not self._root and _is_closed(m)]
+        inside = [m for m in self._root.modules() if m is not self._root]
+        closed = [m for m in inside if is_compiled(m) or _is_scripted(m)]
         left = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
         named = self._named or _with_parameters(self._root, self._left_out)
         return {name: module for name, module in named.items() if module not in left}
@@ -76,10 +77,9 @@ class Choice:
         for call in left:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
-            if call.follows_values or kind.is_told_by_tensors:
-                few = 2 if call.follows_values else _SHAPES
-                if len(keys) >= few:
-                    found[call.module] = call.name
+            few = 2 if call.follows_values else _SHAPES
+            if len(keys) >= few and (call.follows_values or kind.is_told_by_tensors):
+                found[call.module] = call.name
         # Among many experts some have arguments of the same shapes twice by chance.
         kin = {_without_numbers(name) for name in found.values()}
         alike = (call for call in left if call.follows_values)
@@ -176,10 +176,6 @@ def _not_called(name: str, module: nn.Module) -> str:
     return "no observed step calls it"
 
 
-def _is_closed(module: nn.Module) -> bool:
-    return is_compiled(module) or _is_scripted(module)
-
-
 def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
@@ -206,11 +202,8 @@ def _obstacle(module: nn.Module, observation: Observation) -> str | None:
         if inner is module and outside:
             continue
         # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
-        if not all(map(_is_of_torch, module_hooks(inner))):
+        owners = [type(hook).__module__ for hook in module_hooks(inner)]
+        if not all(owner.startswith("torch.nn.utils.") for owner in owners):
             where = f"on `{name}` inside of it" if name else "inside of what is compiled"
             return f"it has a hook {where}, which a replay would not call"
     return None
-
-
-def _is_of_torch(hook: Callable[..., object]) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")

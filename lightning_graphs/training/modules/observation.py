@@ -217,7 +217,9 @@ class StepObserver:
         self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> BegunCall | None:
         """Tell of a call of a module, ahead of it; None if it does not count."""
-        if not self._counts():
+        if self.is_over or is_current_stream_capturing():  # of a call without autograd
+            return None
+        if not self._is_stepping() and current_autograd_node() is None:
             return None
         transformed = in_transform()
         given = _tensors_in((args, kwargs))
@@ -278,11 +280,6 @@ class StepObserver:
             elif not (argument.requires_grad or argument.is_inference()):
                 call.sources[i] = found
                 known.append(Seen(call, i, argument, version_of(argument), returned=False))
-
-    def _counts(self) -> bool:
-        if self.is_over or is_current_stream_capturing():  # of a call without autograd
-            return False
-        return self._is_stepping() or current_autograd_node() is not None
 
     def end(self, begun: BegunCall | None, output: Any) -> None:
         """The other half of :meth:`begin`, with what it returned."""

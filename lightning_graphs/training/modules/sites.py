@@ -49,7 +49,7 @@ from lightning_graphs.training.statistics import (
 )
 
 Result = TypeVar("Result")
-_REQUIRES_GRAD = attrgetter("requires_grad")
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class CallRefused(CaptureError):
@@ -164,7 +164,7 @@ class Site:
     @property
     def is_as_captured(self) -> bool:
         """Whether the same parameters require gradients."""
-        return list(map(_REQUIRES_GRAD, self.parameters)) == self.requires_grad
+        return list(map(REQUIRES_GRAD, self.parameters)) == self.requires_grad
 
     @property
     def is_current(self) -> bool:
@@ -304,7 +304,7 @@ class FlagsReader:
 
     def now(self) -> Flags:
         training = tuple([m.training for m in self._modules])
-        required = tuple(map(_REQUIRES_GRAD, self._parameters))
+        required = tuple(map(REQUIRES_GRAD, self._parameters))
         return Flags(training, required, self._hooks(), KernelChoice.now())
 
     def _hooks(self) -> tuple[bool, ...]:

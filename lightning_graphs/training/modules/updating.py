@@ -64,7 +64,9 @@ class CapturedUpdate:
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
-            fit.investment, self._release, capacity=fit.options.max_graphs
+            fit.investment,
+            lambda plan: self._pool.release(plan.graph),
+            capacity=fit.options.max_graphs,
         )
         self._bind()
 
@@ -74,7 +76,6 @@ class CapturedUpdate:
         obstacle = capture_obstacle(self._module, self.optimizer, device_type, scaled=scaled)
         if scaled and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
-        self.capturable = None
         if said := obstacle or self._moves.obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
@@ -188,13 +189,8 @@ class CapturedUpdate:
     def _rebind(self, reason: str = "") -> None:
         if reason:
             self._statistics.recaptured(f"recapturing the optimizer step, because {reason}", reason)
-        self._cache.clear()
-        if self.capturable is not None:
-            self.capturable.restore()
+        self.close()
         self._bind()
-
-    def _release(self, plan: UpdatePlan) -> None:
-        self._pool.release(plan.graph)
 
     def close(self) -> None:
         self._cache.clear()
