@@ -121,8 +121,9 @@ class StepTiming:
         """Run it; a step begins here."""
         self._open = None
         if not self._verified():
-            batch = (_shapes_of(args), self._stepping)
-            counted = _counted(self._statistics)
+            tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
+            shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
+            batch, counted = (shapes, self._stepping), _counted(self._statistics)
             self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)
         self._steps += 1
         result = self._handler.training_step(*args, **kwargs)
@@ -205,11 +206,6 @@ class StepTiming:
         for record in sample.records:
             record.replay_ms = median(self._times[sample.key])
             record.eager_ms = median(eager) if eager else None
-
-
-def _shapes_of(args: tuple[Any, ...]) -> Hashable:
-    tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
-    return tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
 
 
 GPU_BOUND_FROM = 0.95

@@ -24,9 +24,10 @@ from lightning_graphs.core.private.torch import (
     has_gradient_hooks,
 )
 from lightning_graphs.errors import GraphError, ReplayError
-from lightning_graphs.training.costs.memory import NoRoomError, code_captured
+from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import Attributes
+from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,

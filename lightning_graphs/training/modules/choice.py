@@ -101,7 +101,9 @@ class Choice:
 
     def calls(self, observation: Observation) -> list[ObservedCall]:
         """The calls to try, those without autograd among them, in the order of the step."""
-        return self._worthwhile(self._largest(_inside(None, observation), observation))
+        found = self._largest(_inside(None, observation), observation)
+        # Without what computes too little for a graph of its own, where others do more
+        return [call for call in found if call.work >= self._work] or found
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first; what stays eager is said, and why."""
@@ -115,8 +117,7 @@ class Choice:
             if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
                 note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
         found = {c: self._largest([c], observation) for c in _inside(None, observation)}
-        calls = [call for inside in found.values() for call in inside]
-        graphed = {call.module for call in calls}
+        graphed = {call.module for inside in found.values() for call in inside}
         for call, inside in found.items():
             if inside or call.module in self._refused:
                 continue
@@ -124,11 +125,7 @@ class Choice:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
             elif not call.shaped_by:  # which is told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
-        return self._worthwhile(calls)
-
-    def _worthwhile(self, calls: list[ObservedCall]) -> list[ObservedCall]:
-        """Without what computes too little for a graph of its own, where others do more."""
-        return [call for call in calls if call.work >= self._work] or calls
+        return self.calls(observation)
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
         """These calls, or what they call where they cannot be graphs."""

@@ -336,7 +336,10 @@ class StepObserver:
                 call.partial = True
             elif trainable:
                 node = get_gradient_edge(trainable[0]).node
-                call.partial |= not _accumulates(node)
+                try:  # whether the pass that is running adds to its `.grad`
+                    call.partial |= not will_execute(node)
+                except RuntimeError:  # so torch answers where autograd.grad returns its gradient
+                    call.partial = True
 
         def came(i: int, gradient: Tensor | None) -> None:
             if gradient is not None and _has_address(gradient):  # cuDNN gives none of unused states
@@ -387,14 +390,6 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _accumulates(leaf: Node) -> bool:
-    """Whether the backward pass that is running adds to this leaf's ``.grad``."""
-    try:
-        return will_execute(leaf)
-    except RuntimeError:  # torch answers so for a leaf whose gradient autograd.grad returns
-        return False
 
 
 def _detached(tree: Any) -> Any:

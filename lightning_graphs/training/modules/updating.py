@@ -16,10 +16,10 @@ from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
-from lightning_graphs.training.costs.memory import code_captured
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -53,14 +53,13 @@ class CapturedUpdate:
         # The last step had no graph before it: no other step has run beside its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
+        self._fit = fit
         self._trainer = fit.trainer
         self._module = fit.module
-        self._calls = fit.retry.own
         self._pool = fit.pool.beside()
         self._gradients = gradients
         self._statistics = fit.statistics
         self._agreement = agreement
-        self._raises = fit.options.on_failure == "raise"
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
@@ -89,7 +88,7 @@ class CapturedUpdate:
         self._body = StepBody(
             self._trainer,
             self._module,
-            self._calls,
+            self._fit.retry.own,
             self.optimizer,
             self.capturable,
             self._observers,
@@ -162,7 +161,7 @@ class CapturedUpdate:
             if is_new or self._agreement.is_due:
                 self._checks.check_update(partial(self._replay, capturable, plan))
         except GraphError as error:
-            if self._raises and isinstance(error, VerificationError):
+            if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
                 raise
             self._cache.refuse(key)
             self._statistics.note("the optimizer step runs eagerly", error)

@@ -67,7 +67,7 @@ class Agreement:
         self.every = 0 if isinstance(options.verify, bool) else options.verify
         self.budget = budget
         self.ranks = ranks
-        self._said: set[str] = set()  # each is said once in a fit
+        self._said: set[str] = set()
         precision = str(root.trainer.precision_plugin.precision)
         self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
 
@@ -88,10 +88,7 @@ class Agreement:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if what not in self._said:
-                self._said.add(what)
-                line = f"GraphCapture: {what}: {first_line(error)}"
-                rank_zero_warn(line, stacklevel=stacklevel_of_user())
+            self._say(what, first_line(error))
         finally:
             if self.root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager run and the copy of the state
@@ -156,9 +153,11 @@ class Agreement:
                 if apart.norm != 0.0:
                     changed.add(result.name)
                 if not apart.norm <= allowed:
-                    raise self._error(
-                        f"{result.name} differs by up to {apart.largest:.3g}; two eager runs "
-                        f"differ by up to {runs.largest:.3g}"
+                    raise VerificationError(
+                        _RULE,
+                        f"{self._where}, {result.name} differs by up to {apart.largest:.3g}; two "
+                        f"eager runs differ by up to {runs.largest:.3g}",
+                        _REMEDY,
                     )
                 if result.is_gradient and rule.is_rounding(eager, apart):
                     unjudged.add(result.name)
@@ -171,7 +170,14 @@ class Agreement:
             known = set(others)
             for name in names:
                 if name not in known:
-                    raise self._error(f"only {way} has {name}")
+                    raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
 
-    def _error(self, observed: str) -> VerificationError:
-        return VerificationError(_RULE, f"at step {self.root.global_step}, {observed}", _REMEDY)
+    @property
+    def _where(self) -> str:
+        return f"at step {self.root.global_step}"
+
+    def _say(self, line: str, reason: str) -> None:
+        """Warn, once in a fit for each line, that there was no memory for a check."""
+        if line not in self._said:
+            self._said.add(line)
+            rank_zero_warn(f"GraphCapture: {line}: {reason}", stacklevel=stacklevel_of_user())
