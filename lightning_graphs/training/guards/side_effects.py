@@ -1,4 +1,4 @@
-"""What code that is captured raises or does outside of its module, which no replay does again."""
+"""What captured code raises or does outside of its module: refused, as no replay does it again."""
 
 from __future__ import annotations
 
