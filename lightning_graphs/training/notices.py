@@ -13,10 +13,10 @@ from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.costs.investment import Waiting
-from lightning_graphs.training.costs.memory import RaisedInCapture
 from lightning_graphs.training.costs.timing import StepTiming, Stopwatch, judge
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Conditions
+from lightning_graphs.training.guards.side_effects import RaisedInCapture
 from lightning_graphs.training.guards.watch import OF_THE_TRAINER
 from lightning_graphs.training.interception import intercept
 from lightning_graphs.training.options import Options

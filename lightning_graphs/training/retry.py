@@ -88,7 +88,8 @@ class StepBegin(Kept):
         self.python = PythonState(trainer, module, held)
         tensors = [*module.buffers(), *LooseTensors(module, held).tensors]
         tensors += self.gradients.tensors if gradients else []
-        super().__init__(tensors, module.device, budget.room_for, self.gradients, self.python)
+        others = self.gradients.restore, self.python.restore
+        super().__init__(tensors, module.device, budget.room_for, *others)
 
 
 class Runner(StepHandler, Protocol):

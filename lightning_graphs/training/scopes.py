@@ -16,13 +16,10 @@ from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.step.runner import StepRunner
 
 
-def _module_runner(
-    fit: Fit, refused: GraphError | None = None, *, warmed_up: bool = False
-) -> ModuleRunner:
+def _module_runner(fit: Fit, warmup_steps: int, refused: GraphError | None = None) -> ModuleRunner:
     fit.ranks.close()  # submodules exchange nothing
     if fit.progress is not None:
         fit.progress.follows = True
-    warmup_steps = 0 if warmed_up else fit.options.warmup_steps
     return ModuleRunner(fit, warmup_steps=warmup_steps, looks_at_shapes=may_follow_values(refused))
 
 
@@ -35,12 +32,12 @@ def runner_for(fit: Fit) -> Runner:
     if fit.options.scope == "step":
         return StepRunner(fit)
     if fit.options.by_submodules:
-        return _module_runner(fit)
+        return _module_runner(fit, fit.options.warmup_steps)
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
         fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
-        return _module_runner(fit)
-    return StepRunner(fit, partial(_module_runner, fit, warmed_up=True))
+        return _module_runner(fit, fit.options.warmup_steps)
+    return StepRunner(fit, partial(_module_runner, fit, 0))
 
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:

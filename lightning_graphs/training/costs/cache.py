@@ -36,14 +36,15 @@ class PlanCache(Generic[Key, Plan]):
         self._investment = investment
         self._uses = uses
         self._release = release
-        self._capacity = capacity
+        self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
         self._plans: OrderedDict[Key, Plan] = OrderedDict()
         self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._shapes: OrderedDict[Hashable, float] = OrderedDict()
-        self._refused: OrderedDict[Key, None] = OrderedDict()
-        self.why_not = ""  # why the last key that was not due was not
+        self._refused: OrderedDict[Key, int] = OrderedDict()
+        # Why the last key that was asked about is not due yet; empty if it is, or never will be
+        self.why_not = ""
         self.is_full = False  # it would have been, if there had been room for one more plan
         self._captures = 0
         self._past_uses = 0
@@ -64,21 +65,17 @@ class PlanCache(Generic[Key, Plan]):
 
     def get(self, key: Key) -> Plan | None:
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
-        plan = self._plans.get(key)
-        if plan is None:
-            return None
-        self._plans.move_to_end(key)
-        return plan
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        return self._plans.get(key)
 
     # ------------------------------------------------------------------ what is worth a plan
 
     def see(self, key: Key) -> int:
         """Count a sighting of ``key``, for which there is no plan; how many there were."""
-        seen = self._seen.pop(key, 0) + 1
-        _keep(self._seen, key, seen)
-        shape = self._shape(key)
-        _keep(self._shapes, shape, self._shapes.pop(shape, 0.0) + 1.0)
-        return seen
+        _count(self._shapes, self._shape(key))
+        _count(self._seen, key)
+        return self._seen[key]
 
     def is_new(self, key: Key) -> bool:
         """Whether no step of this shape came before the one that was counted last."""
@@ -86,6 +83,7 @@ class PlanCache(Generic[Key, Plan]):
 
     def is_due(self, key: Key) -> bool:
         """Count a sighting of ``key``; whether it is worth a capture now."""
+        self.why_not = ""
         if key in self._refused:
             return False
         seen = self.see(key)
@@ -109,7 +107,13 @@ class PlanCache(Generic[Key, Plan]):
         new. Of a shape that came once, those that came twice tell how often such ones come back
         (Good, "The population frequencies of species", Biometrika 1953).
         """
-        self._count_uses()
+        for key, plan in self._plans.items():
+            uses, known = self._uses(plan), self._shape(key)
+            self._shapes[known] = self._shapes.get(known, 0.0) + uses - self._counted[key]
+            self._counted[key] = uses
+        if sum(self._shapes.values()) > _RECENT:
+            for known in self._shapes:
+                self._shapes[known] /= 2.0
         counts = self._shapes.values()
         total, count = sum(counts), self._shapes.get(shape, 0.0)
         single = sum(1 for other in counts if other <= 1.0)
@@ -119,40 +123,34 @@ class PlanCache(Generic[Key, Plan]):
             share = max(share, min(2.0 * twice / single, total / len(counts)) / total)
         return share
 
-    def _count_uses(self) -> None:
-        for key, plan in self._plans.items():
-            uses, shape = self._uses(plan), self._shape(key)
-            self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
-            self._counted[key] = uses
-        if sum(self._shapes.values()) > _RECENT:
-            for shape in self._shapes:
-                self._shapes[shape] /= 2.0
-
     def _has_room(self, shape: Hashable) -> bool:
         """Whether a plan may be added, in the place of one that is used much less if need be."""
-        if self._capacity is None or len(self._plans) < self._capacity or self._of(shape):
+        other = self._in_the_way(shape)
+        if other is None or self._shape(other) == shape:
             return True
-        least = min(self._shapes.get(self._shape(key), 0.0) for key in self._plans)
+        least = self._shapes.get(self._shape(other), 0.0)
         return self._shapes[shape] >= 2.0 * least + self._investment.payback
+
+    def _in_the_way(self, shape: Hashable) -> Key | None:
+        """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""
+        is_full = len(self._plans) >= self._capacity
+        same = [key for key in self._plans if self._shape(key) == shape]
+        if same:
+            return same[0] if is_full or len(same) >= _VALUES else None
+        least = min(self._plans, key=lambda k: self._shapes.get(self._shape(k), 0.0), default=None)
+        return least if is_full else None
 
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
         if key in self._plans:
             self.drop(key)
-        same, shapes = self._of(self._shape(key)), self._shapes
-        is_full = self._capacity is not None and len(self._plans) >= self._capacity
-        if same and (is_full or len(same) >= _VALUES):
-            self.drop(same[0])
-        elif is_full:
-            self.drop(min(self._plans, key=lambda k: shapes.get(self._shape(k), 0.0)))
+        other = self._in_the_way(self._shape(key))
+        if other is not None:
+            self.drop(other)
         self._seen.pop(key, None)
         self._captures += 1
         self._plans[key] = plan
         self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
-
-    def _of(self, shape: Hashable) -> list[Key]:
-        """The keys of the plans for a shape, least recently used first."""
-        return [key for key in self._plans if self._shape(key) == shape]
 
     def drop(self, key: Key) -> None:
         plan = self._plans.pop(key)
@@ -162,14 +160,11 @@ class PlanCache(Generic[Key, Plan]):
 
     def refuse(self, key: Key) -> None:
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
-        _keep(self._refused, key, None)
+        _count(self._refused, key)
         if key in self._plans:
             self.drop(key)
         else:
             self._captures += 1
-
-    def is_refused(self, key: Key) -> bool:
-        return key in self._refused
 
     def forget(self, key: Key) -> None:
         self._seen.pop(key, None)
@@ -186,7 +181,7 @@ class PlanCache(Generic[Key, Plan]):
         self._shapes.clear()
 
 
-def _keep(book: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    book[key] = value
+def _count(book: OrderedDict[Any, Any], key: Any) -> None:
+    book[key] = book.pop(key, 0) + 1
     while len(book) > _KEYS:
         book.popitem(last=False)

@@ -68,11 +68,12 @@ class Investment:
         timed: bool,
     ) -> None:
         given = options.min_repeats
-        measures = timed and options.only_if_faster and given is None
-        self._pace = statistics.pace if measures else None
+        # Times decide, and not sightings alone
+        self.measures = timed and options.only_if_faster and given is None
+        self._pace = statistics.pace if self.measures else None
         self._sightings = _SIGHTINGS if given is None else given
         # After how many steps the first graph may come
-        self.earliest = options.warmup_steps + (0 if measures else self._sightings)
+        self.earliest = options.warmup_steps + (0 if self.measures else self._sightings)
         self._steps_left = steps_left
         self.is_over = False  # no graph can pay off in this fit any more, and there is none
         self._costs: list[float] = []
@@ -109,11 +110,6 @@ class Investment:
             self.is_over = not self._costs and left < at_best
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
         return "" if self._expected >= wanted else _TOO_RARE
-
-    @property
-    def measures(self) -> bool:
-        """Whether times decide, and not sightings alone."""
-        return self._pace is not None
 
     @property
     def payback(self) -> float:
@@ -205,11 +201,7 @@ class Moves:
         self.obstacle = _cycled(trainer)
         self._before: tuple[tuple[str, object], ...] = ()
         self._in_a_row = 0
-        self._replays = 0
-
-    def replayed(self) -> None:
-        """Count a replay."""
-        self._replays += 1
+        self.replays = 0  # since the last move
 
     def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
         """Whether the optimizer step is not worth a capture any longer; said once."""
@@ -219,8 +211,8 @@ class Moves:
         moved = {name for (name, a), (_, b) in zip(before, now, strict=False) if a != b}
         if not moved:
             return False
-        self._in_a_row = 1 if self._replays >= PAYBACK else self._in_a_row + 1
-        self._replays = 0
+        self._in_a_row = 1 if self.replays >= PAYBACK else self._in_a_row + 1
+        self.replays = 0
         if self._in_a_row < _MOVES:
             return False
         names = ", ".join(sorted(moved))

@@ -11,10 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.private.torch import storage_uses, values_checked_on_device
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.core.private.torch import storage_uses
+from lightning_graphs.errors import CaptureError
 
 _WORTH_A_MOVE = 0.05
 """The part of the reserved memory that lies unused between tensors."""
@@ -55,29 +54,6 @@ def no_room(what: str, observed: str) -> NoRoomError:
         observed,
         "allow fewer graphs (max_graphs), or make the batch smaller",
     )
-
-
-class RaisedInCapture(CaptureError):
-    """Code raised while it was captured; ``__cause__`` is what it raised."""
-
-
-@contextlib.contextmanager
-def code_captured(what: str) -> Iterator[None]:
-    """Make a refusal of whatever the body, the capture of what is named so, raises."""
-    try:
-        with values_checked_on_device():
-            yield
-    except GraphError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise no_room(what, first_line(error)) from error
-        site = CallSiteFinder().of_exception(error)
-        raise RaisedInCapture(
-            f"{what} is made by running its code, with stand-ins for what has no value yet.",
-            f"{type(error).__name__}: {error}, at {site.describe()}",
-            "mend the line, if eager code raises it too; stand-ins may only be passed on",
-        ) from error
 
 
 class MemoryKept(Exception):

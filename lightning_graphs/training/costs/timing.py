@@ -73,9 +73,12 @@ class _Sample:
     batch: Hashable
     start: Mark
     counted: tuple[tuple[object, ...], int, list[int]]  # when it began
-    end: Mark | None = None
     kept: bool = False
     records: tuple[GraphRecord, ...] = ()
+
+    @property
+    def key(self) -> Hashable:
+        return self.batch, tuple(map(id, self.records))
 
 
 class StepTiming:
@@ -107,7 +110,7 @@ class StepTiming:
         self._stepping = False
         self._steps = 0
         self._open: _Sample | None = None
-        self._pending: deque[_Sample] = deque()
+        self._pending: deque[tuple[_Sample, Mark]] = deque()  # with their ends
         self._taken: Counter[Hashable] = Counter()
         self._replays: Counter[int] = Counter()
         self._times: defaultdict[Hashable, list[float]] = defaultdict(list)
@@ -118,8 +121,9 @@ class StepTiming:
         """Run it; a step begins here."""
         self._open = None
         if not self._verified():
-            batch = (_shapes_of(args), self._stepping)
-            counted = _counted(self._statistics)
+            tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
+            shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
+            batch, counted = (shapes, self._stepping), _counted(self._statistics)
             self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)
         self._steps += 1
         result = self._handler.training_step(*args, **kwargs)
@@ -163,39 +167,28 @@ class StepTiming:
         if not sample.records and eager == sample.counted[1]:
             return
         first = int(not sample.records)
-        key = self._key(sample)
-        self._taken[key] += 1
+        self._taken[sample.key] += 1
         self._replays.update(map(id, sample.records))
-        sample.kept = first < self._taken[key] <= first + SAMPLES
+        sample.kept = first < self._taken[sample.key] <= first + SAMPLES
         if sample.kept or (not sample.records and sample.step > 0):
-            sample.end = self._stopwatch.mark()
-            self._pending.append(sample)
-
-    @staticmethod
-    def _key(sample: _Sample) -> Hashable:
-        return sample.batch, tuple(map(id, sample.records))
+            self._pending.append((sample, self._stopwatch.mark()))
 
     def _settle(self) -> None:
         self.read()
-        if self._complete() and not self._pending:
-            self._settled()
-
-    def _complete(self) -> bool:
-        if self._steps >= _LONGEST:
-            return True
         replays = [self._replays[id(record)] for record in self._statistics.graphs]
-        return bool(replays) and min(replays) >= SAMPLES
+        is_complete = self._steps >= _LONGEST or min(replays, default=0) >= SAMPLES
+        if is_complete and not self._pending:
+            self._settled()
 
     def read(self, *, wait: bool = False) -> None:
         """Take over the times that the device knows by now."""
         while self._pending:
-            sample = self._pending[0]
-            assert sample.end is not None
-            ms = self._stopwatch.milliseconds(sample.start, sample.end, wait=wait)
+            sample, end = self._pending[0]
+            ms = self._stopwatch.milliseconds(sample.start, end, wait=wait)
             if ms is None:
                 return
             self._pending.popleft()
-            self._keep(sample, sample.end, ms)
+            self._keep(sample, end, ms)
 
     def _keep(self, sample: _Sample, end: Mark, ms: float) -> None:
         pace = self._statistics.pace
@@ -208,16 +201,11 @@ class StepTiming:
             return
         kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"
         self._statistics.times.append(StepTime(step=sample.step, kind=kind, ms=ms))
-        self._times[self._key(sample)].append(ms)
+        self._times[sample.key].append(ms)
         eager = self._times[sample.batch, ()]
         for record in sample.records:
-            record.replay_ms = median(self._times[self._key(sample)])
+            record.replay_ms = median(self._times[sample.key])
             record.eager_ms = median(eager) if eager else None
-
-
-def _shapes_of(args: tuple[Any, ...]) -> Hashable:
-    tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
-    return tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
 
 
 GPU_BOUND_FROM = 0.95

@@ -1,4 +1,4 @@
-"""What a step does outside of its module: a replay would not do it again, so it is refused."""
+"""What captured code raises or does outside of its module: refused, as no replay does it again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_graphs.core.callsite import CallSite
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.core.private.torch import values_checked_on_device
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.costs.memory import first_line, is_out_of_memory, no_room
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.interception import replaced
@@ -133,3 +135,26 @@ def _passes_on(frame: FrameType) -> bool:
     is_library = module.partition(".")[0] in _PASSING_ON or module.endswith(_RANK_ZERO)
     watches = module.startswith(_GUARDS) and module != __name__
     return is_library or watches or frame.f_code.co_name in _LOGGERS
+
+
+class RaisedInCapture(CaptureError):
+    """Code raised while it was captured; ``__cause__`` is what it raised."""
+
+
+@contextlib.contextmanager
+def code_captured(what: str) -> Iterator[None]:
+    """Make a refusal of whatever the body, the capture of what is named so, raises."""
+    try:
+        with values_checked_on_device():
+            yield
+    except GraphError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise no_room(what, first_line(error)) from error
+        site = CallSiteFinder().of_exception(error)
+        raise RaisedInCapture(
+            f"{what} is made by running its code, with stand-ins for what has no value yet.",
+            f"{type(error).__name__}: {error}, at {site.describe()}",
+            "mend the line, if eager code raises it too; stand-ins may only be passed on",
+        ) from error

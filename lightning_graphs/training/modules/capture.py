@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -25,20 +24,20 @@ from lightning_graphs.core.private.torch import (
     has_gradient_hooks,
 )
 from lightning_graphs.errors import GraphError, ReplayError
-from lightning_graphs.training.costs.memory import NoRoomError, code_captured
+from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import Attributes
+from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.modules.observation import (
     Direction,
     Observation,
     ObservedCall,
     Pass,
 )
-from lightning_graphs.training.modules.sites import Baked, CallRefused, Site
+from lightning_graphs.training.modules.sites import REQUIRES_GRAD, Baked, CallRefused, Site
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
 Result = TypeVar("Result")
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,13 @@ def capture_step(
     """Capture forward and backward of these calls in the order in which the step ran them."""
     # No call is inside of another. Those without autograd share graphs that are made when called.
     for call in calls:
-        _refuse_other_submodules(call)
+        if len(list(call.module.modules())) != len(call.training):
+            raise CallRefused(
+                call,
+                "A module is captured as it was when a step was observed.",
+                "submodules were added or removed since",
+                "do so before the fit, or in the first steps",
+            )
     recorded = [call for call in calls if call.grad_enabled]
     # The backward of one that had none, should it run in the same step, finds its activations
     # whatever ran in between. The next step makes them void.
@@ -120,16 +125,6 @@ def _captured(
     for capture in captures:
         capture.passes.outputs.settle()
     return sites, baked
-
-
-def _refuse_other_submodules(call: ObservedCall) -> None:
-    if len(list(call.module.modules())) != len(call.training):
-        raise CallRefused(
-            call,
-            "A module is captured as it was when a step was observed.",
-            "submodules were added or removed since",
-            "do so before the fit, or in the first steps",
-        )
 
 
 def _of_module(name: str, error: ReplayError) -> None:
@@ -224,7 +219,7 @@ class _Capture:
             graphed.backward_stores = self._stores["backward"]
             graphed.explain = partial(_of_module, self._call.name)
             parameters = list(self._call.module.parameters())
-            required = list(map(_REQUIRES_GRAD, parameters))
+            required = list(map(REQUIRES_GRAD, parameters))
         made = self._call, graphed, self._baked, self._cost
         return Site(*made, parameters, required, self._written)
 
@@ -259,7 +254,7 @@ def as_observed(call: ObservedCall) -> Iterator[None]:
     """
     modules, parameters = list(call.module.modules()), list(call.module.parameters())
     flags = [m.training for m in modules]
-    required = list(map(_REQUIRES_GRAD, parameters))
+    required = list(map(REQUIRES_GRAD, parameters))
     _set(modules, "training", call.training)
     _set(parameters, "requires_grad", [p not in call.frozen for p in parameters])
     dtype = torch.get_default_dtype()

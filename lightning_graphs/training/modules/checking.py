@@ -87,7 +87,7 @@ class _CallRun:
         self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable()
-        self._python = Attributes(call.module), Generators(root)
+        self._python = Attributes(call.module).restore, Generators(root).restore
 
     def _differentiable(self) -> dict[Tensor, str]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
@@ -109,7 +109,8 @@ class _CallRun:
             *self._site.written.values(),
             *gradients.tensors,
         ]
-        return Kept(tensors, self.device, self._budget.room_for, *self._python, gradients)
+        others = *self._python, gradients.restore
+        return Kept(tensors, self.device, self._budget.room_for, *others)
 
     # ------------------------------------------------------------------ the two ways
 

@@ -50,7 +50,8 @@ class Choice:
 
         Nothing inside of a compiled or scripted module is among them: that runs none of its Python.
         """
-        closed = [m for m in self._root.modules() if m is not self._root and _is_closed(m)]
+        inside = [m for m in self._root.modules() if m is not self._root]
+        closed = [m for m in inside if is_compiled(m) or _is_scripted(m)]
         left = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
         named = self._named or _with_parameters(self._root, self._left_out)
         return {name: module for name, module in named.items() if module not in left}
@@ -76,10 +77,9 @@ class Choice:
         for call in left:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
-            if call.follows_values or kind.is_told_by_tensors:
-                few = 2 if call.follows_values else _SHAPES
-                if len(keys) >= few:
-                    found[call.module] = call.name
+            few = 2 if call.follows_values else _SHAPES
+            if len(keys) >= few and (call.follows_values or kind.is_told_by_tensors):
+                found[call.module] = call.name
         # Among many experts some have arguments of the same shapes twice by chance.
         kin = {_without_numbers(name) for name in found.values()}
         alike = (call for call in left if call.follows_values)
@@ -101,7 +101,9 @@ class Choice:
 
     def calls(self, observation: Observation) -> list[ObservedCall]:
         """The calls to try, those without autograd among them, in the order of the step."""
-        return self._worthwhile(self._largest(_inside(None, observation), observation))
+        found = self._largest(_inside(None, observation), observation)
+        # Without what computes too little for a graph of its own, where others do more
+        return [call for call in found if call.work >= self._work] or found
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first; what stays eager is said, and why."""
@@ -115,8 +117,7 @@ class Choice:
             if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
                 note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
         found = {c: self._largest([c], observation) for c in _inside(None, observation)}
-        calls = [call for inside in found.values() for call in inside]
-        graphed = {call.module for call in calls}
+        graphed = {call.module for inside in found.values() for call in inside}
         for call, inside in found.items():
             if inside or call.module in self._refused:
                 continue
@@ -124,11 +125,7 @@ class Choice:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
             elif not call.shaped_by:  # which is told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
-        return self._worthwhile(calls)
-
-    def _worthwhile(self, calls: list[ObservedCall]) -> list[ObservedCall]:
-        """Without what computes too little for a graph of its own, where others do more."""
-        return [call for call in calls if call.work >= self._work] or calls
+        return self.calls(observation)
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
         """These calls, or what they call where they cannot be graphs."""
@@ -176,10 +173,6 @@ def _not_called(name: str, module: nn.Module) -> str:
     return "no observed step calls it"
 
 
-def _is_closed(module: nn.Module) -> bool:
-    return is_compiled(module) or _is_scripted(module)
-
-
 def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule)
 
@@ -206,11 +199,8 @@ def _obstacle(module: nn.Module, observation: Observation) -> str | None:
         if inner is module and outside:
             continue
         # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
-        if not all(map(_is_of_torch, module_hooks(inner))):
+        owners = [type(hook).__module__ for hook in module_hooks(inner)]
+        if not all(owner.startswith("torch.nn.utils.") for owner in owners):
             where = f"on `{name}` inside of it" if name else "inside of what is compiled"
             return f"it has a hook {where}, which a replay would not call"
     return None
-
-
-def _is_of_torch(hook: Callable[..., object]) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")

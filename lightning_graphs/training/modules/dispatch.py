@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -57,16 +56,6 @@ class Stage:
     observer: StepObserver | None = None  # is told of every call; None where nobody is
     # Another captured step makes the call that found none: it is no reason to search.
     foreseen: bool = False
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let modules answer by themselves while the body captures one that has them inside."""
-        before = self.stepping, self.evaluating
-        self.stepping = self.evaluating = False
-        try:
-            yield
-        finally:
-            self.stepping, self.evaluating = before
 
 
 class Forward:
@@ -210,16 +199,10 @@ class Forward:
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if in_transform():
             return _NONE
-        found = self._without_autograd.find(
-            lambda s: s.accepts(args, kwargs) and s.baked.is_current
-        )
-        site = found or self._captured_without_autograd(args, kwargs)
-        return _NONE if site is None else self._replayed(site, args, kwargs)
-
-    def _captured_without_autograd(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Site | None:
         stage, cache = self._stage, self._without_autograd
+        site = cache.find(lambda s: s.accepts(args, kwargs) and s.baked.is_current)
+        if site is not None:
+            return self._replayed(site, args, kwargs)
         device_type = stage.means.pool.backend.device_type
         this = self._label, self._module, self._original
         call = ObservedCall(*this, args, kwargs, device_type)
@@ -227,21 +210,25 @@ class Forward:
         read = frozenset(item for site in cache.plans() for item in site.baked.now())
         key = call.key(), call.kernels, read
         if not cache.is_due(key):
-            return None
+            return _NONE
+        # Modules inside of this one answer by themselves.
+        before = stage.stepping, stage.evaluating
+        stage.stepping = stage.evaluating = False
         try:
-            with stage.aside():
-                site = capture_alone(call, stage.means)
-                stage.checks.check_new([site], stage.fit.statistics)
+            site = capture_alone(call, stage.means)
+            stage.checks.check_new([site], stage.fit.statistics)
         except CaptureError as error:
             if isinstance(error, CallRefused):
                 cache.refuse(key)
             if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
             stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
-            return None
+            return _NONE
+        finally:
+            stage.stepping, stage.evaluating = before
         enter([site], stage.fit.statistics, "; without autograd")
         cache.add((*key[:2], site.baked.values), site)
-        return site
+        return self._replayed(site, args, kwargs)
 
     def forget(self) -> None:
         """Release the graphs that are not a step's."""

@@ -217,7 +217,9 @@ class StepObserver:
         self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> BegunCall | None:
         """Tell of a call of a module, ahead of it; None if it does not count."""
-        if not self._counts():
+        if self.is_over or is_current_stream_capturing():  # of a call without autograd
+            return None
+        if not self._is_stepping() and current_autograd_node() is None:
             return None
         transformed = in_transform()
         given = _tensors_in((args, kwargs))
@@ -279,11 +281,6 @@ class StepObserver:
                 call.sources[i] = found
                 known.append(Seen(call, i, argument, version_of(argument), returned=False))
 
-    def _counts(self) -> bool:
-        if self.is_over or is_current_stream_capturing():  # of a call without autograd
-            return False
-        return self._is_stepping() or current_autograd_node() is not None
-
     def end(self, begun: BegunCall | None, output: Any) -> None:
         """The other half of :meth:`begin`, with what it returned."""
         if begun is None or self.is_over:
@@ -339,7 +336,10 @@ class StepObserver:
                 call.partial = True
             elif trainable:
                 node = get_gradient_edge(trainable[0]).node
-                call.partial |= not _accumulates(node)
+                try:  # whether the pass that is running adds to its `.grad`
+                    call.partial |= not will_execute(node)
+                except RuntimeError:  # so torch answers where autograd.grad returns its gradient
+                    call.partial = True
 
         def came(i: int, gradient: Tensor | None) -> None:
             if gradient is not None and _has_address(gradient):  # cuDNN gives none of unused states
@@ -390,14 +390,6 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _accumulates(leaf: Node) -> bool:
-    """Whether the backward pass that is running adds to this leaf's ``.grad``."""
-    try:
-        return will_execute(leaf)
-    except RuntimeError:  # torch answers so for a leaf whose gradient autograd.grad returns
-        return False
 
 
 def _detached(tree: Any) -> Any:

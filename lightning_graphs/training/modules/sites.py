@@ -49,7 +49,7 @@ from lightning_graphs.training.statistics import (
 )
 
 Result = TypeVar("Result")
-_REQUIRES_GRAD = attrgetter("requires_grad")
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class CallRefused(CaptureError):
@@ -156,15 +156,9 @@ class Site:
     values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @property
-    def graphs(self) -> list[CUDAGraph]:
-        """The forward graph, and the backward graph if there is one."""
-        backward = self.graphed.backward_pass
-        return [self.graphed.forward_graph, *([backward.graph] if backward is not None else [])]
-
-    @property
     def is_as_captured(self) -> bool:
         """Whether the same parameters require gradients."""
-        return list(map(_REQUIRES_GRAD, self.parameters)) == self.requires_grad
+        return list(map(REQUIRES_GRAD, self.parameters)) == self.requires_grad
 
     @property
     def is_current(self) -> bool:
@@ -277,7 +271,10 @@ def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:
     first = sites[0]
     added = next((site.cost.added for site in sites if site.cost.added), {})
     cost = CaptureCost(sum(site.cost.ms for site in sites), added)
-    graphs = [graph for site in sites for graph in site.graphs]
+    graphs: list[CUDAGraph] = []
+    for site in sites:
+        backward = site.graphed.backward_pass
+        graphs += [site.graphed.forward_graph, *([backward.graph] if backward is not None else [])]
     words = tensors_in_words(first.graphed.plan.signature) + remark
     record = statistics.captured(words, graphs, cost, scope=f"module {first.call.name}")
     for site in sites:
@@ -304,16 +301,13 @@ class FlagsReader:
 
     def now(self) -> Flags:
         training = tuple([m.training for m in self._modules])
-        required = tuple(map(_REQUIRES_GRAD, self._parameters))
-        return Flags(training, required, self._hooks(), KernelChoice.now())
-
-    def _hooks(self) -> tuple[bool, ...]:
+        required = tuple(map(REQUIRES_GRAD, self._parameters))
         number = hooks_registered()
         if self._hooked or number != self._hooks_looked_at:
             self._hooks_looked_at = number
             found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self._parameters]
             self._hooked = tuple(found) if any(found) else ()
-        return self._hooked
+        return Flags(training, required, self._hooked, KernelChoice.now())
 
 
 class StepKind(NamedTuple):

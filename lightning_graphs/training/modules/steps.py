@@ -78,7 +78,6 @@ class ModuleGraphs:
         looks_at_shapes: bool,  # in the first step that is observed, too
     ) -> None:
         module, options, pool = fit.module, fit.options, fit.pool
-        investment, statistics = fit.investment, fit.statistics
         apart = pool.beside()
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
@@ -91,28 +90,26 @@ class ModuleGraphs:
         self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, direct=direct)
         self._agreement = agreement
-        self._checks = CallChecks(agreement)
         self._budget = agreement.budget
         # What decides over the calls while a step runs.
-        self.stage = Stage(fit, replace(self._means, pool=apart), self._checks)
-        self._options = options
+        self.stage = Stage(fit, replace(self._means, pool=apart), CallChecks(agreement))
+        self._fit = fit
         self._device_type = pool.backend.device_type
-        self._statistics = statistics
+        self._statistics = fit.statistics
         self._choice = Choice(module, options)
         self._flags = FlagsReader(module)
         self._forwards: dict[nn.Module, Forward] = {}  # of modules that were ever observed
         self._graphed: dict[nn.Module, Forward] = {}  # of those that have graphs
         self._cache: PlanCache[Hashable, CapturedStep] = PlanCache(
-            investment,
+            fit.investment,
             self._release,
             capacity=options.max_graphs,
             shape=lambda key: key[0],  # type: ignore[index]
         )
-        self._investment = investment
         self._last: CapturedStep | None = None
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
-        self._waiting = Waiting(options, statistics, self._difference)
+        self._waiting = Waiting(options, fit.statistics, self._difference)
         self._looks_at_shapes = looks_at_shapes
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
@@ -236,7 +233,7 @@ class ModuleGraphs:
             self._waiting.end()
             if self._observed is None:  # else one waits for its values to come back
                 self._observe(kind)
-        elif not self._cache.is_refused(key):
+        elif self._cache.why_not:
             is_new, is_full = self._cache.is_new(key), self._cache.is_full
             self._waiting.add(kind, self._cache.why_not, is_new=is_new, at_once=is_full)
         return None
@@ -265,16 +262,15 @@ class ModuleGraphs:
             if index >= len(sites) or step.kind != last.kind or not step.baked.is_current:
                 continue
             site = sites[index]
-            if site is None or not site.accepts(*call):
-                self.stage.foreseen |= site is None and step is not last  # it stays eager there
-            elif is_free and not any(step.hook_tables):
+            fits = site is None or site.accepts(*call)
+            if site is not None and fits and is_free and not any(step.hook_tables):
                 self._last = self._cache.get(step.key)
                 step.begin()
                 for other, forward in self._graphed.items():
                     forward.sites = step.sites.get(other, ())
                 return site
-            else:
-                self.stage.foreseen |= step is not last
+            # It is captured, or stays eager, there.
+            self.stage.foreseen |= fits and step is not last
         return None
 
     def _asked(self, inputs: Sequence[Any]) -> None:
@@ -345,7 +341,7 @@ class ModuleGraphs:
                     self._statistics.note(search.reason)
                 return None
             del self._searches[kind]
-        with self._investment.paying():
+        with self._fit.investment.paying():
             return self._capture(kind, calls, observation)
 
     def _searched(self, kind: StepKind) -> Search | None:
@@ -356,21 +352,22 @@ class ModuleGraphs:
         self, kind: StepKind, calls: list[ObservedCall], observation: Observation
     ) -> CapturedStep | None:
         step: CapturedStep | None = None
+        options = self._fit.options
         while calls and step is None:
             try:
                 self._budget.require_room("A captured module")
                 sites, baked = capture_step(calls, observation, self._means)
-                self._checks.check_new(sites, self._statistics)
+                self.stage.checks.check_new(sites, self._statistics)
                 step = CapturedStep(kind, calls, observation, sites, baked)
             except NoRoomError as error:
-                if self._options.on_failure == "raise":
+                if options.on_failure == "raise":
                     raise
                 self._statistics.note("a step runs eagerly", error)
                 self._cache.refuse((kind, self._read(kind)))
                 return None
             except CallRefused as error:
                 differs = isinstance(error, CallDiffers)
-                if self._options.on_failure == "raise" and (self._options.modules or differs):
+                if options.on_failure == "raise" and (options.modules or differs):
                     raise
                 follows = not differs and may_follow_values(error.__cause__)
                 if follows and not (self._looks_at_shapes or has_compiled_anything()):
@@ -382,18 +379,25 @@ class ModuleGraphs:
                 self._statistics.refused(error.call.name, error)
         if step is None:
             self._cache.refuse((kind, self._read(kind)))
-            self._refused()
+            if options.on_failure == "raise":
+                raise CaptureError(
+                    "GraphCapture(scope='modules') needs a submodule that can be captured.",
+                    "none of them could be",
+                    "on_failure='eager' trains without graphs and says why for each",
+                )
+            self._statistics.note(
+                "steps run eagerly: no submodule of them could be captured. modules=[...] names "
+                "some, diagnose=True lists what is in the way"
+            )
             return None
-        before = self._last
         step.enter(self._statistics)
-        for module in dict.fromkeys(call.module for call in calls):
-            if module not in self._graphed:
-                self._graphed[module] = self._forwards[module]
-                self._graphed[module].is_graphed = True
+        for call in calls:
+            forward = self._graphed[call.module] = self._forwards[call.module]
+            forward.is_graphed = True
         self._statistics.captures += 1
         self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
-        if before is not None:
-            change = before.change(step)
+        if self._last is not None:
+            change = self._last.change(step)
             self._statistics.recaptured(f"captured other graphs, because {change}", change)
         self._cache.add(step.key, step)
         self._last = step
@@ -402,9 +406,9 @@ class ModuleGraphs:
     def _is_wrong(self, step: CapturedStep) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
         try:
-            self._checks.check(step.captured, again=True)
+            self.stage.checks.check(step.captured, again=True)
         except CallDiffers as error:
-            if self._options.on_failure == "raise":
+            if self._fit.options.on_failure == "raise":
                 raise
             self._choice.refuse(error.call.module)
             self._graphed.pop(error.call.module).remove()
@@ -416,18 +420,6 @@ class ModuleGraphs:
             self._forget(MOVED)
             return True
         return False
-
-    def _refused(self) -> None:
-        if self._options.on_failure == "raise":
-            raise CaptureError(
-                "GraphCapture(scope='modules') needs a submodule that can be captured.",
-                "none of them could be",
-                "on_failure='eager' trains without graphs and says why for each",
-            )
-        self._statistics.note(
-            "steps run eagerly: no submodule of them could be captured. modules=[...] names some, "
-            "diagnose=True lists what is in the way"
-        )
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""

@@ -16,10 +16,10 @@ from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
-from lightning_graphs.training.costs.memory import code_captured
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
@@ -53,18 +53,19 @@ class CapturedUpdate:
         # The last step had no graph before it: no other step has run beside its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
+        self._fit = fit
         self._trainer = fit.trainer
         self._module = fit.module
-        self._calls = fit.retry.own
         self._pool = fit.pool.beside()
         self._gradients = gradients
         self._statistics = fit.statistics
         self._agreement = agreement
-        self._raises = fit.options.on_failure == "raise"
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
-            fit.investment, self._release, capacity=fit.options.max_graphs
+            fit.investment,
+            lambda plan: self._pool.release(plan.graph),
+            capacity=fit.options.max_graphs,
         )
         self._bind()
 
@@ -74,7 +75,6 @@ class CapturedUpdate:
         obstacle = capture_obstacle(self._module, self.optimizer, device_type, scaled=scaled)
         if scaled and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
-        self.capturable = None
         if said := obstacle or self._moves.obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
@@ -88,7 +88,7 @@ class CapturedUpdate:
         self._body = StepBody(
             self._trainer,
             self._module,
-            self._calls,
+            self._fit.retry.own,
             self.optimizer,
             self.capturable,
             self._observers,
@@ -115,7 +115,7 @@ class CapturedUpdate:
             return hooked
         if not hooked:
             announce_optimizer_step(self._trainer, self._module, self.optimizer)
-        self._moves.replayed()
+        self._moves.replays += 1
         self._replay(self.capturable, plan)
         return True
 
@@ -161,7 +161,7 @@ class CapturedUpdate:
             if is_new or self._agreement.is_due:
                 self._checks.check_update(partial(self._replay, capturable, plan))
         except GraphError as error:
-            if self._raises and isinstance(error, VerificationError):
+            if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
                 raise
             self._cache.refuse(key)
             self._statistics.note("the optimizer step runs eagerly", error)
@@ -188,13 +188,8 @@ class CapturedUpdate:
     def _rebind(self, reason: str = "") -> None:
         if reason:
             self._statistics.recaptured(f"recapturing the optimizer step, because {reason}", reason)
-        self._cache.clear()
-        if self.capturable is not None:
-            self.capturable.restore()
+        self.close()
         self._bind()
-
-    def _release(self, plan: UpdatePlan) -> None:
-        self._pool.release(plan.graph)
 
     def close(self) -> None:
         self._cache.clear()

@@ -25,11 +25,7 @@ from lightning_graphs.core.private.torch import (
     version_of,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.costs.memory import (
-    NoRoomError,
-    RaisedInCapture,
-    code_captured,
-)
+from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.ddp import waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
@@ -51,7 +47,11 @@ from lightning_graphs.training.guards.own_batch import (
 )
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
-from lightning_graphs.training.guards.side_effects import effects_refused
+from lightning_graphs.training.guards.side_effects import (
+    RaisedInCapture,
+    code_captured,
+    effects_refused,
+)
 from lightning_graphs.training.host.draws import draws_recorded
 from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.training.host.live_numbers import StepNumbers

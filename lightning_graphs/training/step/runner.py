@@ -297,7 +297,7 @@ class StepRunner:
             self._refused(None, error)
             return False
         if not self._cache.is_due(signature):
-            if not self._cache.is_refused(signature):
+            if self._cache.why_not:
                 why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
                 full = self._cache.is_full
                 read = self._values.why
@@ -394,7 +394,7 @@ class StepRunner:
         self._statistics.count_replay(forward)
         plan.uses += 1
         self._notices.replayed()
-        self._moves.replayed()
+        self._moves.replays += 1
         if self._in_graph is not None:
             self._in_graph.refresh()
         for number in plan.numbers:

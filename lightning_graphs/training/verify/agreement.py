@@ -153,7 +153,12 @@ class Agreement:
                 if apart.norm != 0.0:
                     changed.add(result.name)
                 if not apart.norm <= allowed:
-                    raise self._mismatch(result.name, apart, runs)
+                    raise VerificationError(
+                        _RULE,
+                        f"{self._where}, {result.name} differs by up to {apart.largest:.3g}; two "
+                        f"eager runs differ by up to {runs.largest:.3g}",
+                        _REMEDY,
+                    )
                 if result.is_gradient and rule.is_rounding(eager, apart):
                     unjudged.add(result.name)
 
@@ -166,13 +171,6 @@ class Agreement:
             for name in names:
                 if name not in known:
                     raise VerificationError(_RULE, f"{self._where}, only {way} has {name}", _REMEDY)
-
-    def _mismatch(self, name: str, apart: Difference, eager: Difference) -> VerificationError:
-        observed = (
-            f"{self._where}, {name} differs by up to {apart.largest:.3g}; two eager runs differ "
-            f"by up to {eager.largest:.3g}"
-        )
-        return VerificationError(_RULE, observed, _REMEDY)
 
     @property
     def _where(self) -> str:

@@ -76,13 +76,12 @@ class Difference:
 
 
 NONE = Difference(0.0, 0.0)
-_INCOMPARABLE = Difference(math.inf, math.inf)
 
 
 def difference(a: Tensor, b: Tensor) -> Difference:
     """How far two tensors are apart; elements that are both NaN, or both the same, are not."""
     if a.shape != b.shape or a.dtype != b.dtype:
-        return _INCOMPARABLE
+        return Difference(math.inf, math.inf)
     if a.numel() == 0:
         return NONE
     left, right = _wide(a), _wide(b)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -15,13 +15,6 @@ from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.training.step.body import scaler_of
 from lightning_graphs.training.verify.differences import Result, difference, results_in
-
-
-class Restorable(Protocol):
-    """What can be put back as it was when it was made."""
-
-    def restore(self) -> None:
-        """Put it back."""
 
 
 class Kept:
@@ -36,7 +29,7 @@ class Kept:
         tensors: Iterable[Tensor],
         device: torch.device,
         room: Callable[[int], int],  # how many of so many bytes may be copied on the device
-        *others: Restorable,
+        *others: Callable[[], object],  # put others back as they were
     ) -> None:
         tensors = [local(tensor) for tensor in tensors if tensor.layout is torch.strided]
         storages = [t.untyped_storage() for t in tensors]
@@ -50,8 +43,8 @@ class Kept:
     def restore(self) -> None:
         """Put everything back."""
         self._snapshot.restore()
-        for other in self._others:
-            other.restore()
+        for restore in self._others:
+            restore()
         torch.set_rng_state(self._on_host)
         if self._on_device is not None:
             assert self._device is not None
@@ -126,13 +119,13 @@ class StepState:
         self._scaler = scaler_of(trainer.precision_plugin)
         self._parameters = _named_parameters(module, optimizer)
 
-    def keep(self, room: Callable[[int], int], *others: Restorable) -> Kept:
+    def keep(self, room: Callable[[int], int], *others: Callable[[], object]) -> Kept:
         """A copy of it, and of others, as they are now; see :class:`Kept`."""
         parameters = self._parameters.values()
         gradients, known = Gradients(parameters), _OptimizerState(self._optimizer, self._scaler)
         tensors = [*self._buffers.values(), *self._loose.values(), *parameters]
         tensors += [*gradients.tensors, *known.tensors]
-        return Kept(tensors, self._device, room, *others, gradients, known)
+        return Kept(tensors, self._device, room, *others, gradients.restore, known.restore)
 
     def results(self, returned: Any) -> list[Result]:
         """What a step returned and what it changed, in the order of its computation."""

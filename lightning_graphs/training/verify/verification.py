@@ -58,7 +58,7 @@ class Verification(StepBody):
         state, budget = self._state(plan.loose), self._agreement.budget
 
         def keep() -> Kept:
-            others = () if plan.host is None else (plan.host,)
+            others = () if plan.host is None else (plan.host.restore,)
             # The gradients of the graph lie where the eager step would compute
             return state.keep(lambda size: budget.room_for(size, plan.gradients.held), *others)
 
@@ -121,17 +121,13 @@ class Verification(StepBody):
         """Verify a captured optimizer step on the gradients that there are."""
         if not self._agreement.is_on:
             return
-        state, python = self._state({}), (Attributes(self.module), Generators(self.module))
+        state, room = self._state({}), self._agreement.budget.room_for
+        python = Attributes(self.module).restore, Generators(self.module).restore
 
-        def eager() -> list[Result]:
-            self.update()
+        def results(step: Callable[[], None]) -> list[Result]:
+            step()
             return state.results(None)
 
-        def replayed() -> list[Result]:
-            replay()
-            return state.results(None)
-
-        ways = BothWays(
-            eager, replayed, lambda: state.keep(self._agreement.budget.room_for, *python)
-        )
+        runs = partial(results, self.update), partial(results, replay)
+        ways = BothWays(*runs, partial(state.keep, room, *python))
         self._agreement.compare(ways, "the captured optimizer step was not verified")
