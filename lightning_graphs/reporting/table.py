@@ -45,16 +45,6 @@ _SUMMARY = {
 }
 
 
-def _table(report: Report) -> list[list[str]]:
-    """The rows of the table, its head first; a dash for the unknown."""
-    columns = _WORDS | _SIZES | (_TIMES if report.times_mean_something else {})
-    rows = [[text(r) for text in columns.values()] for r in report.graphs[:_ROWS]]
-    hidden = len(report.graphs) - _ROWS
-    if hidden > 0:
-        rows.append([f"and {hidden:,d} more", *[""] * (len(columns) - 1)])
-    return [list(columns), *rows] if rows else []
-
-
 def _notes(report: Report) -> list[str]:
     """What is said below the table, a sentence each, reasons indented below theirs."""
     steps = "step" if report.replayed == 1 else "steps"
@@ -87,8 +77,13 @@ def summary_line(report: Report) -> str:
 
 
 def render(report: Report) -> str:
-    """The table and what is to be said below it."""
-    table = _table(report)
+    """The table, with a dash for the unknown, and what is to be said below it."""
+    columns = _WORDS | _SIZES | (_TIMES if report.times_mean_something else {})
+    rows = [[text(r) for text in columns.values()] for r in report.graphs[:_ROWS]]
+    hidden = len(report.graphs) - _ROWS
+    if hidden > 0:
+        rows.append([f"and {hidden:,d} more", *[""] * (len(columns) - 1)])
+    table = [list(columns), *rows] if rows else []
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(

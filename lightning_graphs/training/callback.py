@@ -150,9 +150,8 @@ class GraphCapture(Callback):
             )
         if self.options.diagnose:
             return
-        if (
-            reason := why_not_captured(trainer, self.options)
-        ) and self.options.on_failure == "raise":
+        reason = why_not_captured(trainer, self.options)
+        if reason and self.options.on_failure == "raise":
             raise _refused(reason)
         if device.type == "cuda" and not reason:
             self._stream = capture_stream(trainer, self._fit)
@@ -221,12 +220,11 @@ class GraphCapture(Callback):
                 options, statistics, partial(steps_left, trainer), timed=name == "cuda"
             )
             budget = MemoryBudget(device, options.memory)
-            raises = options.on_failure == "raise"
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             found = (trainer, calls, statistics, budget)
-            retry = EagerRetry(*found, raises=raises, is_alone=ranks.are_one)
+            retry = EagerRetry(*found, raises=options.on_failure == "raise", is_alone=ranks.are_one)
             parts = (statistics, progress, investment, retry, ranks)
             fit = Fit(trainer, pl_module, options, pool, *parts)
             retry.attach(runner_for(fit))

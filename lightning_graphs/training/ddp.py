@@ -8,12 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.core.private.ddp import (
-    is_within_backward,
-    reducer_is_warm,
-    take_no_more_times,
-)
-from lightning_graphs.core.private.fsdp import ShardedUnits
+from lightning_graphs.core.private.ddp import is_within_backward
 from lightning_graphs.training.guards.own_code import is_lightnings
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
@@ -67,11 +62,6 @@ def is_model_parallel(trainer: Trainer) -> bool:
     return _is(trainer.strategy, "model_parallel")
 
 
-def units_of(trainer: Trainer) -> ShardedUnits | None:
-    """What ``fully_shard`` has made of the module; None where it has not been called."""
-    return (is_model_parallel(trainer) and ShardedUnits(trainer.lightning_module)) or None
-
-
 def is_ddp(strategy: object) -> bool:
     """Whether a strategy is Lightning's for DDP."""
     return _is(strategy, "ddp")
@@ -94,16 +84,6 @@ def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
     if is_ddp(trainer.strategy):
         stack.enter_context(ddp_built_on(trainer.strategy, stream))
     return stream
-
-
-def is_warm(trainer: Trainer) -> bool:
-    """Whether the gradient reducer leaves steps alone: it takes no times any more."""
-    ddp = wrapper_of(trainer)
-    if ddp is not None:
-        if not reducer_is_warm(ddp):
-            return False
-        take_no_more_times(ddp)
-    return True
 
 
 def waits_for_gradients(trainer: Trainer) -> bool:

@@ -50,14 +50,8 @@ def calls_of(strategy: Strategy) -> StrategyCalls:
     return StrategyCalls(strategy.training_step, strategy.backward, strategy.optimizer_step)
 
 
-def intercept(strategy: Strategy, handler: StepHandler) -> None:
-    """Let ``handler`` answer for the strategy from now on."""
-    for name in NAMES:
-        vars(strategy)[name] = getattr(handler, name)
-
-
 def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStack:
-    """The same; to be closed, which gives the strategy back what it has, a user's methods too."""
+    """Let ``handler`` answer until this is closed, which gives a user's own methods back, too."""
     stack = contextlib.ExitStack()
     for name in NAMES:
         stack.enter_context(replaced(strategy, name, getattr(handler, name)))

@@ -34,9 +34,7 @@ def training_results(trainer: Trainer) -> Any | None:
     most of it in checks of what a captured step cannot change; updating the entry that it made
     costs a tenth. Fallback: ``LightningModule.log``.
     """
-    if not _IS_KNOWN:
-        return None
-    return getattr(trainer.fit_loop.epoch_loop, "_results", None)
+    return trainer.fit_loop.epoch_loop._results if _IS_KNOWN else None
 
 
 def logs_kept(trainer: Trainer) -> Callable[[], None]:
@@ -120,7 +118,7 @@ def updates_loggers(trainer: Trainer) -> bool:
     return bool(getattr(connector, "should_update_logs", True))
 
 
-def announce_optimizer_step(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+def announce_optimizer_step(trainer: Trainer, optimizer: Any) -> None:
     """Call ``on_before_optimizer_step`` where nobody overrides it, so that profilers see it called.
 
     Without one, nobody does. Fallback: not to call what does nothing.
@@ -258,18 +256,14 @@ def is_profiled(trainer: Trainer) -> bool:
     return kind.__name__ != "PassThroughProfiler" or not is_original or is_patched
 
 
-@contextlib.contextmanager
-def cheap_contexts(trainer: Trainer) -> Iterator[None]:
+def cheap_contexts(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
     """Where nothing is profiled, let ``profiler.profile(...)`` cost a third of what it costs.
 
     Lightning opens such a context around each hook of each callback.
     """
     if is_profiled(trainer):
-        yield
-        return
-    profiler = trainer.profiler  # type: ignore[attr-defined]
-    with replaced(profiler, "profile", _Unrecorded):
-        yield
+        return contextlib.nullcontext()
+    return replaced(trainer.profiler, "profile", _Unrecorded)  # type: ignore[attr-defined]
 
 
 class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):

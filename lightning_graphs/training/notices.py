@@ -15,12 +15,11 @@ from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.costs.investment import Waiting
 from lightning_graphs.training.costs.timing import StepTiming, Stopwatch, judge
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.guards.side_effects import RaisedInCapture
 from lightning_graphs.training.guards.watch import OF_THE_TRAINER
-from lightning_graphs.training.interception import intercept
+from lightning_graphs.training.interception import NAMES
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.statistics import Statistics, differences, listed
+from lightning_graphs.training.statistics import Statistics, conditions_of, differences, listed
 
 
 class Notices:
@@ -43,9 +42,6 @@ class Notices:
         if before is not None and (change := listed(differences(before, signature))):
             self._statistics.recaptured(f"captured another graph, because {change}", change)
 
-    def rebound(self, reason: str) -> None:
-        self._statistics.recaptured(f"recapturing, because {reason}", reason)
-
     def waiting(
         self,
         signature: Signature,  # of the step
@@ -59,22 +55,20 @@ class Notices:
         """Say once, when eager steps go on and on, why they are."""
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
+        if moved:
+            read = CaptureError(
+                "A captured step freezes the attributes and global variables that it reads: one "
+                "that keeps changing gets no graph.",
+                "; ".join(moved),
+                "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
+                "and fill_(...) on it in on_train_batch_start",
+            )
         is_time = self._waiting.add(
-            signature, why_not, is_new=is_new, at_once=at_once, say=not (moved or read)
+            signature, why_not, is_new=is_new, at_once=at_once, say=read is None
         )
-        if not (moved or read) or not is_time:
+        if read is None or not is_time:
             return False
-        if read is not None and not moved:
-            self._say_refused(read, has_graphs=False)
-            return True
-        error = CaptureError(
-            "A captured step freezes the attributes and global variables that it reads: one that "
-            "keeps changing gets no graph.",
-            "; ".join(moved),
-            "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
-            "and fill_(...) on it in on_train_batch_start",
-        )
-        self._say_refused(error, has_graphs=False)
+        self._say_refused(read, has_graphs=False)
         return True
 
     def refused(self, error: GraphError, *, has_graphs: bool) -> None:
@@ -94,17 +88,12 @@ class Notices:
 
 def _moved(before: Signature, after: Signature) -> list[str]:
     """The author's values that moved; empty if a person would name other changes as well."""
-    old, new = _conditions(before), _conditions(after)
+    old, new = conditions_of(before), conditions_of(after)
     same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
     if replace(before, extra=(same,)) != after:
         return []
     lines = replace(same, attributes=old.attributes).diff(new)
     return [line for line in lines if not line.startswith(OF_THE_TRAINER)]
-
-
-def _conditions(signature: Signature) -> Conditions:
-    conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
-    return conditions
 
 
 _OF_PARTS = "the optimizer step", "capturing submodules, not"
@@ -141,7 +130,8 @@ class FitReporter:
         """Say what the graphs gain, once it is known, and be out of the way from then on."""
         if self._off_since is not None:
             return
-        intercept(self._trainer.strategy, self._handler)
+        for name in NAMES:
+            vars(self._trainer.strategy)[name] = getattr(self._handler, name)
         if self._stopwatch.meaningful:
             torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
         slower = not self._judge()

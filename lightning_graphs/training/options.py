@@ -13,10 +13,6 @@ from typing_extensions import TypedDict
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import GraphError
 
-OnFailure = Literal["eager", "raise"]
-Scope = Literal["auto", "step", "modules"]
-BackendChoice = Literal["auto", "cuda", "emulated"]
-
 
 class OptionError(GraphError, ValueError):
     """An option has a value that it cannot have."""
@@ -73,15 +69,15 @@ def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> di
 class Options:
     """The arguments of ``GraphCapture``, which explains them: plain values, as files hold them."""
 
-    scope: Scope = "auto"
+    scope: Literal["auto", "step", "modules"] = "auto"
     modules: Sequence[str] | None = None
     exclude: Sequence[str] = ()
     validation: bool = False
     warmup_steps: int = 3
     min_repeats: int | None = None
     max_graphs: int | None = None
-    on_failure: OnFailure = "eager"
-    backend: BackendChoice = "auto"
+    on_failure: Literal["eager", "raise"] = "eager"
+    backend: Literal["auto", "cuda", "emulated"] = "auto"
     verify: bool | int = True
     memory: float | Literal["auto"] = "auto"
     only_if_faster: bool = True

@@ -53,8 +53,7 @@ def capture_of(value: str) -> GraphCapture:
     from lightning_graphs.training.callback import GraphCapture
     from lightning_graphs.training.options import OptionError
 
-    text, place = _text_of(_WORDS.get(value.lower(), value))
-    options = _options_in(text, place)
+    options, place = _options_in(_WORDS.get(value.lower(), value))
     try:
         return GraphCapture(**options)
     except TypeError as error:  # an option that there never was
@@ -64,28 +63,23 @@ def capture_of(value: str) -> GraphCapture:
         raise OptionError(error.rule, f"{place}: {error.observed}", error.remedy) from None
 
 
-def _text_of(value: str) -> tuple[str, str]:
-    """The options as they are written, and where."""
-    from lightning_graphs.training.options import OptionError
-
-    if "\n" in value or Path(value).suffix.lower() not in _FILES:
-        return value, VARIABLE
-    try:
-        return Path(value).read_text(encoding="utf-8"), value
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(
-            f"{VARIABLE} must name a file that can be read.",
-            f"{Path(value).absolute()}: {error}",
-            "correct the path, which starts from the working directory",
-        ) from None
-
-
-def _options_in(text: str, place: str) -> dict[str, Any]:
-    """Options by name. JSON is read as the YAML that it is."""
+def _options_in(text: str) -> tuple[dict[str, Any], str]:
+    """Options by name, and where they are written. JSON is read as the YAML that it is."""
     import yaml
 
     from lightning_graphs.training.options import OptionError
 
+    place = VARIABLE
+    if "\n" not in text and Path(text).suffix.lower() in _FILES:
+        place = text
+        try:
+            text = Path(place).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise OptionError(
+                f"{VARIABLE} must name a file that can be read.",
+                f"{Path(place).absolute()}: {error}",
+                "correct the path, which starts from the working directory",
+            ) from None
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -97,4 +91,4 @@ def _options_in(text: str, place: str) -> dict[str, Any]:
             f"{place}: {text.partition(chr(10))[0]}",
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )
-    return values or {}
+    return values or {}, place

@@ -16,16 +16,15 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.private.ddp import forget_backward
+from lightning_graphs.core.private.ddp import (
+    forget_backward,
+    reducer_is_warm,
+    take_no_more_times,
+)
+from lightning_graphs.core.private.fsdp import ShardedUnits
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
-from lightning_graphs.training.ddp import (
-    is_model_parallel,
-    is_warm,
-    units_of,
-    waits_for_gradients,
-    wrapper_of,
-)
+from lightning_graphs.training.ddp import is_model_parallel, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
@@ -59,13 +58,13 @@ class Ranks:
         # Called with the reason where one of the ranks :meth:`leave`
         self.left: Callable[[str], None] = lambda _: None
         self._trainer = trainer
-        self._numbers = itertools.count(CAPTURE + 1)
+        self.numbers = itertools.count(CAPTURE + 1)  # of plans that all ranks capture together
         # What reduces gradients over ranks; None if nothing does
         self.ddp = wrapper_of(trainer)
-        # What FSDP2 gathers and reduces; None if it does nothing
-        self.units = units_of(trainer)
         # Submodules cannot be captured
-        self.whole_steps_only = is_model_parallel(trainer)
+        self.whole_steps_only = sharded = is_model_parallel(trainer)
+        # What FSDP2 gathers and reduces; None if it does nothing
+        self.units = (sharded and ShardedUnits(trainer.lightning_module)) or None
         self.ready = False  # steps may be captured; see :meth:`are_ready`
         self._reason = self.lost = ""  # why no graph is right any longer; empty as long as they are
         self._sigterm = Sigterm()
@@ -83,14 +82,12 @@ class Ranks:
         self._open.close()
 
     def are_ready(self) -> bool:
-        """Whether steps may be captured: the gradient reducer must have settled."""
+        """Whether steps may be captured: the gradient reducer, if any, takes no times any more."""
         if not self.ready:
-            self.ready = is_warm(self._trainer)
+            self.ready = self.ddp is None or reducer_is_warm(self.ddp)
+            if self.ready and self.ddp is not None:
+                take_no_more_times(self.ddp)
         return self.ready
-
-    def new_number(self) -> int:
-        """The number of a plan that all ranks have captured together."""
-        return next(self._numbers)
 
     def settle(self, choice: int, wish: bool) -> tuple[int, bool]:
         """What all ranks do with the coming step.
@@ -135,20 +132,17 @@ class Ranks:
         """Run something on all ranks, and raise on all where it raises on one."""
         if self.are_one and self.ddp is None:
             return run()
-        error = result = None
+        error, result, outcome = None, None, _WELL
         try:
             result = run()
         except Exception as raised:
-            error = raised
+            error, outcome = raised, _NO_ROOM if is_out_of_memory(raised) else _FAILED
             if self.units is not None:
                 self.units.forget_step()
-            if exchanges and not (isinstance(error, GraphError) or is_out_of_memory(error)):
+            if exchanges and outcome == _FAILED and not isinstance(error, GraphError):
                 raise
-        worst, least, unfinished = self._largest(
-            _outcome(error),
-            -_outcome(error),
-            error is not None and waits_for_gradients(self._trainer),
-        )
+        waits = error is not None and waits_for_gradients(self._trainer)
+        worst, least, unfinished = self._largest(outcome, -outcome, waits)
         if unfinished:
             assert self.ddp is not None
             forget_backward(self.ddp)
@@ -186,12 +180,6 @@ class Ranks:
         numbers = torch.tensor([*map(int, values)], device="cpu")
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
         return numbers.tolist()
-
-
-def _outcome(error: Exception | None) -> int:
-    if error is None:
-        return _WELL
-    return _NO_ROOM if is_out_of_memory(error) else _FAILED
 
 
 def _elsewhere(outcome: int, rank: int, said: str) -> CaptureError:

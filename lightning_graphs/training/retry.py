@@ -174,8 +174,8 @@ class EagerRetry:
         if self._begin is not None:
             self._begin.gradients.forget()
 
-    def _kept(self, args: tuple[Any, ...], *, gradients: bool | None = None) -> StepBegin:
-        gradients = self._manual if gradients is None else gradients
+    def _kept(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
+        gradients |= self._manual
         return StepBegin(self._trainer, self._module, args, self.budget, gradients=gradients)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

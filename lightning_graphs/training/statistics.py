@@ -62,8 +62,8 @@ class Statistics(Report):
     fused: list[str] = field(default_factory=list)
     waiting: str = ""  # why the last eager step was not captured, where none was refused
     pace: Pace = field(default_factory=Pace)  # how long steps take
-    _alive: dict[CUDAGraph, tuple[GraphRecord, tuple[CUDAGraph, ...]]] = field(default_factory=dict)
-    _uncounted: dict[CUDAGraph, None] = field(default_factory=dict)
+    _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
+    _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
     _refused: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, reason: str, error: GraphError | None = None) -> None:
@@ -138,24 +138,21 @@ class Statistics(Report):
         if graphs[0].backend.name == "cuda":
             pools = {graph.pool() for graph in graphs}
             record.pool_mib = sum(cost.added.get(pool, 0) for pool in pools) / 2**20
-        self._alive[graphs[0]] = record, tuple(graphs)
-        self._uncounted[graphs[0]] = None
+        self._alive[graphs[0]] = record
+        self._uncounted[graphs[0]] = tuple(graphs)
         return record
 
     def _count_nodes(self, first: CUDAGraph) -> None:
         """Count them when somebody asks: that takes as long as a tenth of a capture."""
-        if first not in self._uncounted:
-            return
-        del self._uncounted[first]
-        record, graphs = self._alive[first]
-        counts = [graph.node_counts() for graph in graphs]
-        if all(counts):
+        counts = [graph.node_counts() for graph in self._uncounted.pop(first, ())]
+        if counts and all(counts):
+            record = self._alive[first]
             record.nodes = sum(sum(count.values()) for count in counts)
             record.kernels = sum(count.get("kernel", 0) for count in counts)
 
     def count_replay(self, first: CUDAGraph) -> None:
         self.replayed += 1
-        self._alive[first][0].replays += 1
+        self._alive[first].replays += 1
 
     def released(self, first: CUDAGraph) -> None:
         self._count_nodes(first)
@@ -196,9 +193,8 @@ def _pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
 
 def in_words(signature: Signature) -> str:
     """A step's signature, short: its tensors, and its part in an accumulation window."""
-    phases = [found.phase for found in signature.extra if isinstance(found, Conditions)]
-    parts = [str(phase) for phase in phases if phase.window != 1]
-    return "; ".join([tensors_in_words(signature), *parts])
+    phase = conditions_of(signature).phase
+    return tensors_in_words(signature) + (f"; {phase}" if phase.window != 1 else "")
 
 
 def tensors_in_words(signature: Signature) -> str:
@@ -217,8 +213,12 @@ def _bare(name: str) -> str:
 def differences(before: Signature, after: Signature) -> list[str]:
     """What tells two captures apart, a line each, for a person to read."""
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
-    conditions: Conditions = before.extra[0]  # type: ignore[assignment]
-    return lines + conditions.diff(after.extra[0])  # type: ignore[arg-type]
+    return lines + conditions_of(before).diff(conditions_of(after))
+
+
+def conditions_of(signature: Signature) -> Conditions:
+    conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
+    return conditions
 
 
 def listed(lines: Sequence[str]) -> str:

@@ -82,7 +82,6 @@ from lightning_graphs.training.host.live_numbers import is_followed
 from lightning_graphs.training.host.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
-    METRIC_VALUE,
     LoggedNumbers,
     metrics_of,
 )
@@ -122,12 +121,11 @@ class Doctor:
         self._trainer = trainer
         self._module = module
         self._calls = calls
-        self._all = self._left = options.warmup_steps
+        self._all = options.warmup_steps
         self._rehearsal = options.backend == "emulated"
-        self._whole_steps_only = options.scope == "step"
-        asked_for = options.by_submodules
-        no_whole_step = "" if asked_for else no_whole_step
-        self._only_submodules = asked_for or (bool(no_whole_step) and not self._whole_steps_only)
+        no_whole_step = "" if options.by_submodules else no_whole_step
+        falls_back = bool(no_whole_step) and options.scope != "step"
+        self._only_submodules = options.by_submodules or falls_back
         compiles = any(map(is_compiled, module.modules()))
         self._has_host_half = not (self._only_submodules or compiles)
         self._between: set[CallSite] = set()
@@ -177,10 +175,9 @@ class Doctor:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step under observation, or the first one after it as it is."""
-        if self._left == 0:
+        if self.diagnosis.steps == self._all:
             self.finish()
             return self._calls.training_step(*args, **kwargs)
-        self._left -= 1
         self.diagnosis.steps += 1
         batch, *rest = args
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
@@ -277,7 +274,7 @@ class Doctor:
             self._logged += [(t, version_of(t), self._sites.here()) for t in given]
             with self._observer.looking_away():
                 result = function(*args, **kwargs)
-                self._observer.forbid(result, METRIC_VALUE)
+                self._observer.forbid(result)
                 return result
 
         return call
@@ -332,7 +329,8 @@ class Doctor:
         """What stands for a function that draws: a captured step follows what it gives."""
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            value = drawn_by(function, args, kwargs)
+            once = functools.partial(drawn_by, function, args, kwargs)
+            value = once()
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawing_functions.update(drawing_functions(generator))
                 self._drawn.add(generator.name)
@@ -340,9 +338,7 @@ class Doctor:
                     self._used(DRAWN, name)
                 elif value is not None:
                     tape = HostTape()
-                    again = tape.draw(
-                        generator, functools.partial(drawn_by, function, args, kwargs)
-                    )
+                    again = tape.draw(generator, once)
                     return self._numbers.drawn(name, value, tape, lambda: again.value)
             return value
 
@@ -355,7 +351,7 @@ class Doctor:
         trainer, module, add = self._trainer, self._module, self.diagnosis.add
         if reason:
             add(CONFIGURATION, "Trainer", observed=reason)
-        if no_whole_step and self._whole_steps_only:
+        if no_whole_step and not self._only_submodules:
             add(NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
         elif no_whole_step:
             because = f"the whole step cannot be one, because {no_whole_step}"
@@ -377,16 +373,13 @@ class Doctor:
                 site = definition_of(hook)
                 if not self._sites.is_library(site.file):
                     add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
-        self._judge_observers()
-
-    def _judge_observers(self) -> None:
-        observers = Observers.of(self._trainer, self._module)
-        owners = [*self._trainer.callbacks, self._module]  # type: ignore[attr-defined]
+        observers = Observers.of(trainer, module)
+        owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
         for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
-            kind, _, hook = name.rpartition(".")
+            kind, _, method = name.rpartition(".")
             owner = next(owner for owner in owners if type(owner).__name__ == kind)
-            site = definition_of(getattr(owner, hook))
-            self.diagnosis.add(OBSERVER, name, site, effect="further graph")
+            site = definition_of(getattr(owner, method))
+            add(OBSERVER, name, site, effect="further graph")
 
     def _judge_batch(self, batch: Any) -> list[Tensor]:
         """Look at a batch; the tensors in it of which the host has a copy."""

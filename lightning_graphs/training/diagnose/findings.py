@@ -184,7 +184,12 @@ class Diagnosis:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
-        lines = [self._headline()]
+        found = len(self.obstacles)
+        what = f"{found} obstacle{'s' * (found != 1)}" if found else "nothing stands in the way"
+        if further := len(self.findings) - found:
+            what += f", {further} remark{'s' * (further != 1)}"
+        observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
+        lines = [f"GraphCapture, doctor: {what} ({observed})"]
         groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
         for finding in self.findings:
             groups.setdefault((finding.rule, finding.remedy), []).append(finding)
@@ -197,11 +202,3 @@ class Diagnosis:
             lines.append(f"  remedy: {first.remedy}")
             lines += [f"    {line}" for line in first.code.splitlines()]
         return "\n".join(lines)
-
-    def _headline(self) -> str:
-        found = len(self.obstacles)
-        what = f"{found} obstacle{'s' * (found != 1)}" if found else "nothing stands in the way"
-        if further := len(self.findings) - found:
-            what += f", {further} remark{'s' * (further != 1)}"
-        observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
-        return f"GraphCapture, doctor: {what} ({observed})"

@@ -35,6 +35,7 @@ from lightning_graphs.training.guards.frozen import COUNTER
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.host.followed import Followed
 from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
+from lightning_graphs.training.host.logs import METRIC_VALUE
 
 _NUMBERS = (bool, int, float)
 
@@ -97,7 +98,6 @@ class Observer(Recorder):
         rehearsal: bool,
     ) -> None:
         super().__init__(generators)
-        self.calls: list[Call] = []
         self._note = note
         self._look = look
         self._sites = sites
@@ -105,16 +105,15 @@ class Observer(Recorder):
         self._on_gpu = any(generator.device.type != "cpu" for generator in generators)
         self.silent = False  # whether nothing is noted at the moment
         self.answered = False  # whether the host has what is asked for by what is noted
-        self.told: list[str] = []  # what Python was told by it in this step
-        self._on_host: set[int] = set()
         self._makes_on_host = False
-        self._forbidden: dict[int, Obstacle] = {}
-        self._anew: set[float] = set()
+        self._forbidden: set[int] = set()
+        self.begin(())
 
     def begin(self, on_host: Iterable[Tensor]) -> None:
         """Begin another step; the host has these tensors, too, and what follows from them."""
-        self.calls, self.told = [], []
-        self._anew.clear()
+        self.calls: list[Call] = []
+        self.told: list[str] = []  # what Python was told by it in this step
+        self._anew: set[float] = set()
         self._on_host = {self.know(tensor).id for tensor in on_host}
 
     @contextlib.contextmanager
@@ -126,11 +125,10 @@ class Observer(Recorder):
         finally:
             self.silent = before
 
-    def forbid(self, value: Any, obstacle: Obstacle) -> None:
-        """Note ``obstacle`` wherever a tensor in ``value`` is used."""
-        for leaf in leaves_of(value):
-            if isinstance(leaf, Tensor):
-                self._forbidden[self.know(leaf, born=True).id] = obstacle
+    def forbid(self, value: Any) -> None:
+        """Note wherever a tensor in ``value``, the result of a metric, is used."""
+        tensors = (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+        self._forbidden.update(self.know(tensor, born=True).id for tensor in tensors)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
@@ -225,9 +223,8 @@ class Observer(Recorder):
             self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
             for tensor in call.inputs:
-                strided = tensor.layout is torch.strided
-                if strided and (found := self._forbidden.get(self.know(tensor).id)):
-                    self.refuse(str(call.func), found)
+                if tensor.layout is torch.strided and self.know(tensor).id in self._forbidden:
+                    self.refuse(str(call.func), METRIC_VALUE)
         if self._draws_on_host(call):
             self.answered = current_autograd_node() is None
             self.refuse(str(call.func), DRAWN)

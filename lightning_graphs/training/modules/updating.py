@@ -114,7 +114,7 @@ class CapturedUpdate:
                 self.optimizer.step()
             return hooked
         if not hooked:
-            announce_optimizer_step(self._trainer, self._module, self.optimizer)
+            announce_optimizer_step(self._trainer, self.optimizer)
         self._moves.replays += 1
         self._replay(self.capturable, plan)
         return True

@@ -194,7 +194,7 @@ class StepRunner:
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
         else:
-            announce_optimizer_step(self._trainer, self._module, optimizer)
+            announce_optimizer_step(self._trainer, optimizer)
         return result
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
@@ -352,7 +352,7 @@ class StepRunner:
         conditions = replace(conditions, attributes=self._watch.attributes())
         signature = replace(signature, extra=(conditions, *plan.told))
         plan.call, plan.conditions = CallPlan(signature, check_modes=True), conditions
-        plan.number = self._ranks.new_number()
+        plan.number = next(self._ranks.numbers)
         self._notices.captured(signature)
         self._statistics.captured(in_words(signature), [*plan.graphs.values()], cost)
         self._cache.add(signature, plan)
@@ -427,7 +427,7 @@ class StepRunner:
     def _rebind(self, reason: str = "") -> None:
         """Drop every graph, and look at the fit anew; the reason, where there is one, is said."""
         if reason:
-            self._notices.rebound(reason)
+            self._statistics.recaptured(f"recapturing, because {reason}", reason)
         self._ranks.lost = ""
         self._cache.clear()
         if self.capturable is not None:
