@@ -55,7 +55,7 @@ ifneq ($(strip $(VENV)),)
 endif
 
 ifneq ($(strip $(VENV)),)
-$(VENV)/.installed: EXTRAS := dev,docs,examples,report
+$(VENV)/.installed: EXTRAS := dev,docs,examples
 $(VENV)/.installed-demo: EXTRAS := demo
 $(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)

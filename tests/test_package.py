@@ -259,10 +259,10 @@ def installs(target: str, environment: Path) -> list[str]:
 
 def test_each_target_installs_what_it_needs(tmp_path: Path) -> None:
     assert installs("demo", tmp_path) == ["demo"]
-    assert installs("test", tmp_path) == ["dev,docs,examples,report"]
+    assert installs("test", tmp_path) == ["dev,docs,examples"]
     (tmp_path / ".installed-demo").touch()
     assert installs("demo", tmp_path) == []
-    assert installs("test", tmp_path) == ["dev,docs,examples,report"]
+    assert installs("test", tmp_path) == ["dev,docs,examples"]
     (tmp_path / ".installed-demo").unlink()
     (tmp_path / ".installed").touch()
     assert installs("demo", tmp_path) == installs("test", tmp_path) == []

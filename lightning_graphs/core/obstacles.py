@@ -168,7 +168,8 @@ _MOVES_STORAGE = frozenset(
 _Remedy = tuple[str, str]
 
 _IS_CAUSAL: _Remedy = (
-    "say whether the mask is causal: is_causal=True or False; torch compares the mask otherwise",
+    "say whether the mask is causal, which torch asks the mask otherwise: is_causal=True or False, "
+    "of a decoder tgt_is_causal, of nn.Transformer src_is_causal and tgt_is_causal",
     "y = self.encoder(x, mask=self.mask, is_causal=True)",
 )
 _MOMENTUM: _Remedy = (

@@ -192,9 +192,11 @@ class FitReporter:
             statistics.note(statistics.waiting)
             return
         steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
+        options = self._options
+        waits = "" if options.min_repeats is None else f", min_repeats={options.min_repeats}"
         reason = (
             f"steps run eagerly: the fit ended after {steps}, before the first graph "
-            f"(warmup_steps={self._options.warmup_steps})"
+            f"(warmup_steps={options.warmup_steps}{waits})"
         )
         statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.obstacles import HOST_READ
 from lightning_graphs.training.diagnose.watched import Call, Observer, changes
 
 
@@ -116,9 +115,9 @@ class TestObserver:
     def test_what_a_value_is_forbidden_for(self, device: torch.device) -> None:
         value, notes = torch.ones(2, device=device), Notes()
         observer = notes.observer(device)
-        observer.forbid({"nested": [value]}, HOST_READ)
+        observer.forbid({"nested": [value]})
         _outside(observer, lambda: value[0] + 1)
-        assert [row[:2] for row in notes.rows][-1] == ("aten.add.Tensor", "host-read")
+        assert [row[:2] for row in notes.rows][-1] == ("aten.add.Tensor", "metric-value")
 
     def test_looking_away(self, device: torch.device) -> None:
         x, notes = torch.ones(2, device=device), Notes()

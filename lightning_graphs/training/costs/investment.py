@@ -43,6 +43,7 @@ _MANY = 10_000
 """Steps that are left in a fit without an end."""
 
 _TOO_RARE = "no batch signature came back often enough"
+_NOT_TIMED = "no eager step was timed yet"
 _LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
 _PAD = "pad batches to a few fixed lengths"
@@ -99,7 +100,7 @@ class Investment:
         if moved and seen <= self._sightings:
             return "values that the step reads have moved on"
         if not self._pace.eager:
-            return "no eager step was timed yet"
+            return _NOT_TIMED
         saving, left = self._saving(self._pace), self._steps_left()
         if saving <= 0.0:
             return "the GPU is busy all the time, and graphs save the time between kernels only"
@@ -269,7 +270,8 @@ class Waiting(Generic[Kind]):
         further = f". The last two steps differ: {listed(changes)}" if changes else ""
         if is_new and changes:
             further += f"\n  remedy: {_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
-        self._statistics.waiting = f"steps run eagerly: {why_not}{further}"
+        is_early = not (changes or is_time) and why_not in (_TOO_RARE, _NOT_TIMED)
+        self._statistics.waiting = "" if is_early else f"steps run eagerly: {why_not}{further}"
         if is_time and say:
             self._statistics.note(self._statistics.waiting)
         self._is_said |= is_time

@@ -71,6 +71,7 @@ from lightning_graphs.training.guards.side_effects import (
     STORED_OUTSIDE,
     effects_watched,
 )
+from lightning_graphs.training.guards.uncapturable import bound_by_hooks
 from lightning_graphs.training.host.draws import (
     SETTERS,
     drawing_functions,
@@ -423,9 +424,13 @@ class Doctor:
         ]
         found = [(STORED, name, outside.site_of(name)) for name in own]
         found += [(STORED_OUTSIDE, n, outside.site_of(n)) for n in outside.contents.changed()]
+        bound = bound_by_hooks(self._module)
         for obstacle, name, site in found:
             site = site if site.line else self._step
             in_step = self._only_submodules and site.function == "training_step"
+            if new := bound.get(name.removeprefix("self.")):
+                remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
+                obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
         for name in generators.drawn():
             if name not in self._drawn:

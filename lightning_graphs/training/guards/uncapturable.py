@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from lightning_graphs.core.private.torch import makes_own_graphs
+from lightning_graphs.core.private.torch import makes_own_graphs, module_hooks
 from lightning_graphs.training.interception import replaced
 
 _OWN_GRAPHS = (
@@ -77,3 +77,19 @@ def with_own_graphs(module: nn.Module) -> Iterator[str]:
             if callable(value) and not isinstance(value, nn.Module) and makes_own_graphs(value):
                 where = name if attribute == "_compiled_call_impl" else f"{name}.{attribute}"
                 yield where.strip(".") or type(inner).__name__
+
+
+def bound_by_hooks(root: nn.Module) -> dict[str, str]:
+    """Weights that old hooks of ``torch.nn.utils`` bind anew in each call, and what to do.
+
+    ``weight_norm``, ``spectral_norm`` and pruning set a plain attribute, ahead of the forward.
+    """
+    found: dict[str, str] = {}
+    for path, inner in root.named_modules():
+        for hook in module_hooks(inner):
+            name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
+            library, _, kind = type(hook).__module__.rpartition(".")
+            if library == "torch.nn.utils" and name:
+                new = "prune.remove" if kind == "prune" else f"parametrizations.{kind}"
+                found[f"{path}.{name}".lstrip(".")] = f"{library}.{new}"
+    return found

@@ -9,7 +9,11 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.private.torch import is_compiled, is_compiled_in_place, module_hooks
-from lightning_graphs.training.guards.uncapturable import has_own_dropout, obstacle_in
+from lightning_graphs.training.guards.uncapturable import (
+    bound_by_hooks,
+    has_own_dropout,
+    obstacle_in,
+)
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.modules.selection import excluded, is_inside, select
 from lightning_graphs.training.modules.sites import StepKind
@@ -21,6 +25,8 @@ _WORK = 5
 """So many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
 which is one and a cast, takes 1.6 to 2 times as long, that of a Linear with its casts, 8, 0.6 to
 0.8 times."""
+
+_BOUND = "a hook of torch.nn.utils sets a weight anew in each call"
 
 
 class Choice:
@@ -81,16 +87,14 @@ class Choice:
             if len(keys) >= few and (call.follows_values or kind.is_told_by_tensors):
                 found[call.module] = call.name
         # Among many experts some have arguments of the same shapes twice by chance.
-        kin = {_without_numbers(name) for name in found.values()}
+        kin = {_kin(call) for call in left if call.module in found}
         alike = (call for call in left if call.follows_values)
-        found |= {call.module: call.name for call in alike if _without_numbers(call.name) in kin}
+        found |= {call.module: call.name for call in alike if _kin(call) in kin}
         if found:
-            first, *others = found.values()
-            also = f" and {len(others)} others" if others else ""
             why = f" ({observation.shaped_by})" if observation.shaped_by else ""
             note(
-                f"calls of `{first}`{also} run eagerly: their arguments have other shapes in each "
-                f"step{why}; give them a fixed shape, such as a capacity for each expert"
+                f"calls of {_in_short(found)} run eagerly: their arguments have other shapes in "
+                f"each step{why}; give them a fixed shape, such as a capacity for each expert"
             )
             self._refused |= set(found)
         return list(found)
@@ -116,6 +120,13 @@ class Choice:
                 note(_left_out(call.name, _obstacle(call.module, observation)))
             if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
                 note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
+        bound: dict[str, dict[nn.Module, str]] = {}
+        for call in observation.calls:
+            for weight, new in bound_by_hooks(call.module).items():
+                if "." not in weight:
+                    bound.setdefault(new, {})[call.module] = call.name
+        for new, layers in bound.items():
+            note(f"calls of {_in_short(layers)} run eagerly: {_BOUND}; use {new}")
         found = {c: self._largest([c], observation) for c in _inside(None, observation)}
         graphed = {call.module for inside in found.values() for call in inside}
         for call, inside in found.items():
@@ -123,7 +134,7 @@ class Choice:
                 continue
             if call.module in graphed:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
-            elif not call.shaped_by:  # which is told of the innermost
+            elif not (call.shaped_by or bound_by_hooks(call.module)):  # told of the innermost
                 note(_left_out(call.name, self._obstacle(call, observation)))
         return self.calls(observation)
 
@@ -150,9 +161,15 @@ def _inside(call: ObservedCall | None, observation: Observation) -> list[Observe
     return [inner for inner in observation.calls if inner.parent is call]
 
 
-def _without_numbers(name: str) -> str:
-    """What the names of a list's modules have in common."""
-    return re.sub(r"\d+", "*", name)
+def _in_short(modules: Mapping[nn.Module, str]) -> str:
+    first, *others = modules.values()
+    return f"`{first}` and {len(others)} others" if others else f"`{first}`"
+
+
+def _kin(call: ObservedCall) -> Hashable:
+    """What the modules of a list have in common: names but for numbers, and shapes."""
+    shapes = tuple(parameter.shape for parameter in call.module.parameters())
+    return re.sub(r"\d+", "*", call.name), shapes
 
 
 def _shaped(call: ObservedCall) -> str:
@@ -194,13 +211,11 @@ def _obstacle(module: nn.Module, observation: Observation) -> str | None:
         return "it is recomputed in the backward pass (activation checkpointing)"
     if (obstacle := obstacle_in(module)) is not None:
         return obstacle
+    if bound_by_hooks(module):
+        return _BOUND
     outside = not is_compiled_in_place(module)  # what that compiles has its own hooks inside
     for name, inner in module.named_modules():
-        if inner is module and outside:
-            continue
-        # Hooks of torch.nn.utils (weight_norm, spectral_norm) compute with tensors only.
-        owners = [type(hook).__module__ for hook in module_hooks(inner)]
-        if not all(owner.startswith("torch.nn.utils.") for owner in owners):
+        if module_hooks(inner) and not (inner is module and outside):
             where = f"on `{name}` inside of it" if name else "inside of what is compiled"
             return f"it has a hook {where}, which a replay would not call"
     return None

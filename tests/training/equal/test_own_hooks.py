@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import utils
 from torch.nn.utils import prune
 
+from tests.training.examined import examined
 from tests.training.fits import Net, batches, compare, fit_twice
 
 
@@ -32,3 +34,41 @@ def test_a_layer_that_is_pruned_in_mid_fit(backend: str, tmp_path: Path, scope: 
     )
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 0
+
+
+def masked(layer: Any) -> Any:
+    return prune.l1_unstructured(layer, "weight", 0.25)
+
+
+OLD = {
+    "parametrizations.weight_norm": utils.weight_norm,
+    "parametrizations.spectral_norm": utils.spectral_norm,
+    "prune.remove": masked,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("new", OLD)
+def test_of_submodules_with_old_hooks_run_and_doctor_say_what_replaces_them(
+    backend: str, tmp_path: Path, new: str
+) -> None:
+    def module() -> Net:
+        net = Net()
+        OLD[new](net.net[0])
+        return net
+
+    capture: dict[str, Any] = {"scope": "modules", "on_failure": "eager"}
+    given: dict[str, Any] = {"module": module, "validation": 0}
+    eager, captured = fit_twice(backend, tmp_path, capture=capture, **given)
+    compare(eager, captured, replayed=False)
+    (said,) = captured.statistics.fallbacks
+    assert said == (
+        "calls of `net.0` run eagerly: a hook of torch.nn.utils sets a weight anew in each "
+        f"call; use torch.nn.utils.{new}"
+    )
+    assert "net.0" not in captured.statistics.modules
+    assert captured.statistics.replayed > 0
+    fit = examined(backend, tmp_path, capture=capture, **given)
+    (finding,) = fit.capture.diagnosis.findings
+    assert (finding.operator, finding.effect) == ("self.net.0.weight", "eager step")
+    assert finding.code == f"torch.nn.utils.{new}(layer)"

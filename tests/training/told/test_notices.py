@@ -150,9 +150,8 @@ def test_a_fit_that_ends_before_its_first_graph_says_why(
     assert (report.replayed, report.eager) == (0, steps)
     (reason,) = report.fallbacks
     assert reason.startswith("steps run eagerly: ")
-    if steps <= 3:
-        assert f"the fit ended after {steps} " in reason
-        assert "warmup_steps=3" in reason
+    assert f"the fit ended after {steps} " in reason
+    assert "warmup_steps=3" in reason
 
 
 @SAYS
