@@ -7,8 +7,6 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_graphs.core.obstacles import may_follow_values
-from lightning_graphs.errors import GraphError
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.uncapturable import obstacle_in
 from lightning_graphs.training.modules.runner import ModuleRunner
@@ -16,11 +14,11 @@ from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.step.runner import StepRunner
 
 
-def _module_runner(fit: Fit, warmup_steps: int, refused: GraphError | None = None) -> ModuleRunner:
+def _module_runner(fit: Fit, warmup_steps: int, looks_at_shapes: bool = False) -> ModuleRunner:
     fit.ranks.close()  # submodules exchange nothing
     if fit.progress is not None:
         fit.progress.follows = True
-    return ModuleRunner(fit, warmup_steps=warmup_steps, looks_at_shapes=may_follow_values(refused))
+    return ModuleRunner(fit, warmup_steps=warmup_steps, looks_at_shapes=looks_at_shapes)
 
 
 def runner_for(fit: Fit) -> Runner:

@@ -13,6 +13,7 @@ captured, with everything as it was, and a second fit without it gives eager's v
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,29 @@ if torch.cuda.is_available():
             fits = fit_twice("cuda", tmp_path, module=with_layer(Full), capture=capture)
         compare(*fits, replayed=False)
         assert_nothing_lost(*fits)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("obstacle", ["no memory", "raises"])
+def test_of_a_refused_capture_no_tensor_is_kept(
+    backend: str, tmp_path: Path, obstacle: str
+) -> None:
+    layer, _ = OBSTACLES[obstacle]
+    shape, kept = (7, 3, 5), []
+
+    class Noting(with_layer(layer)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = batch["x"].new_ones(shape)
+            return super().training_step(batch, batch_idx) + 0.0 * hidden.sum()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            gc.collect()  # frames of what was raised are garbage at most
+            held = (o for o in gc.get_objects() if isinstance(o, Tensor))
+            kept.append(sum(tensor.shape == shape for tensor in held))
+
+    capture = {"scope": "step", "on_failure": "eager"}
+    fit = prepare(backend, tmp_path, True, module=Noting, capture=capture, validation=0)
+    fit.run()
+    assert fit.statistics.replayed == 0
+    assert len(kept) == 20
+    assert kept[-1] == 0, kept

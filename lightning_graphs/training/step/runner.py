@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
@@ -57,8 +58,9 @@ class StepRunner:
     def __init__(
         self,
         fit: Fit,
-        # Makes what follows where whole steps turn out to fail, given why the last one was refused
-        successor: Callable[[GraphError | None], Runner] | None = None,
+        # Makes what follows where whole steps turn out to fail, perhaps because of a shape that
+        # follows from values
+        successor: Callable[[bool], Runner] | None = None,
     ) -> None:
         self._fit = fit
         self._successor = successor
@@ -87,7 +89,7 @@ class StepRunner:
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often
         self._failing = self._has_failed = False
-        self._error: GraphError | None = None
+        self._may_follow_values = False  # not the error, which holds what was captured
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
         # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
@@ -164,7 +166,7 @@ class StepRunner:
         """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
         if self._has_failed and self._successor is not None:  # here alone the scope changes
             self.close()
-            runner = self._retry.attach(self._successor(self._error))
+            runner = self._retry.attach(self._successor(self._may_follow_values))
             return runner.optimizer_step(optimizer, closure, model, **kwargs)
         if optimizer is not self._optimizer:
             if optimizer is not self._trainer.optimizers[0]:
@@ -437,7 +439,7 @@ class StepRunner:
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:
             self._cache.refuse(signature)
-        self._error = error
+        self._may_follow_values = may_follow_values(error)
         # What finds no memory as a whole finds none for the arguments of its submodules.
         is_branch = self._capture.was_in_a_branch()
         self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))

@@ -212,6 +212,11 @@ def test_what_a_step_does_that_waits_for_its_capture_does_not_grow_with_the_para
         for layers in (3, 6)
     )
     for small, large in zip(few, many, strict=True):
+        if backend == "cuda":  # times are read when the GPU has come so far
+            for one in (small, large):
+                one.calls = Counter(
+                    {name: n for name, n in one.calls.items() if not name.startswith("timing.")}
+                )
         assert large.calls == small.calls
         assert backend == "cuda" or large.calls.total() <= WAITING[scope], large.calls
         looks = {"buffers.check", "own_code.exchanged"}  # at each parameter and module

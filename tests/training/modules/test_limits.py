@@ -522,4 +522,4 @@ def test_calls_that_compute_too_little_for_a_graph_stay_eager(
     )
     compare(eager, captured, replayed=False)
     assert captured.statistics.modules == expected
-    assert captured.statistics.replayed > 10
+    assert captured.statistics.replayed >= 8  # then it is known whether that is faster
