@@ -149,6 +149,8 @@ class Doctor:
         self._values = BatchValues()
         self._signatures: list[Signature] = []
         self._earlier: dict[Hashable, list[Call]] = {}
+        self._before: Attributes | None = None  # as the last step found them
+        self._has_moved = False  # attributes did, in a step or between two
         self._judge_fit(reason, no_whole_step)
         self._methods = intercepted(trainer.strategy, self)
 
@@ -158,7 +160,7 @@ class Doctor:
             return
         self._finished = True
         self._methods.close()
-        for name, site in self._logs.changing.items():
+        for name, site in () if self._is_followed else self._logs.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         names = [] if self._only_submodules else sorted(self._values.unread)
         if names:
@@ -183,7 +185,9 @@ class Doctor:
         batch, *rest = args
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
+        self._has_moved |= self._before is not None and any(self._before.changes())
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
+        self._before = attributes
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
@@ -441,6 +445,13 @@ class Doctor:
                 self.diagnosis.add(METRIC_EARLY, "metric", site)
         self._logged.clear()
 
+    @property
+    def _is_followed(self) -> bool:
+        """Whether counters and rates alone can make other numbers, since nothing else has moved."""
+        hindered = any(finding.effect == "eager step" for finding in self.diagnosis.findings)
+        other = self._has_moved or self._drawn or self._values.unread
+        return not (other or hindered or self._only_submodules)
+
     def _compare(self) -> None:
         """Python that only shows in its effect: other numbers than in a step of the same shapes."""
         if len(self._signatures) < self.diagnosis.steps:
@@ -455,7 +466,8 @@ class Doctor:
             consequence = dynamic and change.whole
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
             backward = self._only_submodules and not site.line  # its forward has a line
-            if not (consequence or others or backward):
+            followed = self._is_followed and not change.whole  # C code reads whole ones
+            if not (consequence or others or backward or followed):
                 effect = _BETWEEN if site in self._between else "eager step"
                 add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches

@@ -208,6 +208,16 @@ class Sampled(Net):
         return self.loss(batch) * chosen.float().mean()
 
 
+class Annealed(Net):
+    """Weighs its loss by numbers that counters make, and logs one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        beta = 0.1 * self.global_step
+        self.log("beta", beta)
+        tau = 0.996 + 0.004 * (1 - math.cos(math.pi * batch_idx / 100)) / 2
+        return self.loss(batch) * tau + beta * self.net[0].weight.square().sum()
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
     def test_ways_that_draws_and_counters_decide_are_graphs(
@@ -239,7 +249,10 @@ class TestAgreement:
 
     @pytest.mark.parametrize(
         "module",
-        [Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled, Spanned, Variational],
+        [
+            *(Annealed, Weighted, Hooked, Adversarial, Bootstrapped, Mixed, Sampled, Spanned),
+            Variational,
+        ],
     )
     def test_nothing_stands_in_the_way_of_what_is_replayed(
         self, backend: str, tmp_path: Path, module: Any
