@@ -162,8 +162,8 @@ class Statistics(Report):
         for first in list(self._uncounted):
             self._count_nodes(first)
         values = {each.name: getattr(self, each.name) for each in fields(Report)}
-        if self.backend == "emulated":
-            values["times"] = []  # they mean nothing
+        if not self.times_mean_something:
+            values["times"] = []
         lists = {name: v for name, v in values.items() if isinstance(v, list)}
         return Report(**values | {name: tuple(map(copy, held)) for name, held in lists.items()})
 

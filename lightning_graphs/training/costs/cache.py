@@ -107,13 +107,7 @@ class PlanCache(Generic[Key, Plan]):
         new. Of a shape that came once, those that came twice tell how often such ones come back
         (Good, "The population frequencies of species", Biometrika 1953).
         """
-        for key, plan in self._plans.items():
-            uses, known = self._uses(plan), self._shape(key)
-            self._shapes[known] = self._shapes.get(known, 0.0) + uses - self._counted[key]
-            self._counted[key] = uses
-        if sum(self._shapes.values()) > _RECENT:
-            for known in self._shapes:
-                self._shapes[known] /= 2.0
+        self._count_uses()
         counts = self._shapes.values()
         total, count = sum(counts), self._shapes.get(shape, 0.0)
         single = sum(1 for other in counts if other <= 1.0)
@@ -122,6 +116,15 @@ class PlanCache(Generic[Key, Plan]):
             twice = sum(1 for other in counts if 1.0 < other <= 2.0)
             share = max(share, min(2.0 * twice / single, total / len(counts)) / total)
         return share
+
+    def _count_uses(self) -> None:
+        for key, plan in self._plans.items():
+            uses, shape = self._uses(plan), self._shape(key)
+            self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
+            self._counted[key] = uses
+        if sum(self._shapes.values()) > _RECENT:
+            for shape in self._shapes:
+                self._shapes[shape] /= 2.0
 
     def _has_room(self, shape: Hashable) -> bool:
         """Whether a plan may be added, in the place of one that is used much less if need be."""

@@ -166,10 +166,10 @@ class StepTiming:
         sample.records = tuple(record for record, after, earlier in graphs if after > earlier)
         if not sample.records and eager == sample.counted[1]:
             return
-        first = int(not sample.records)
-        self._taken[sample.key] += 1
+        first, key = int(not sample.records), sample.key
+        self._taken[key] += 1
         self._replays.update(map(id, sample.records))
-        sample.kept = first < self._taken[sample.key] <= first + SAMPLES
+        sample.kept = first < self._taken[key] <= first + SAMPLES
         if sample.kept or (not sample.records and sample.step > 0):
             self._pending.append((sample, self._stopwatch.mark()))
 

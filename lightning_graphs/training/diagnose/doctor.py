@@ -160,7 +160,8 @@ class Doctor:
             return
         self._finished = True
         self._methods.close()
-        for name, site in () if self._is_followed else self._logs.changing.items():
+        changing = {} if self._is_followed else self._logs.changing
+        for name, site in changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         names = [] if self._only_submodules else sorted(self._values.unread)
         if names:
@@ -461,12 +462,13 @@ class Doctor:
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
         way = signature.specs, signature.extra, tuple(self._numbers.told)
+        is_followed = self._is_followed
         for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what
             consequence = dynamic and change.whole
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
             backward = self._only_submodules and not site.line  # its forward has a line
-            followed = self._is_followed and not change.whole  # C code reads whole ones
+            followed = is_followed and not change.whole  # C code reads whole ones
             if not (consequence or others or backward or followed):
                 effect = _BETWEEN if site in self._between else "eager step"
                 add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)

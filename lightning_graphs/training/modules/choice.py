@@ -105,9 +105,7 @@ class Choice:
 
     def calls(self, observation: Observation) -> list[ObservedCall]:
         """The calls to try, those without autograd among them, in the order of the step."""
-        found = self._largest(_inside(None, observation), observation)
-        # Without what computes too little for a graph of its own, where others do more
-        return [call for call in found if call.work >= self._work] or found
+        return self._worthwhile(self._largest(_inside(None, observation), observation))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
         """The calls to try first; what stays eager is said, and why."""
@@ -128,15 +126,21 @@ class Choice:
         for new, layers in bound.items():
             note(f"calls of {_in_short(layers)} run eagerly: {_BOUND}; use {new}")
         found = {c: self._largest([c], observation) for c in _inside(None, observation)}
-        graphed = {call.module for inside in found.values() for call in inside}
+        calls = [call for inside in found.values() for call in inside]
+        graphed = {call.module for call in calls}
         for call, inside in found.items():
             if inside or call.module in self._refused:
                 continue
+            reason = self._obstacle(call, observation)
             if call.module in graphed:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
-            elif not (call.shaped_by or bound_by_hooks(call.module)):  # told of the innermost
-                note(_left_out(call.name, self._obstacle(call, observation)))
-        return self.calls(observation)
+            elif not (call.shaped_by or reason == _BOUND):  # which are told of the innermost
+                note(_left_out(call.name, reason))
+        return self._worthwhile(calls)
+
+    def _worthwhile(self, calls: list[ObservedCall]) -> list[ObservedCall]:
+        """Without what computes too little for a graph of its own, where others do more."""
+        return [call for call in calls if call.work >= self._work] or calls
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
         """These calls, or what they call where they cannot be graphs."""

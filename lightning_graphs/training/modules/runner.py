@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.host.logs import QuickLog
 from lightning_graphs.training.interception import log_exchanged, replaced
@@ -32,8 +31,7 @@ class ModuleRunner:
         self._gradients = gradients = PersistentGradients()
         agreement = Agreement(module, fit.options, fit.retry.budget, fit.ranks)
         # First: it may refuse the options, and changes nothing.
-        looks = looks_at_shapes and not has_compiled_anything()
-        self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks)
+        self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks_at_shapes)
         if fit.options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))

@@ -110,7 +110,7 @@ class ModuleGraphs:
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
         self._waiting = Waiting(options, fit.statistics, self._difference)
-        self._looks_at_shapes = looks_at_shapes
+        self._looks_at_shapes = looks_at_shapes and not has_compiled_anything()
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
 
