@@ -29,7 +29,7 @@ class Case:
         batches: The batch of every step.
         by_hand: The settings that the defaults are compared with.
         validation: Batches to validate on.
-        repeats: How many fits are timed together.
+        repeats: How many more fits are timed, where one is short.
         alone: Whether nothing else may run on the GPU.
     """
 
