@@ -169,14 +169,16 @@ class GraphCapture(Callback):
         )
         return True
 
-    def on_after_setup(self, fabric: object, module: object) -> None:
-        """Refuse a Fabric, which would call no other hook by itself."""
+    def on_after_setup(self, **_: object) -> None:
+        """Refuse a Fabric, which calls no other hook by itself than this and the next."""
         raise UnsupportedError(
             "GraphCapture is a callback of a Trainer, whose loop it knows.",
             "Fabric(callbacks=[GraphCapture()])",
             "leave it out, and capture with lightning_graphs.core in your own loop, as "
             "examples/capture_training_step.py does",
         )
+
+    on_after_optimizer_step = on_after_setup  # the only one after `setup_module`
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

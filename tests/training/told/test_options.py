@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -121,6 +122,11 @@ class TestNoOptionIsIgnored:
 
     def test_fabric_is_told_that_it_needs_a_trainer(self) -> None:
         fabric = Fabric(accelerator="cpu", devices=1, callbacks=[GraphCapture()])
+        module = nn.Linear(2, 2)
         with pytest.raises(UnsupportedError, match="Trainer") as caught:
-            fabric.setup(nn.Linear(2, 2))
+            fabric.setup(module)
         assert "lightning_graphs.core" in caught.value.remedy
+        fabric.setup_module(module)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters()))
+        with pytest.raises(UnsupportedError, match="Trainer"):
+            optimizer.step()  # type: ignore[union-attr]
