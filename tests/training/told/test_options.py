@@ -74,6 +74,13 @@ def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[
     assert [one.filename for one in said] == [__file__]
 
 
+def test_an_option_under_both_names_is_an_error() -> None:
+    with pytest.raises(OptionError, match="one name") as caught:
+        GraphCapture(capture_after=2, min_repeats=3)
+    assert caught.value.observed == "capture_after=2, min_repeats=3"
+    assert caught.value.remedy.startswith("keep min_repeats")
+
+
 @pytest.mark.parametrize("in_a_file", [False, True])
 @pytest.mark.parametrize(("old", "new"), OLD, ids=str)
 def test_old_names_in_the_environment(
