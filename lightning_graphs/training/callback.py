@@ -197,10 +197,10 @@ class GraphCapture(Callback):
         own_stream = self._stream  # DDP and gradient nodes were made on it
         self._release()
         self.statistics = Statistics()
-        if self.options.diagnose:
-            self._observe(trainer, pl_module)
-            return
-        if not self._is_active(trainer, pl_module):
+        if self.options.diagnose or not self._is_active(trainer, pl_module):
+            self._count_eager(trainer)
+            if self.options.diagnose:
+                self._observe(trainer, pl_module)
             return
         device = trainer.strategy.root_device
         calls = calls_of(trainer.strategy)
@@ -248,12 +248,20 @@ class GraphCapture(Callback):
         steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
+    def _count_eager(self, trainer: Trainer) -> None:
+        """Count all batches of the fit as eager, at its end: no runner does."""
+        statistics, loop = self.statistics, trainer.fit_loop.epoch_loop
+        first = loop.total_batch_idx
+        self._fit.callback(lambda: setattr(statistics, "eager", loop.total_batch_idx - first))
+
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
-        strategy, reason = trainer.strategy, _reason_to_stay_out(trainer, self.options)
+        reason = "diagnose=True: steps are observed, and none is captured"
+        self.statistics.fallbacks.append(reason)
+        strategy, why_none = trainer.strategy, _reason_to_stay_out(trainer, self.options)
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
             self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module)
-        doctor = Doctor(trainer, module, calls_of(strategy), self.options, reason, why)
+        doctor = Doctor(trainer, module, calls_of(strategy), self.options, why_none, why)
         self._fit.callback(doctor.finish)
         self.diagnosis = doctor.diagnosis
 

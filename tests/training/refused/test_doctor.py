@@ -162,6 +162,14 @@ class TestNoObstacle:
         assert "nothing stands in the way (3 training steps observed)" in capsys.readouterr().out
         assert fit.statistics.captures == 0
 
+    def test_the_report_says_why_every_step_ran_eagerly(self, tmp_path: Path) -> None:
+        fit = examined("emulated", tmp_path)
+        report = fit.capture.report
+        assert (report.eager, report.replayed) == (20, 0)
+        assert report.fallbacks == ("diagnose=True: steps are observed, and none is captured",)
+        fit.trainer.fit_loop.max_epochs = 3
+        assert fit.run().capture.report.eager == 10
+
     @pytest.mark.parametrize(
         "options",
         [
