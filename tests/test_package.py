@@ -265,15 +265,16 @@ def installs(target: str, environment: Path) -> list[str]:
     return re.findall(r"pip install .* -e \"\.\[(.*)\]\"", done.stdout)
 
 
-def test_each_target_installs_what_it_needs(tmp_path: Path) -> None:
-    assert installs("demo", tmp_path) == ["demo"]
+@pytest.mark.parametrize(("target", "other"), [("demo", "lint"), ("lint", "demo")])
+def test_each_target_installs_what_it_needs(target: str, other: str, tmp_path: Path) -> None:
+    assert installs(target, tmp_path) == [target]
+    (tmp_path / f".installed-{target}").touch()
+    assert installs(target, tmp_path) == []
+    assert installs(other, tmp_path) == [other]
     assert installs("test", tmp_path) == ["dev,docs,examples"]
-    (tmp_path / ".installed-demo").touch()
-    assert installs("demo", tmp_path) == []
-    assert installs("test", tmp_path) == ["dev,docs,examples"]
-    (tmp_path / ".installed-demo").unlink()
+    (tmp_path / f".installed-{target}").unlink()
     (tmp_path / ".installed").touch()
-    assert installs("demo", tmp_path) == installs("test", tmp_path) == []
+    assert installs(target, tmp_path) == installs("test", tmp_path) == []
 
 
 def test_the_demo_imports_nothing_else() -> None:
