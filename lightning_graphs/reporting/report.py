@@ -74,7 +74,7 @@ class Report:
     """What the graphs of a fit did.
 
     Attributes:
-        backend: ``"cuda"``, ``"emulated"``, or empty where nothing was captured.
+        backend: ``"cuda"``, ``"emulated"``, or empty where nothing was to be captured.
         device: The device in words.
         torch: Version of torch.
         graphs: A record for each captured signature, in the order of their first capture.
