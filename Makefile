@@ -6,12 +6,13 @@ PYTHON ?= python3
 ifneq ($(strip $(VENV)),)
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
-# The demo needs a part of it, and nothing where all of it is there already.
-DEMO_INSTALLED := $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-demo)
+# Some targets need a part of it, and nothing where all of it is there already.
+PART = $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(VENV)/.installed-$(1))
+PARTS := $(VENV)/.installed-demo $(VENV)/.installed-lint
 else
 PY := $(PYTHON)
 INSTALLED :=
-DEMO_INSTALLED :=
+PART :=
 endif
 
 # The package is importable from the checkout, also where it is not installed.
@@ -21,7 +22,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # OpenMP threads that wait without spinning: on a busy machine a spinning one holds up the others.
 demo: export OMP_WAIT_POLICY := passive
-demo: $(DEMO_INSTALLED)
+demo: $(call PART,demo)
 	$(PY) examples/finetune_classifier.py
 
 # Side by side where pytest-xdist is there; what forks runs in one process with its like.
@@ -37,7 +38,7 @@ test: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(PY) tests/on_gpus.py
 
-lint: $(INSTALLED)
+lint: $(call PART,lint)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict lightning_graphs
@@ -51,13 +52,13 @@ clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightning_graphs tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 ifneq ($(strip $(VENV)),)
-	rm -f $(VENV)/.installed $(VENV)/.installed-demo
+	rm -f $(INSTALLED) $(PARTS)
 endif
 
 ifneq ($(strip $(VENV)),)
-$(VENV)/.installed: EXTRAS := dev,docs,examples
-$(VENV)/.installed-demo: EXTRAS := demo
-$(VENV)/.installed $(VENV)/.installed-demo: pyproject.toml constraints.txt
+$(INSTALLED): EXTRAS := dev,docs,examples
+$(PARTS): EXTRAS = $(@:$(INSTALLED)-%=%)
+$(INSTALLED) $(PARTS): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@

@@ -125,8 +125,8 @@ class Rebuilding(Callback):
 
     def on_train_batch_end(self, *args: Any) -> None:
         torch.cuda.synchronize()
-        if self.graphs.statistics.captures > self._captures:
-            self._captures = self.graphs.statistics.captures
+        if self.graphs._statistics.captures > self._captures:
+            self._captures = self.graphs._statistics.captures
             self.capture_ms.append((time.perf_counter() - self._started) * 1e3)
 
 
@@ -249,7 +249,7 @@ def measure(row: str, rounds: int, bar: bool) -> dict[str, Any]:
         "torch_ms": theirs["ms"],
         "ratio": blocks["ms"] / floor,
         "to_torch": blocks["ms"] / theirs["ms"],
-        "own_choice": own_choice.statistics.modules,
+        "own_choice": own_choice.report.modules,
         "own_choice_ms": by_itself["ms"],
         "own_choice_ratio": by_itself["ms"] / floor,
         "host_reads": reads.lines,

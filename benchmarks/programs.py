@@ -91,7 +91,7 @@ def measure(name: str, lab: Lab) -> Found:
         captured = fit(name, lab, graphs)
     except Exception as error:
         return {**found, "scope": "crashed", **zoo.failure(error, lab)}
-    counted = graphs.statistics
+    counted = graphs.report
     return {
         **found,
         "losses": first.losses.tolist(),

@@ -213,7 +213,7 @@ def soaked(
     """Rows about the memory of one long fit."""
     looks = Memory(every)
     begun = time.perf_counter()
-    done = fit(scope, one_shape, steps, [looks, *others]).statistics
+    done = fit(scope, one_shape, steps, [looks, *others])._statistics
     took = time.perf_counter() - begun
     tracemalloc.stop()
     detail = f"{done.replayed} replays, {done.captures} captures in {took:.0f} s"

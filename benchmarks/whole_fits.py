@@ -131,7 +131,7 @@ def fit(case: Case, settings: Settings | None, lab: Lab, steps: int = -1) -> Out
     lab.synchronize()
     seconds = time.perf_counter() - started
     last_third = peak_memory()
-    counted = Statistics() if graphs is None else graphs.statistics
+    counted = Statistics() if graphs is None else graphs._statistics
     return Outcome(
         seconds,
         torch.stack(probe.losses).tolist(),

@@ -168,7 +168,7 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
         captured = fit(net, batches, lab, graphs)
     except Exception as error:
         return {**found, "scope": "crashed", **failure(error, lab)}
-    counted = graphs.statistics
+    counted = graphs.report
     found |= {
         "scope": scope_of(graphs, STEPS),
         "why": reason(counted.fallbacks),
@@ -187,7 +187,7 @@ def measure(name: str, lab: Lab, *, eager: bool = False) -> Found:
 
 def scope_of(graphs: GraphCapture, steps: int) -> str:
     """What was replayed; a whole step counts if the fit stayed with it."""
-    records = [record for record in graphs.statistics.graphs if record.replays]
+    records = [record for record in graphs.report.graphs if record.replays]
     if any(record.scope != "step" for record in records):
         return "submodules"
     whole = sum(record.replays for record in records)

@@ -215,7 +215,7 @@ def report(comparison: Comparison, gpu: bool) -> None:
     """Prints both fits side by side, and what the graphs did."""
     eager, captured = comparison.eager, comparison.captured
     assert captured.graphs is not None
-    done = captured.graphs.statistics
+    done = captured.graphs.report
     rows = [
         ("steps", str(len(eager.losses)), str(len(captured.losses))),
         ("loss of the first steps", *(f"{mean(r.losses[:5]):.4f}" for r in (eager, captured))),
@@ -225,7 +225,7 @@ def report(comparison: Comparison, gpu: bool) -> None:
     if eager.ms_per_step is not None and captured.ms_per_step is not None:
         rows.append(("ms per step", f"{eager.ms_per_step:.2f}", f"{captured.ms_per_step:.2f}"))
     rows += [
-        ("captured graphs", "", str(done.captures)),
+        ("captured graphs", "", str(sum(record.captures for record in done.graphs))),
         ("nodes in them", "", _nodes(captured.graphs)),
         ("replayed steps", "", str(done.replayed)),
         ("eager steps", str(len(eager.losses)), str(len(captured.losses) - done.replayed)),

@@ -21,6 +21,7 @@ from lightning.fabric.utilities import registry
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.training.options import OPTIONS
 from tests.processes import ROOT
 
 _BACKENDS = ["emulated"]
@@ -80,6 +81,7 @@ def _captured_whether_it_pays_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are short, and no capture would pay off in them."""
     defaults = {**(GraphCapture.__init__.__kwdefaults__ or {}), "only_if_faster": False}
     monkeypatch.setattr(GraphCapture.__init__, "__kwdefaults__", defaults)
+    monkeypatch.setitem(OPTIONS, "only_if_faster", False)
 
 
 @pytest.fixture(autouse=True)

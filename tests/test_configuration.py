@@ -89,7 +89,7 @@ def graphs_of(cli: Any) -> GraphCapture:
 
 def assert_as_eager(run: Any, eager: Any) -> None:
     """Five of ten steps were replays, and nothing else changed."""
-    done = graphs_of(run).statistics
+    done = graphs_of(run)._statistics
     assert (done.captures, done.replayed, done.fallbacks) == (1, 5, [])
     torch.testing.assert_close(weights(run), weights(eager), rtol=0, atol=0)
 
@@ -171,7 +171,7 @@ def test_an_old_value_in_a_configuration_file(cli: Run, backend: str, tmp_path: 
         run = cli("--config", with_option(tmp_path, backend, "verify: first"))
     assert len([one for one in said if "GraphCapture" in str(one.message)]) == 1
     assert graphs_of(run).options.verify == GraphCapture(verify=True).options.verify
-    assert graphs_of(run).statistics.replayed == 5
+    assert graphs_of(run).report.replayed == 5
 
 
 @pytest.mark.parametrize(

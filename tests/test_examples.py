@@ -92,7 +92,7 @@ def test_a_captured_fit_learns_what_the_eager_one_learns(
         ["--data", str(reviews), "--epochs", "4", "--batch-size", "16", "--backend", "emulated"]
     )
     result = classifier.train(options, learning_rate=3e-3)
-    done = result.captured.graphs.statistics
+    done = result.captured.graphs._statistics
 
     # 90 texts: five whole batches and one of ten in each epoch, each shape captured by itself.
     assert len(result.pairs) == 24
@@ -205,7 +205,7 @@ def test_the_trainer_gets_its_flags(
 @pytest.mark.parametrize("model", ["vit", "resnet"])
 def test_an_image_classifier_learns_digits(example: Example, model: str) -> None:
     result = train(example("finetune_vision"), "--model", model, "--max-steps", "45")
-    done = result.captured.graphs.statistics
+    done = result.captured.graphs._statistics
 
     # 1348 images: 42 whole batches and one of four.
     assert len(result.pairs) == 45
@@ -220,7 +220,7 @@ def test_only_adapters_and_the_head_learn(example: Example, reviews: Path) -> No
     module = example("lora_finetune")
     flags = ("--epochs", "4", "--batch-size", "15", "--learning-rate", "2e-2")
     result = train(module, "--data", str(reviews), *flags)
-    done = result.captured.graphs.statistics
+    done = result.captured.graphs._statistics
 
     assert len(result.pairs) == 24
     assert result.largest_difference == 0.0
@@ -241,7 +241,7 @@ def test_only_adapters_and_the_head_learn(example: Example, reviews: Path) -> No
 def test_each_length_gets_a_graph(example: Example) -> None:
     flags = ("--max-steps", "30", "--batch-size", "4", "--longest", "32", "--bucket", "16")
     result = train(example("variable_length_lm"), *flags)
-    done = result.captured.graphs.statistics
+    done = result.captured.graphs._statistics
 
     assert len(result.pairs) == 30
     assert result.largest_difference == 0.0
@@ -256,7 +256,7 @@ def test_each_length_gets_a_graph(example: Example) -> None:
 def test_at_most_so_many_lengths_have_a_graph(example: Example) -> None:
     flags = ("--max-steps", "44", "--batch-size", "2", "--longest", "32", "--bucket", "8")
     result = train(example("variable_length_lm"), *flags, "--max-graphs", "2")
-    done = result.captured.graphs.statistics
+    done = result.captured.graphs._statistics
     assert result.largest_difference == 0.0
     # Two of four lengths have graphs; none goes for one that comes no more often.
     assert done.captures == 2
@@ -282,7 +282,7 @@ def test_texts_of_a_batch_have_one_padded_length(example: Example) -> None:
 
 def test_a_gan_trains_as_it_does_without_graphs(example: Example) -> None:
     result = train(example("gan_manual_optimization"), "--max-steps", "200")
-    done = result.captured.graphs.statistics
+    done = result.captured.graphs._statistics
 
     # Two optimizers: two of Lightning's steps in each training step.
     assert len(result.pairs) == 100
@@ -320,9 +320,9 @@ def test_a_configuration_file_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "config.yaml").unlink()
     eager = run_cli(monkeypatch, *quiet, "--trainer.callbacks=null")
 
-    [graphs] = [one for one in captured.trainer.callbacks if hasattr(one, "statistics")]
-    assert (graphs.statistics.captures, graphs.statistics.fallbacks) == (1, [])
-    assert graphs.statistics.replayed == 37
+    [graphs] = [one for one in captured.trainer.callbacks if hasattr(one, "report")]
+    assert (graphs._statistics.captures, graphs._statistics.fallbacks) == (1, [])
+    assert graphs.report.replayed == 37
     values = [dict(one.trainer.callback_metrics) for one in (captured, eager)]
     assert values[0] == values[1]
     assert values[0]["val_accuracy"] > 0.8

@@ -91,6 +91,14 @@ def test_importing_core_takes_no_cuda_context_and_leaves_lightning_alone() -> No
     assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{code}") == "False []"
 
 
+def test_the_doctor_comes_when_it_is_called() -> None:
+    code = (
+        "import sys, lightning_graphs.training.callback\n"
+        "print('lightning_graphs.training.diagnose' in sys.modules)"
+    )
+    assert run_python(code) == "False"
+
+
 def test_importing_the_package_leaves_torch_alone() -> None:
     assert run_python("import sys, lightning_graphs\nprint('torch' in sys.modules)") == "False"
 
@@ -117,7 +125,7 @@ for scope in (None, "step", "modules"):
         callbacks=[graphs] if scope else [], limit_val_batches=0, logger=False,
         enable_checkpointing=False,
     ).fit(module)
-    assert not scope or graphs.statistics.replayed > 50, graphs.statistics
+    assert not scope or graphs.report.replayed > 50, graphs.report
     weights.append(module.layer.weight.tolist())
 assert weights[0] == weights[1] == weights[2]
 """
@@ -257,15 +265,16 @@ def installs(target: str, environment: Path) -> list[str]:
     return re.findall(r"pip install .* -e \"\.\[(.*)\]\"", done.stdout)
 
 
-def test_each_target_installs_what_it_needs(tmp_path: Path) -> None:
-    assert installs("demo", tmp_path) == ["demo"]
+@pytest.mark.parametrize(("target", "other"), [("demo", "lint"), ("lint", "demo")])
+def test_each_target_installs_what_it_needs(target: str, other: str, tmp_path: Path) -> None:
+    assert installs(target, tmp_path) == [target]
+    (tmp_path / f".installed-{target}").touch()
+    assert installs(target, tmp_path) == []
+    assert installs(other, tmp_path) == [other]
     assert installs("test", tmp_path) == ["dev,docs,examples"]
-    (tmp_path / ".installed-demo").touch()
-    assert installs("demo", tmp_path) == []
-    assert installs("test", tmp_path) == ["dev,docs,examples"]
-    (tmp_path / ".installed-demo").unlink()
+    (tmp_path / f".installed-{target}").unlink()
     (tmp_path / ".installed").touch()
-    assert installs("demo", tmp_path) == installs("test", tmp_path) == []
+    assert installs(target, tmp_path) == installs("test", tmp_path) == []
 
 
 def test_the_demo_imports_nothing_else() -> None:

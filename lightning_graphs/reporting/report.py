@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_graphs.reporting import table
+
+if TYPE_CHECKING:
+    from lightning_graphs.reporting.diagnosis import Diagnosis
 
 
 @dataclass(kw_only=True, slots=True)
@@ -71,28 +74,32 @@ class Report:
     """What the graphs of a fit did.
 
     Attributes:
-        backend: ``"cuda"``, ``"emulated"``, or empty where nothing was captured.
+        backend: ``"cuda"``, ``"emulated"``, or empty where nothing was to be captured.
         device: The device in words.
         torch: Version of torch.
         graphs: A record for each captured signature, in the order of their first capture.
+        modules: Names of the submodules that have graphs.
         eager: Micro-batches that ran eagerly.
         replayed: Micro-batches that were replayed.
         fallbacks: Why steps ran eagerly, a reason each.
         recaptures: What changed, for each capture after the first.
         times: The steps that were timed: the first ones of the fit.
         verdict: What the times say, where replay is not (much) faster; else empty.
+        diagnosis: What ``diagnose=True`` found; else None.
     """
 
     backend: str = ""
     device: str = ""
     torch: str = ""
     graphs: Sequence[GraphRecord] = ()
+    modules: Sequence[str] = ()
     eager: int = 0
     replayed: int = 0
     fallbacks: Sequence[str] = ()
     recaptures: Sequence[str] = ()
     times: Sequence[StepTime] = ()
     verdict: str = ""
+    diagnosis: Diagnosis | None = None
 
     @property
     def times_mean_something(self) -> bool:
@@ -137,17 +144,21 @@ class Report:
 
     def to_json(self) -> str:
         """The report as JSON text, for other programs: an object with the fields as its keys."""
-        return json.dumps({"version": 1, **asdict(self)}, indent=1)
+        found = self.diagnosis and self.diagnosis.to_dict()
+        return json.dumps({"version": 1, **asdict(self), "diagnosis": found}, indent=1)
 
     def show(self) -> None:
-        """Print the table, and below it why steps ran eagerly."""
+        """Print the table, below it why steps ran eagerly, and what the doctor found."""
         print(table.render(self))
 
     def __repr__(self) -> str:
         captures = sum(record.captures for record in self.graphs)
         counted = f"{captures} capture{'s' * (captures != 1)}"
-        gain = "" if self.speed_up is None else f", {self.speed_up:.2f}x as fast"
-        return f"<Report: {self.replayed} replayed, {self.eager} eager, {counted}{gain}>"
+        if self.speed_up is not None:
+            counted += f", {self.speed_up:.2f}x as fast"
+        if self.diagnosis is not None:
+            counted += f", {self.diagnosis.summary}"
+        return f"<Report: {self.replayed} replayed, {self.eager} eager, {counted}>"
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(table.render(self))}</pre>"

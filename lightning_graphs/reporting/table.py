@@ -60,6 +60,8 @@ def _notes(report: Report) -> list[str]:
             said += [f"{title}:", *(indent(text, "  ") for text in texts[:_ROWS])]
         if len(texts) > _ROWS:
             said.append(f"  and {len(texts) - _ROWS:,d} more")
+    if report.diagnosis is not None:
+        said += ["", str(report.diagnosis)]
     return said
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,8 +19,6 @@ from lightning_graphs.reporting import Report
 from lightning_graphs.training.costs.investment import Investment, steps_left
 from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
-from lightning_graphs.training.diagnose.doctor import Doctor
-from lightning_graphs.training.diagnose.findings import Diagnosis
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.observers import moves_batches_itself
 from lightning_graphs.training.guards.uncapturable import flattened_once
@@ -40,6 +38,9 @@ from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.scopes import runner_for, why_no_whole_step
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.transfer import BatchTransfer
+
+if TYPE_CHECKING:
+    from lightning_graphs.reporting.diagnosis import Diagnosis
 
 
 class GraphCapture(Callback):
@@ -86,7 +87,7 @@ class GraphCapture(Callback):
             the end of the fit.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
             and a table lists everything that stands in the way of a capture, with the line and
-            the remedy. It is kept as ``diagnosis``.
+            the remedy. It is kept as ``report.diagnosis``.
 
     Raises:
         OptionError: an option has an impossible value.
@@ -114,8 +115,7 @@ class GraphCapture(Callback):
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         super().__init__()
         self.options = Options(**in_present_names(given, old_names))
-        self.statistics = Statistics()
-        self.diagnosis: Diagnosis | None = None
+        self._statistics = Statistics()
         self.gives_way = False  # The environment made it: one of the program's own comes first.
         self._retry: EagerRetry | None = None
         self._reporter: FitReporter | None = None
@@ -125,7 +125,17 @@ class GraphCapture(Callback):
     @property
     def report(self) -> Report:
         """What the graphs of this fit have done so far; after it, of the last fit."""
-        return self.statistics.report()
+        return self._statistics.report()
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The old name of ``report.diagnosis``."""
+        rank_zero_warn(
+            "GraphCapture: diagnosis is the old name, which goes in 0.2; write report.diagnosis",
+            category=FutureWarning,
+            stacklevel=stacklevel_of_user(),
+        )
+        return self._statistics.diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -169,14 +179,16 @@ class GraphCapture(Callback):
         )
         return True
 
-    def on_after_setup(self, fabric: object, module: object) -> None:
-        """Refuse a Fabric, which would call no other hook by itself."""
+    def on_after_setup(self, **_: object) -> None:
+        """Refuse a Fabric, which calls no other hook by itself than this and the next."""
         raise UnsupportedError(
             "GraphCapture is a callback of a Trainer, whose loop it knows.",
             "Fabric(callbacks=[GraphCapture()])",
             "leave it out, and capture with lightning_graphs.core in your own loop, as "
             "examples/capture_training_step.py does",
         )
+
+    on_after_optimizer_step = on_after_setup  # the only one after `setup_module`
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -194,11 +206,11 @@ class GraphCapture(Callback):
         """Take over the strategy's methods, on the capture stream."""
         own_stream = self._stream  # DDP and gradient nodes were made on it
         self._release()
-        self.statistics = Statistics()
-        if self.options.diagnose:
-            self._observe(trainer, pl_module)
-            return
-        if not self._is_active(trainer, pl_module):
+        self._statistics = Statistics()
+        if self.options.diagnose or not self._is_active(trainer, pl_module):
+            self._count_eager(trainer)
+            if self.options.diagnose:
+                self._observe(trainer, pl_module)
             return
         device = trainer.strategy.root_device
         calls = calls_of(trainer.strategy)
@@ -215,7 +227,7 @@ class GraphCapture(Callback):
             stack.enter_context(flattened_once())
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
-            options, statistics = self.options, self.statistics
+            options, statistics = self.options, self._statistics
             investment = Investment(
                 options, statistics, partial(steps_left, trainer), timed=name == "cuda"
             )
@@ -237,7 +249,7 @@ class GraphCapture(Callback):
                     progress.mirrored = frozenset()
                 self._retry = None
 
-            self.statistics.backend = name
+            self._statistics.backend = name
             reporter = FitReporter(fit, switch_off)
             retry.switch_off = reporter.switch_off
             methods = stack.enter_context(intercepted(trainer.strategy, reporter.timing))
@@ -246,21 +258,31 @@ class GraphCapture(Callback):
         steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
+    def _count_eager(self, trainer: Trainer) -> None:
+        """Count all batches of the fit as eager, at its end: no runner does."""
+        statistics, loop = self._statistics, trainer.fit_loop.epoch_loop
+        first = loop.total_batch_idx
+        self._fit.callback(lambda: setattr(statistics, "eager", loop.total_batch_idx - first))
+
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
-        strategy, reason = trainer.strategy, _reason_to_stay_out(trainer, self.options)
+        from lightning_graphs.training.diagnose.doctor import Doctor
+
+        reason = "diagnose=True: steps are observed, and none is captured"
+        self._statistics.fallbacks.append(reason)
+        strategy, why_none = trainer.strategy, _reason_to_stay_out(trainer, self.options)
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
             self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module)
-        doctor = Doctor(trainer, module, calls_of(strategy), self.options, reason, why)
+        doctor = Doctor(trainer, module, calls_of(strategy), self.options, why_none, why)
         self._fit.callback(doctor.finish)
-        self.diagnosis = doctor.diagnosis
+        self._statistics.diagnosis = doctor.diagnosis
 
     def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
         device = trainer.strategy.root_device
         if device.type == "cpu" and self.options.backend == "auto":
             why = 'inactive on a CPU trainer; GraphCapture(backend="emulated") rehearses there'
             rank_zero_info(f"GraphCapture is {why}.")
-            self.statistics.fallbacks.append(why)
+            self._statistics.fallbacks.append(why)
             return False
         reason = _reason_to_stay_out(trainer, self.options)
         raises = self.options.on_failure == "raise"
@@ -271,7 +293,7 @@ class GraphCapture(Callback):
             raise _refused(reason)
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
-            self.statistics.fallbacks.append(reason)
+            self._statistics.fallbacks.append(reason)
         return not reason
 
     @override

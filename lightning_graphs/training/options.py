@@ -49,8 +49,15 @@ def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> di
             near = difflib.get_close_matches(old, given, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(given)}."
             raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}. {hint}")
-        options[OLD_NAMES[old]] = value
-        written[OLD_NAMES[old]] = f"{old}={value!r}"
+        name = OLD_NAMES[old]
+        if given[name] != OPTIONS[name]:
+            raise OptionError(
+                "An option must be given under one name.",
+                f"{old}={value!r}, {name}={given[name]!r}",
+                f"keep {name}; {old} is its old name, which goes in 0.2",
+            )
+        options[name] = value
+        written[name] = f"{old}={value!r}"
     for (name, value), new in OLD_VALUES.items():
         if options[name] == value:
             options[name] = new
@@ -126,7 +133,8 @@ class Options:
         return self.scope == "modules" or bool(self.modules or self.exclude)
 
 
-OPTIONS = tuple(field.name for field in fields(Options))
+OPTIONS = {field.name: field.default for field in fields(Options)}
+"""Names -> values by default."""
 
 
 def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -53,11 +53,11 @@ class Statistics(Report):
 
     torch: str = torch.__version__
     graphs: list[GraphRecord] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
     recaptures: list[str] = field(default_factory=list)
     times: list[StepTime] = field(default_factory=list)
     captures: int = 0  # steps captured, a signature each
-    modules: list[str] = field(default_factory=list)  # names of the submodules that have graphs
     # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
     waiting: str = ""  # why the last eager step was not captured, where none was refused

@@ -84,7 +84,7 @@ def test_shapes_in_turn_leave_the_gradients_of_eager_steps(
 ) -> None:
     graphs = GraphCapture(scope="step", only_if_faster=False)
     eager, captured = fit(tmp_path, **options), fit(tmp_path, graphs, **options)
-    assert graphs.statistics.captures >= 3
+    assert graphs._statistics.captures >= 3
     assert captured.seen == eager.seen
     for ours, theirs in zip(captured.parameters(), eager.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -96,7 +96,7 @@ def test_shapes_in_turn_leave_the_gradients_of_eager_steps(
 def test_a_further_shape_takes_no_gradients_of_its_own(tmp_path: Path) -> None:
     graphs = GraphCapture(scope="step", only_if_faster=False, verify=False)
     captured = fit(tmp_path, graphs)
-    assert graphs.statistics.captures == 3
+    assert graphs._statistics.captures == 3
     first = captured.reserved[5]  # after the first shape was replayed
     assert captured.reserved[17] - first < GRADIENTS // 2
 
@@ -107,5 +107,5 @@ def test_a_check_takes_the_memory_of_the_graphs(tmp_path: Path) -> None:
     graphs = GraphCapture(scope="step", only_if_faster=False)
     captured = fit(tmp_path, graphs, kind=Large)
     assert captured.seen == eager.seen
-    assert graphs.statistics.captures == 1
+    assert graphs._statistics.captures == 1
     assert torch.cuda.max_memory_reserved() < 1.35 * peak

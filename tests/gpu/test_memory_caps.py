@@ -112,8 +112,8 @@ def fit(scope: str, cap: int) -> dict[str, Any]:
         "random": [torch.get_rng_state().sum().item(), torch.cuda.get_rng_state().sum().item()],
         "peak": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
-        "replayed": capture.statistics.replayed if scope else 0,
-        "said": capture.statistics.fallbacks,
+        "replayed": capture._statistics.replayed if scope else 0,
+        "said": capture._statistics.fallbacks,
     }
 
 

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from lightning_graphs.training.diagnose.findings import Finding
+from lightning_graphs.reporting.diagnosis import Finding
 from tests.training.fits import Fit, prepare
 
 
@@ -23,5 +23,5 @@ def examined(backend: str, root: Path, **options: Any) -> Fit:
 
 
 def rows(fit: Fit, kind: str) -> list[Finding]:
-    assert fit.capture.diagnosis is not None
-    return [finding for finding in fit.capture.diagnosis.findings if finding.kind == kind]
+    assert fit.capture.report.diagnosis is not None
+    return [finding for finding in fit.capture.report.diagnosis.findings if finding.kind == kind]

@@ -185,7 +185,7 @@ class Fit:
 
     @property
     def statistics(self) -> Any:
-        return self.capture.statistics
+        return self.capture._statistics
 
     def run(self, **options: Any) -> Fit:
         """Fit, or fit once more, with the same trainer and module."""

@@ -36,6 +36,7 @@ from lightning_graphs.core.private.torch import (
     version_of,
 )
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.diagnose.findings import (
     CHANGING_NUMBER,
     CHANGING_SHAPE,
@@ -44,8 +45,6 @@ from lightning_graphs.training.diagnose.findings import (
     NO_WHOLE_STEP,
     OBSERVER,
     OPTIMIZER,
-    Diagnosis,
-    Effect,
 )
 from lightning_graphs.training.diagnose.watched import (
     Call,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_graphs.core.host.recording import HostRecording
-from lightning_graphs.training.diagnose.findings import Diagnosis
+from lightning_graphs.reporting.diagnosis import Diagnosis
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, compare, prepare
 
@@ -46,7 +46,7 @@ class TestHigherOrderOperators:
     ) -> None:
         eager = prepare(backend, tmp_path, False, module=Attending).run()
         fit = examined(backend, tmp_path, module=Attending)
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
         compare(eager, fit, replayed=False)
 
     def test_the_doctor_names_a_branch(self, backend: str, tmp_path: Path) -> None:

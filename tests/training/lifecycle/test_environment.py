@@ -133,7 +133,7 @@ def test_an_explicit_callback_wins(
     other = next(one for one in found(captured.trainer) if one is not captured.capture)
     compare(eager, captured.run())
     assert found(captured.trainer) == [captured.capture]
-    assert other.statistics.replayed == 0
+    assert other.report.replayed == 0
     assert said[0] == (
         "LIGHTNING_GRAPHS is set, and the trainer has a GraphCapture of its own: that one is used."
     )

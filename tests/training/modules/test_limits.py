@@ -36,8 +36,8 @@ class Counting(Callback):
         self.alive: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        captures = [c for c in trainer.callbacks if hasattr(c, "statistics")]
-        self.alive += [len(c.statistics._alive) for c in captures]
+        captures = [c for c in trainer.callbacks if hasattr(c, "report")]
+        self.alive += [len(c._statistics._alive) for c in captures]
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly. max_graphs")

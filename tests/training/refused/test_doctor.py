@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_graphs.training.diagnose.findings import Diagnosis, Finding
+from lightning_graphs.reporting.diagnosis import Diagnosis, Finding
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Fit, Net, Trace, compare, prepare
 from tests.training.leftovers import assert_nothing_left
@@ -120,8 +120,8 @@ class TestManyObstacles:
         known = {(kind, line(Many.training_step, text)) for kind, text, *_ in EXPECTED}
         known |= {("host-read", line(Many.training_step, "numpy")), ("optimizer", 0)}
         known |= {("data-dependent-shape", 0)}  # the backward pass of a boolean index
-        assert many.capture.diagnosis is not None
-        found = [f for f in many.capture.diagnosis.findings if f.kind != "optimizer"]
+        assert many.capture.report.diagnosis is not None
+        found = [f for f in many.capture.report.diagnosis.findings if f.kind != "optimizer"]
         assert {(f.kind, f.line) for f in found} <= known
 
     def test_each_row_counts_how_often(self, many: Fit) -> None:
@@ -137,12 +137,19 @@ class TestManyObstacles:
         assert "torch.optim.AdamW" in row.code
 
     def test_rows_as_json(self, many: Fit) -> None:
-        found = many.capture.diagnosis
+        found = many.capture.report.diagnosis
         assert found is not None
         read = json.loads(found.to_json())
         assert (read["steps"], read["obstacles"]) == (3, len(found.obstacles))
         assert Finding(**read["findings"][3]) == found.findings[3]
         assert len(read["findings"]) == len(found.findings)
+        assert json.loads(many.capture.report.to_json())["diagnosis"] == read
+
+    def test_the_report_shows_them(self, many: Fit, capsys: pytest.CaptureFixture[str]) -> None:
+        report = many.capture.report
+        report.show()
+        assert capsys.readouterr().out.endswith(f"\n\n{report.diagnosis}\n")
+        assert f" 0 captures, {len(report.diagnosis.obstacles)} obstacles, " in repr(report)
 
     def test_the_fit_is_what_it_is_without_the_doctor(
         self, many: Fit, backend: str, tmp_path: Path
@@ -158,9 +165,23 @@ class TestNoObstacle:
         self, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         fit = examined(backend, tmp_path)
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
         assert "nothing stands in the way (3 training steps observed)" in capsys.readouterr().out
         assert fit.statistics.captures == 0
+
+    def test_the_report_says_why_every_step_ran_eagerly(self, tmp_path: Path) -> None:
+        fit = examined("emulated", tmp_path)
+        report = fit.capture.report
+        assert (report.eager, report.replayed) == (20, 0)
+        assert report.fallbacks == ("diagnose=True: steps are observed, and none is captured",)
+        fit.trainer.fit_loop.max_epochs = 3
+        assert fit.run().capture.report.eager == 10
+
+    def test_the_diagnosis_under_its_old_name(self, tmp_path: Path) -> None:
+        capture = examined("emulated", tmp_path).capture
+        with pytest.warns(FutureWarning, match=r"write report\.diagnosis") as said:
+            assert capture.diagnosis == Diagnosis(steps=3)
+        assert [one.filename for one in said] == [__file__]
 
     @pytest.mark.parametrize(
         "options",
@@ -184,7 +205,7 @@ class TestNoObstacle:
 
     def test_a_fit_without_backend_option_is_observed_on_a_cpu(self, tmp_path: Path) -> None:
         fit = examined("emulated", tmp_path, capture={"backend": "auto"})
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
 
     def test_caches_that_the_first_step_fills_are_remarks(
         self, backend: str, tmp_path: Path
@@ -199,7 +220,7 @@ class TestNoObstacle:
                 return self.loss(batch) * self.scale.sum()
 
         fit = examined(backend, tmp_path, module=Caching)
-        found = fit.capture.diagnosis
+        found = fit.capture.report.diagnosis
         assert found is not None
         assert {(f.kind, f.last_step) for f in found.findings} == {("host-read", 1)}
         assert found.obstacles == []
@@ -220,19 +241,19 @@ class TestLifecycle:
         fit = prepare(backend, tmp_path, True, module=Failing, capture={"doctor": True})
         with pytest.raises(ValueError, match="in the second step"):
             fit.run()
-        assert fit.capture.diagnosis is not None
-        assert (fit.capture.diagnosis.steps, len(rows(fit, "host-read"))) == (2, 1)
+        assert fit.capture.report.diagnosis is not None
+        assert (fit.capture.report.diagnosis.steps, len(rows(fit, "host-read"))) == (2, 1)
         assert "host-read" in capsys.readouterr().out
         assert random.random.__self__ is random._inst  # type: ignore[attr-defined]
         assert type(fit.module) is Failing
 
     def test_the_next_fit_is_observed_anew(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path)
-        first = fit.capture.diagnosis
+        first = fit.capture.report.diagnosis
         fit.trainer.fit_loop.max_epochs = 4
         fit.run()
-        assert fit.capture.diagnosis == first
-        assert fit.capture.diagnosis is not first
+        assert fit.capture.report.diagnosis == first
+        assert fit.capture.report.diagnosis is not first
 
     def test_hooks_see_plain_objects(self, backend: str, tmp_path: Path) -> None:
         class Recording(Trace):
@@ -255,7 +276,7 @@ class TestLifecycle:
 
         fit = examined(backend, tmp_path, module=Reading)
         printed = capsys.readouterr().out
-        assert printed.rstrip() == str(fit.capture.diagnosis)
+        assert printed.rstrip() == str(fit.capture.report.diagnosis)
         number = line(Reading.training_step, "read")
         assert f"test_doctor.py:{number} in training_step: loss.item()  # read" in printed
         assert "(eager step, 3 times)" in printed

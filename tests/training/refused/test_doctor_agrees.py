@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.training.diagnose.findings import Diagnosis
+from lightning_graphs.reporting.diagnosis import Diagnosis
 from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.equal.test_python_draws import spans
@@ -230,7 +230,7 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture={"warmup_steps": 30}, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis == Diagnosis(steps=30)
+        assert watched.capture.report.diagnosis == Diagnosis(steps=30)
 
     @pytest.mark.parametrize("module", [Cropped, CroppedByNumPy, Chosen, Coins])
     def test_draws_with_too_many_ways(self, backend: str, tmp_path: Path, module: Any) -> None:
@@ -243,8 +243,8 @@ class TestAgreement:
         watched = examined(backend, tmp_path, capture={"warmup_steps": 6}, **options)
         compare(eager, watched, replayed=False)
         step = vars(module).get("training_step", Cropped.training_step)
-        assert watched.capture.diagnosis is not None
-        (row,) = watched.capture.diagnosis.obstacles
+        assert watched.capture.report.diagnosis is not None
+        (row,) = watched.capture.report.diagnosis.obstacles
         assert (row.kind, row.line) == ("python-state", line(step, "used"))
 
     @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture=capture, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis is not None
-        assert watched.capture.diagnosis.obstacles == []
+        assert watched.capture.report.diagnosis is not None
+        assert watched.capture.report.diagnosis.obstacles == []
 
     @pytest.mark.parametrize("module", [*SERVED, *BRANCHING], ids=lambda kind: kind.__name__)
     def test_what_a_replay_asks_the_host_is_no_obstacle(
@@ -277,8 +277,8 @@ class TestAgreement:
         eager = prepare(backend, tmp_path, False, **options).run()
         watched = examined(backend, tmp_path, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis is not None
-        assert watched.capture.diagnosis.obstacles == []
+        assert watched.capture.report.diagnosis is not None
+        assert watched.capture.report.diagnosis.obstacles == []
 
     # The second names move one after the other.
     @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture=capture, **options)
         compare(eager, watched, replayed=False)
-        found = watched.capture.diagnosis
+        found = watched.capture.report.diagnosis
         assert found is not None
         effects = {f.operator: f.effect for f in found.findings}
         left_out = {'batch["name"][0]': "left out unless it is read"}
@@ -317,8 +317,8 @@ class TestAgreement:
         assert fit.statistics.replayed == 0
         watched = examined(backend, tmp_path, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis is not None
-        (row,) = watched.capture.diagnosis.obstacles
+        assert watched.capture.report.diagnosis is not None
+        (row,) = watched.capture.report.diagnosis.obstacles
         assert (row.kind, row.operator) == ("python-state", "tensor")
         assert row.line == line(Reading.training_step, "read")
         assert row.observed == "8.0 in one step, 16.0 in another"

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_graphs.training.diagnose.findings import Diagnosis
+from lightning_graphs.reporting.diagnosis import Diagnosis
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
 from tests.training.guards.test_reads_of_the_trainer import Storing
@@ -173,15 +173,15 @@ class TestSingleObstacles:
 
     def test_numbers_that_are_logged_anew(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path, module=LoggingNumbers)
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
 
     def test_an_empty_tensor_is_no_copy(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path, module=EmptyTensor)
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
 
     def test_a_library_may_look_at_gradients(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path, module=Moving)
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
 
     def test_a_number_that_c_code_reads(self, backend: str, tmp_path: Path) -> None:
         fit = examined(backend, tmp_path, module=LoopedByIndex)
@@ -197,7 +197,7 @@ class TestSingleObstacles:
             ("Watcher.on_before_backward", "on_before_backward", "further graph"),
             ("Looked.on_after_backward", "on_after_backward", "further graph"),
         }
-        found = fit.capture.diagnosis
+        found = fit.capture.report.diagnosis
         assert found is not None
         assert found.obstacles == []  # their host reads are outside of the graphs
 
@@ -231,7 +231,7 @@ class TestSingleObstacles:
         fit = examined(backend, tmp_path, **options)
         compare(eager, fit, replayed=False)
         is_seen = backend == "cuda" or made is not _drawn  # a CPU has one memory, and one generator
-        found = {(r.line, r.effect) for r in fit.capture.diagnosis.findings}
+        found = {(r.line, r.effect) for r in fit.capture.report.diagnosis.findings}
         assert found == ({(line(made, "made"), "eager step")} if is_seen else set())
         fit = prepare(backend, tmp_path, True, capture={"on_failure": "eager"}, **options).run()
         compare(eager, fit, replayed=False)
@@ -241,7 +241,7 @@ class TestSingleObstacles:
         self, backend: str, tmp_path: Path
     ) -> None:
         fit = examined(backend, tmp_path / "logged", module=Scored)
-        assert fit.capture.diagnosis == Diagnosis(steps=3)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
         (row,) = rows(examined(backend, tmp_path / "used", module=UsedScore), "metric-value")
         assert row.line == line(UsedScore.training_step, "used")
 
@@ -289,7 +289,7 @@ class TestSingleObstacles:
 
         fit = examined(backend, tmp_path, module=Printing, capture=asked)
         assert [r.effect for r in rows(fit, "python-state")] == ["stays eager between them"]
-        assert not fit.capture.diagnosis.obstacles
+        assert not fit.capture.report.diagnosis.obstacles
 
     def test_draws_of_the_host_beside_submodules(self, backend: str, tmp_path: Path) -> None:
         class Noisy(nn.Module):
@@ -316,7 +316,7 @@ class TestSingleObstacles:
             ("aten.rand.default", inside): "eager step",
         }
         whole = examined(backend, tmp_path / "whole", **options)
-        assert not whole.capture.diagnosis.obstacles
+        assert not whole.capture.report.diagnosis.obstacles
 
     def test_manual_optimization(self, backend: str, tmp_path: Path) -> None:
         class Reads(nn.Module):
@@ -347,7 +347,7 @@ class TestSingleObstacles:
         assert row.effect == "submodules become graphs"
         assert "the whole step cannot be one, because the module optimizes manually" in row.observed
         assert 'modules=["net"]' in row.code
-        assert row not in fit.capture.diagnosis.obstacles
+        assert row not in fit.capture.report.diagnosis.obstacles
         read, inside = line(Manual.training_step, "read"), line(Reads.forward, "inside")
         effects = {r.line: r.effect for r in rows(fit, "host-read")}
         assert effects == {read: "stays eager between them", inside: "eager step"}
@@ -355,7 +355,7 @@ class TestSingleObstacles:
         assert {"batch_idx", "self.steps"} <= set(python)
         assert set(python.values()) == {"stays eager between them"}
         assert not [operator for operator in python if ".grad" in operator]
-        assert {r.line for r in fit.capture.diagnosis.obstacles} == {inside}
+        assert {r.line for r in fit.capture.report.diagnosis.obstacles} == {inside}
         compare(eager, fit, replayed=False)
 
     @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")

@@ -168,8 +168,8 @@ class Moments(Callback):
         self.steps: list[int] = []
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        [graphs] = [one for one in trainer.callbacks if hasattr(one, "statistics")]
-        if graphs.statistics.fallbacks and not self.steps:
+        [graphs] = [one for one in trainer.callbacks if hasattr(one, "report")]
+        if graphs.report.fallbacks and not self.steps:
             self.steps.append(trainer.global_step)
 
 

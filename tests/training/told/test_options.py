@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -73,6 +74,13 @@ def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[
     assert [one.filename for one in said] == [__file__]
 
 
+def test_an_option_under_both_names_is_an_error() -> None:
+    with pytest.raises(OptionError, match="one name") as caught:
+        GraphCapture(capture_after=2, min_repeats=3)
+    assert caught.value.observed == "capture_after=2, min_repeats=3"
+    assert caught.value.remedy.startswith("keep min_repeats")
+
+
 @pytest.mark.parametrize("in_a_file", [False, True])
 @pytest.mark.parametrize(("old", "new"), OLD, ids=str)
 def test_old_names_in_the_environment(
@@ -121,6 +129,11 @@ class TestNoOptionIsIgnored:
 
     def test_fabric_is_told_that_it_needs_a_trainer(self) -> None:
         fabric = Fabric(accelerator="cpu", devices=1, callbacks=[GraphCapture()])
+        module = nn.Linear(2, 2)
         with pytest.raises(UnsupportedError, match="Trainer") as caught:
-            fabric.setup(nn.Linear(2, 2))
+            fabric.setup(module)
         assert "lightning_graphs.core" in caught.value.remedy
+        fabric.setup_module(module)
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(module.parameters()))
+        with pytest.raises(UnsupportedError, match="Trainer"):
+            optimizer.step()  # type: ignore[union-attr]
