@@ -224,7 +224,7 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
     if moved:
         raise CaptureError(
             "A replay runs no Python code, and cannot set values in the optimizer.",
-            f"training_step sets {', '.join(sorted(moved))} in param_groups",
+            f"the step sets {', '.join(sorted(moved))} in param_groups",
             "set the value in on_train_batch_start or another hook, or with a scheduler",
         )
 

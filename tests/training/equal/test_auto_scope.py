@@ -305,7 +305,7 @@ def test_submodules_where_the_whole_step_computes_something_else(
     }
     whole, *modules = statistics.fallbacks
     assert whole.startswith(
-        "cannot capture the whole step; capturing submodules instead: A replay computes what"
+        "cannot capture the whole step; capturing submodules instead: A replay must compute what"
     )
     names = ["net", "net.1", "net.1.1", "net.1.1.1"]
     for name, reason in zip(names, modules, strict=True):

@@ -261,7 +261,7 @@ def test_a_value_that_is_read_and_never_comes_back(
     (said,) = captured.statistics.fallbacks
     assert 'from batch to batch: batch["path"] is read at ' in said
     assert "test_batch_values.py" in said
-    assert "in the data set or in collate_fn" in said
+    assert "in the dataset or in collate_fn" in said
 
 
 class Cut(Net):
