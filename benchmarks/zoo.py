@@ -198,8 +198,9 @@ def reason(fallbacks: Sequence[str]) -> str:
     """What the first refusal has observed, or else its first sentence."""
     if not fallbacks:
         return ""
-    observed = re.search(r"observed: (.*)", fallbacks[0])
-    said = observed.group(1) if observed else fallbacks[0].splitlines()[0]
+    said, *fix = fallbacks[0].splitlines()
+    if fix:  # what was tried, the rule, what was observed
+        said = said.split(": ", 2)[-1]
     return re.sub(r"\S*/(site|dist)-packages/", "", said)
 
 

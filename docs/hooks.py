@@ -70,9 +70,9 @@ def errors_as_markdown(messages: Messages) -> str:
                 rules.setdefault(message.rule, []).append(message)
         for rule, of_rule in rules.items():
             lines += [f"#### {markdown(rule)}", "", _class_line(of_rule), ""]
-            for name in ("observed", "remedy"):
+            for name, label in (("observed", "found"), ("remedy", "Fix")):
                 texts = dict.fromkeys(filter(None, (getattr(m, name) for m in of_rule)))
-                lines += [f"* *{name}:* {markdown(text)}" for text in texts]
+                lines += [f"* *{label}:* {markdown(text)}" for text in texts]
             lines.append("")
     return "\n".join(lines)
 
@@ -92,7 +92,7 @@ def obstacles_as_markdown(messages: Messages) -> str:
     for message in messages.obstacles:
         if not message.passed_on:
             lines += [f"### {message.name}", "", markdown(message.rule), ""]
-            lines += [f"*remedy:* {markdown(message.remedy)}", "", "```py", message.code, "```", ""]
+            lines += [f"*Fix:* {markdown(message.remedy)}", "", "```py", message.code, "```", ""]
     return "\n".join(lines)
 
 
@@ -133,7 +133,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     names = Counter(name for name, _ in _HEADING.findall(markdown))
 
     def named(found: re.Match[str]) -> str:
-        words = re.findall(r"[a-z]+", found[2].lower().rpartition(": ")[2])[:6]
+        words = re.findall(r"[a-z]+", found[2].lower())[-6:]
         anchor = f" {{#{'-'.join([found[1], *words])}}}" if names[found[1]] > 1 else ""
         return f"### {found[1]}{anchor}\n\n{found[2]}"
 

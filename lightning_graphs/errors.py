@@ -1,6 +1,9 @@
-"""One family of exceptions; every message is a rule, what was observed, and the remedy."""
+"""One family of exceptions; a message is a line on what is wrong, and a line on the fix."""
 
 from __future__ import annotations
+
+FIX = "\n  Fix: "  # begins the second line of a message
+_LONGEST = 300  # characters of what was observed that a message shows; a report has all
 
 
 class GraphError(RuntimeError):
@@ -10,8 +13,9 @@ class GraphError(RuntimeError):
     against torch keeps catching what it caught.
 
     Args:
-        rule: What must hold, in one sentence.
-        observed: What was found instead: the leaf, the operator, the user's file and line.
+        rule: What must hold, or cannot be, in one sentence.
+        observed: What was found: the leaf, the operator, the user's file and line; ``got ...`` for
+            a value that was given.
         remedy: What to write or change so that it works.
     """
 
@@ -22,19 +26,19 @@ class GraphError(RuntimeError):
         super().__init__(rule, observed, remedy)
 
     def __str__(self) -> str:
-        lines = [self.rule]
-        if self.observed:
-            lines.append(f"  observed: {self.observed}")
-        if self.remedy:
-            lines.append(f"  remedy: {self.remedy}")
-        return "\n".join(lines)
+        found = self.observed.partition("\n")[0][:_LONGEST]
+        return self._composed(found if found == self.observed else f"{found} ...")
 
     @property
-    def brief(self) -> str:
-        """The message for a warning: what is wrong and where in one line, the remedy in another."""
-        observed = " ".join(self.observed.split())
-        what = f"{self.rule.rstrip('.')} ({observed})" if observed else self.rule
-        return f"{what}\n  remedy: {self.remedy}" if self.remedy else what
+    def full(self) -> str:
+        """The message for a report: with all that was observed."""
+        return self._composed(self.observed)
+
+    def _composed(self, observed: str) -> str:
+        what = self.rule.rstrip(".")
+        if observed:
+            what += f"{', ' if observed.startswith('got ') else ': '}{observed}"
+        return f"{what}{FIX}{self.remedy}" if self.remedy else what
 
 
 class CaptureError(GraphError):

@@ -295,6 +295,18 @@ def test_every_message_says_what_to_do(found: Any) -> None:
         assert message.remedy or message.passed_on, message.site
 
 
+def test_a_message_is_one_sentence_and_its_fix(found: Any) -> None:
+    """What was found follows a rule after a colon, and ``got ...`` follows what must be."""
+    for message in (*found.errors, *found.obstacles):
+        if not message.passed_on:
+            text = str(errors.GraphError(message.rule, message.observed, message.remedy))
+            assert re.fullmatch(r"[^\n]+\n  Fix: [^\n]+", text), message.site
+            assert ": " not in message.rule, message.site
+            assert not re.match(r"(it|that|this|they)\b", message.rule, re.IGNORECASE), message.site
+            if message.observed.startswith("got "):
+                assert " must " in message.rule, message.site
+
+
 def test_every_message_is_on_its_page(site: Path, found: Any) -> None:
     pages = {"troubleshooting": [*found.errors, *found.sentences], "doctor": found.obstacles}
     for page, expected in pages.items():
@@ -321,7 +333,7 @@ def test_a_constant_is_that_of_its_own_file(messages: ModuleType, tmp_path: Path
 
 
 def test_a_rule_of_several_files_is_listed_with_its_own_observation(found: Any) -> None:
-    same = [m for m in found.errors if m.rule.startswith("A replay computes ")]
+    same = [m for m in found.errors if m.rule.startswith("A replay must compute ")]
     assert {m.site.partition(":")[0] for m in same} == {
         "lightning_graphs/training/verify/agreement.py"
     }

@@ -83,6 +83,12 @@ def test_not_a_number_equals_itself(zoo: Any) -> None:
     assert first.differs(zoo.Outcome(nan, {"weight": nan})) == "weight"
 
 
+def test_the_reason_is_what_was_found(zoo: Any) -> None:
+    told = ["a step runs eagerly: A rule: item at train.py:3 in f: x.item()\n  Fix: write x"]
+    assert zoo.reason(told) == "item at train.py:3 in f: x.item()"
+    assert zoo.reason(["steps run eagerly: no optimizer"]) == "steps run eagerly: no optimizer"
+
+
 def test_what_is_not_installed_is_no_crash(
     zoo: Any, lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,29 +80,29 @@ def make_graphed_callables(
     chosen = get_backend(backend)
     if chosen.is_capturing():
         raise CaptureError(
-            "One capture at a time.",
-            "make_graphed_callables was called inside of a capture",
-            "graph the callables before the capture begins",
+            "A capture cannot begin inside of another one.",
+            "make_graphed_callables was called during a capture",
+            "call make_graphed_callables before the capture begins",
         )
     device_type = chosen.device_type
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise CaptureError(
-            "make_graphed_callables does not support the autocast caching. "
-            "Please set `cache_enabled=False`.",
-            "called inside torch.autocast(..., cache_enabled=True)",
-            "torch.autocast(..., cache_enabled=False): cached casts would live outside the graph",
+            "make_graphed_callables does not support the autocast caching, because cached casts "
+            "live outside of the graph.",
+            "the call is inside of torch.autocast(..., cache_enabled=True)",
+            "write torch.autocast(..., cache_enabled=False)",
         )
     if param_grads not in ("autograd", "direct"):
         raise CaptureError(
-            "param_grads is 'autograd' or 'direct'.",
-            f"param_grads={param_grads!r}",
-            "leave it at 'autograd', or write 'direct' for loss.backward() loops",
+            "param_grads must be 'autograd' or 'direct'.",
+            f"got {param_grads!r}",
+            "write param_grads='autograd', or 'direct' for loss.backward() loops",
         )
     if num_warmup_iters < 1:
         raise CaptureError(
-            "Libraries and caches initialize in the warm-up, which cannot be left out.",
-            f"num_warmup_iters={num_warmup_iters}",
-            "num_warmup_iters=1 at least",
+            "num_warmup_iters must be a whole number of at least 1.",
+            f"got {num_warmup_iters}: libraries and caches initialize in the warm-up",
+            "write num_warmup_iters=1 or more",
         )
     several = isinstance(callables, tuple)
     functions: Any = callables if several else (callables,)
@@ -127,24 +127,24 @@ def _refuse_misfits(
 ) -> None:
     if not len(functions) == len(args) == len(kwargs):
         raise CaptureError(
-            "Every callable of a tuple has its own sample_args and sample_kwargs.",
-            f"{len(functions)} callables, {len(args)} sample_args, {len(kwargs)} sample_kwargs",
+            "A tuple of callables must come with a sample_args and a sample_kwargs for each.",
+            f"got {len(functions)} callables, {len(args)} sample_args, {len(kwargs)} sample_kwargs",
             "pass a tuple of arguments for each callable: ((x,), (y,))",
         )
     modules = [f for f in functions if isinstance(f, nn.Module)]
     if len(set(modules)) < len(modules):
         raise CaptureError(
-            "A module has one forward, so that it can be graphed once.",
-            "the same module stands twice in the tuple",
-            "pass its bound forward (module.forward) once for every call of it",
+            "A tuple of callables must have each module once.",
+            "got a module twice: a module has one forward to graph",
+            "pass its bound forward (module.forward) once for every call of the module",
         )
 
 
 def _positional(arguments: Any) -> tuple[Any, ...]:
     if not isinstance(arguments, (tuple, list)):
         raise CaptureError(
-            "sample_args is a tuple of the positional arguments.",
-            f"a {type(arguments).__qualname__}",
+            "sample_args must be a tuple of the positional arguments.",
+            f"got a {type(arguments).__qualname__}",
             "write (x,) for a single argument",
         )
     return tuple(arguments)

@@ -186,8 +186,8 @@ class CallableCapture:
         for node in nodes_behind(found):
             if recorded_before(node, start):
                 raise CaptureError(
-                    "A graphed callable gets what requires a gradient as an argument, or holds it "
-                    "as a parameter: a replay follows nothing else back.",
+                    "A graphed callable can pass gradients back to its arguments and parameters "
+                    "only.",
                     "an output depends on a tensor that "
                     f"{type(node).__name__.partition('Backward')[0]} computed before the call, "
                     "found in an attribute, a variable or an object",
@@ -203,8 +203,8 @@ class CallableCapture:
         for name, is_written in zip(self.argument_names, written, strict=True):
             if is_written:
                 raise CaptureError(
-                    "A graphed callable must not change its arguments: a replay would change our "
-                    "static inputs instead of the caller's tensors.",
+                    "A graphed callable must not change its arguments, because a replay changes "
+                    "its static inputs instead of the caller's tensors.",
                     f"{name} is written in place",
                     "work on a copy (x = x + 1 instead of x += 1), or return the new value",
                 )
@@ -238,9 +238,9 @@ class CallableCapture:
         inputs = zip(self._made.plan.signature.tensor_names, self._tensors, strict=True)
         names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
         raise CaptureError(
-            "Every output gradient must reach every input and parameter that requires grad.",
+            "Every input and parameter that requires grad must be used for an output.",
             f"no output depends on {', '.join(names)}",
-            "pass allow_unused_input=True, or requires_grad_(False) on what is not used",
+            "pass allow_unused_input=True, or call requires_grad_(False) on what is not used",
         )
 
     def _call(self) -> Any:
@@ -272,9 +272,9 @@ class CallableCapture:
             raise
         for name in before.rebound():
             raise CaptureError(
-                "A graphed callable changes the tensors of its modules in place only: a replay "
-                "writes the memory it was captured with and binds no names.",
-                f"`{name}` is bound to another tensor in every call",
+                "A graphed callable must change the tensors of its modules in place, because a "
+                "replay sets no attributes.",
+                f"`{name}` is set to another tensor in every call",
                 "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
             )
         self._made.forward_graph = captured
@@ -372,7 +372,7 @@ def _original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     forward = function.forward if isinstance(function, nn.Module) else function
     if isinstance(forward, GraphedCallable):
         raise CaptureError(
-            "A callable is graphed once.",
+            "A callable cannot be graphed twice.",
             f"{type(function).__qualname__} has a graphed forward already",
             "call .forward.reset() on the module (or .reset() on the function) first",
         )

@@ -77,15 +77,15 @@ class CUDAGraph:
         """
         if capture_error_mode not in CAPTURE_ERROR_MODES:
             raise CaptureError(
-                "capture_error_mode is one of 'global', 'thread_local' and 'relaxed'.",
-                f"capture_error_mode={capture_error_mode!r}",
-                "'thread_local' where other threads use the GPU, as data loaders do",
+                "capture_error_mode must be one of 'global', 'thread_local', 'relaxed'.",
+                f"got {capture_error_mode!r}",
+                "write 'thread_local' where other threads use the GPU, as data loaders do",
             )
         _refuse_nested(self._backend)
         if self._capturing or self._replay is not _replay_of_nothing:
             raise CaptureError(
-                "A graph holds one capture.",
-                "capture_begin() on a CUDAGraph that was captured before",
+                "A CUDAGraph can hold one capture only.",
+                "capture_begin() was called on one that was captured before",
                 "call reset() first, or create another CUDAGraph",
             )
         self._captured.capture_begin(
@@ -138,8 +138,8 @@ class CUDAGraph:
             raise _needs_capture(call)
         if template and not self._keep_graph:
             raise ReplayError(
-                f"{call} needs the template of the graph.",
-                "keep_graph=False drops the template at capture_end",
+                f"{call} needs the cudaGraph_t of the graph.",
+                "keep_graph=False drops the cudaGraph_t at capture_end",
                 "create the graph with CUDAGraph(keep_graph=True)",
             )
 
@@ -191,8 +191,8 @@ class CUDAGraph:
         self._require_capture("inspection()")
         if not (self._keep_graph or self._has_debug_mode or self._is_annotated):
             raise UnsupportedError(
-                "Inspecting a graph needs its template.",
-                "keep_graph=False destroys the template at capture_end",
+                "Inspecting a graph needs its cudaGraph_t.",
+                "keep_graph=False drops the cudaGraph_t at capture_end",
                 "create the graph with CUDAGraph(keep_graph=True), or capture it with "
                 "graph(..., enable_annotations=True)",
             )
@@ -290,8 +290,8 @@ def _refuse_nested(backend: Backend) -> None:
     """Before anything is done: a synchronization would end the capture that is under way."""
     if backend.is_capturing():
         raise CaptureError(
-            "One capture at a time.",
-            "a capture was begun inside of another one",
+            "A capture cannot begin inside of another one.",
+            "capture_begin() was called during a capture",
             "end the other capture first",
         )
 

@@ -147,9 +147,9 @@ class GraphedCallable:
         for leaf, source in self.borrowed:
             if not source.holds(tensors[leaf]):
                 raise ArgumentElsewhereError(
-                    "A graph reads an argument where an earlier graph has put it.",
-                    f"{self.plan.signature.tensor_names[leaf]} is another tensor now",
-                    "pass what the earlier call returned or was given; or capture again",
+                    "An argument must be the tensor of an earlier graph, as it was at the capture.",
+                    f"got another tensor as {self.plan.signature.tensor_names[leaf]}",
+                    "pass what the earlier call returned or was given, or capture again",
                 )
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -242,36 +242,37 @@ class GraphedCallable:
             )
         if self._released:
             raise ReplayError(
-                "The graphs of this callable were released before its backward ran.",
-                remedy="call reset() after the backward pass",
+                "A graphed callable cannot run its backward pass after reset().",
+                "its graphs were released",
+                "call reset() after the backward pass",
             )
         if pending.is_done:
             raise ReplayError(
-                "The backward graph of a callable runs once for each forward.",
-                "a second backward through the same forward (retain_graph=True)",
+                "A graphed callable can run one backward pass for each forward.",
+                "backward was called twice for the same forward (retain_graph=True)",
                 "run the forward again before the second backward",
             )
         if pending.is_void:
             raise ReplayError(
-                "The backward of a graphed callable needs the activations of its latest forward.",
-                "another forward of it, or an earlier callable of its tuple that ran after it, "
-                "overwrote them",
-                "run backward before the next forward; or pass the callable (a module as its "
-                "bound forward) once for every call between two backward passes, as a tuple in "
-                "the order of the calls, to make_graphed_callables",
+                "A graphed callable can run backward for its latest forward only.",
+                "another forward of this callable, or an earlier callable of its tuple, overwrote "
+                "the activations",
+                "run backward before the next forward; or give make_graphed_callables a tuple with "
+                "the callable (a module as its bound forward) once for every call between two "
+                "backward passes, in the order of the calls",
             )
         if version_of(self._witness) != self._version:
             raise ReplayError(
                 "A backward pass needs the parameters that its forward pass computed with.",
-                "parameters were changed in place between the two, as by optimizer.step()",
-                "run backward first, or the forward again",
+                "parameters were changed in place after the forward pass, as by optimizer.step()",
+                "run backward before parameters change, or run the forward again",
             )
 
     def _refuse_partial_backward(self) -> None:
         if not will_execute(self._anchor_node):
             raise ReplayError(
-                'With param_grads="direct", a backward pass writes all parameter gradients.',
-                "torch.autograd.grad, or backward(inputs=...), which asks for some gradients only",
+                'A graph with param_grads="direct" cannot compute some gradients only.',
+                "torch.autograd.grad or backward(inputs=...) was called",
                 'call loss.backward(), or use param_grads="autograd"',
             )
 

@@ -42,7 +42,7 @@ class Obstacle:
 
 
 HOST_READ = Obstacle(
-    "A capture cannot read a value on the host: the GPU has not computed it yet.",
+    "A capture cannot read a value on the host, because the GPU has not computed it yet.",
     "keep the value on the device (torch.where, masking, tensor arithmetic), or read it outside "
     "of the captured code",
     kind="host-read",
@@ -56,22 +56,21 @@ DYNAMIC_SHAPE = Obstacle(
     code="loss = torch.where(mask, losses, 0.0).sum() / mask.sum()  # for losses[mask].mean()",
 )
 LINEAR_ALGEBRA = Obstacle(
-    "A capture cannot wait for the host to look at what torch.linalg has computed.",
-    "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave that out; svd, eigh, eig and "
-    "matrix_exp run in the code between submodules (scope='modules')",
+    "A capture cannot contain a function of torch.linalg that checks its result on the host.",
+    "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave the check out; for svd, eigh, "
+    "eig and matrix_exp use scope='modules', and call them between submodules",
     kind="host-read",
     code="inverse = torch.linalg.inv_ex(x).inverse  # in place of torch.linalg.inv(x)",
 )
 CTC_LOSS = Obstacle(
-    "A capture cannot contain ctc_loss, which lays out its tables by lengths that it reads on the "
-    "host.",
-    "compute the lengths from the batch alone, for targets of 64 bits: replays do so again; or "
-    "leave the loss to the code between submodules (scope='modules')",
+    "A capture cannot contain ctc_loss, which reads the input and target lengths on the host.",
+    "compute the lengths from the batch alone, and pass targets of 64 bits; or use "
+    "scope='modules', and call ctc_loss between submodules",
     kind="host-read",
     code='loss = F.ctc_loss(log_probs, targets.long(), lengths, (batch["labels"] > 0).sum(-1))',
 )
 HOST_DATA = Obstacle(
-    "A capture cannot build a tensor from Python numbers or NumPy data: that is a copy from "
+    "A capture cannot build a tensor from Python numbers or NumPy data, which is a copy from "
     "pageable host memory.",
     "create the tensor once outside of the captured code (register_buffer), or use torch.full, "
     "torch.zeros, torch.arange on the device",
@@ -80,58 +79,57 @@ HOST_DATA = Obstacle(
     "loss = losses @ self.weights  # in training_step",
 )
 HOST_COPY = Obstacle(
-    "A capture cannot move a tensor from the CPU to the device: that is a copy from pageable host "
+    "A capture cannot move a tensor from the CPU to the device, which is a copy from pageable host "
     "memory.",
-    "make the tensor on the device, keep it there in a buffer, or hand it in with the batch",
+    "make the tensor on the device, keep it there in a buffer, or pass it in with the batch",
     kind="host-copy",
     code="positions = torch.arange(n, device=self.device)  # in place of torch.arange(n).to(...)\n"
     'self.register_buffer("table", table)  # in __init__, for what stays the same',
 )
 CONTROL_FLOW = Obstacle(
-    "A capture cannot contain torch.cond and its like: the host chooses what they run.",
+    "A capture cannot contain torch.cond and the like, because the host chooses the branch.",
     "compute both ways and choose with torch.where, or loop in Python a fixed number of times",
     kind="control-flow",
     code="loss = torch.where(condition, a, b)  # in place of torch.cond",
 )
 COLLECTIVE = Obstacle(
-    "A graphed submodule talks to no other process: each rank captures and replays it by itself.",
-    "leave the exchange to the code around it, or capture the whole step (scope='step')",
+    "A graphed submodule cannot call collectives, because each rank replays it by itself.",
+    "call the collective outside of the submodule, or capture the whole step (scope='step')",
     kind="collective",
     code='self.log("loss", loss, sync_dist=True)  # in place of all_reduce(loss)',
 )
 UNREGISTERED_GENERATOR = Obstacle(
-    "A capture must know every random generator that it draws from.",
+    "A capture cannot draw from a random generator that is not registered with its graph.",
     "draw from the default generator, without generator=; with core.CUDAGraph, call "
     "graph.register_generator_state(generator) before the capture",
     kind="random-generator",
     code="noise = torch.randn_like(x)  # without generator=",
 )
 COMPILED = Obstacle(
-    "The emulated backend cannot see the kernels of a torch.compile'd function: it would "
-    "rehearse other arithmetic than the one that runs.",
-    "rehearse the uncompiled module (torch.compiler.set_stance('force_eager') does not suffice, "
-    "pass the original), and capture the compiled one on a GPU",
+    "The emulated backend cannot see the kernels of a torch.compile'd function.",
+    "rehearse the original module (torch.compiler.set_stance('force_eager') is not enough), and "
+    "capture the compiled one on a GPU",
     kind="compiled",
     code="GraphCapture()  # on a GPU, where the compiled module is captured",
     rehearsal=True,
 )
 UNSUPPORTED_LAYOUT = Obstacle(
-    "A capture can be rehearsed with dense strided tensors only.",
+    "The emulated backend can capture dense strided tensors only.",
     "convert sparse, nested, quantized or subclassed tensors outside of the captured code",
     kind="layout",
     code="x = x.to_dense()  # in the data loader",
     rehearsal=True,
 )
 SET_GENERATOR = Obstacle(
-    "A capture cannot set or rewind a random generator: replays draw fresh numbers from it.",
-    "seed outside of the captured code; torch.utils.checkpoint needs preserve_rng_state=False, and "
-    "no dropout inside what it recomputes",
+    "A capture cannot set or rewind a random generator, because replays draw new numbers from it.",
+    "set the seed outside of the captured code; give torch.utils.checkpoint "
+    "preserve_rng_state=False, and no dropout in what it recomputes",
     kind="random-generator",
     code="checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)",
 )
 MOVED_STORAGE = Obstacle(
     "A capture cannot resize or replace the memory of a tensor that existed before it.",
-    "allocate the tensor at its final size outside of the captured code and write to it in place",
+    "allocate the tensor at its final size outside of the captured code, and write to it in place",
     kind="moved-memory",
     code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
     "self.memory[: len(x)].copy_(x)  # in training_step",
@@ -168,12 +166,12 @@ _MOVES_STORAGE = frozenset(
 _Remedy = tuple[str, str]
 
 _IS_CAUSAL: _Remedy = (
-    "say whether the mask is causal, which torch asks the mask otherwise: is_causal=True or False, "
-    "of a decoder tgt_is_causal, of nn.Transformer src_is_causal and tgt_is_causal",
+    "say whether the mask is causal, which torch else reads from the mask: is_causal=True or False "
+    "(of a decoder tgt_is_causal, of nn.Transformer src_is_causal and tgt_is_causal)",
     "y = self.encoder(x, mask=self.mask, is_causal=True)",
 )
 _MOMENTUM: _Remedy = (
-    "give the BatchNorm a momentum: with None its factor is read from num_batches_tracked",
+    "give the BatchNorm a momentum: with None torch reads num_batches_tracked on the host",
     "nn.BatchNorm1d(64, momentum=0.1)",
 )
 _GROUPED: _Remedy = (

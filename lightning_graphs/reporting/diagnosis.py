@@ -155,6 +155,6 @@ class Diagnosis:
             for finding in findings:
                 lines.append(f"  {finding.operator} ({finding.details})")
                 lines += [f"    {finding.place}"] * bool(finding.place)
-            lines.append(f"  remedy: {first.remedy}")
+            lines.append(f"  Fix: {first.remedy}")
             lines += [f"    {line}" for line in first.code.splitlines()]
         return "\n".join(lines)

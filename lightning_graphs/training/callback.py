@@ -146,16 +146,16 @@ class GraphCapture(Callback):
         if sum(not one.gives_way for one in same) > 1:
             raise OptionError(
                 "A trainer must have one GraphCapture.",
-                f"there are {len(same)} of them among its callbacks",
+                f"got {len(same)} of them among its callbacks",
                 "leave out all but one of them",
             )
         device = trainer.strategy.root_device
         backend = self.options.backend
         if backend != "auto" and _BACKEND_OF.get(device.type) != backend:
             raise OptionError(
-                "backend='cuda' needs a trainer on a GPU, backend='emulated' one on the CPU.",
-                f"backend={backend!r} and a trainer on {device}",
-                "leave backend='auto', or write Trainer(accelerator="
+                "backend must be 'auto', 'cuda' on a GPU or 'emulated' on the CPU.",
+                f"got {backend!r} with a trainer on {device}",
+                "write backend='auto', or Trainer(accelerator="
                 f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
             )
         if self.options.diagnose:
@@ -182,9 +182,9 @@ class GraphCapture(Callback):
     def on_after_setup(self, **_: object) -> None:
         """Refuse a Fabric, which calls no other hook by itself than this and the next."""
         raise UnsupportedError(
-            "GraphCapture is a callback of a Trainer, whose loop it knows.",
-            "Fabric(callbacks=[GraphCapture()])",
-            "leave it out, and capture with lightning_graphs.core in your own loop, as "
+            "GraphCapture must be a callback of a Trainer.",
+            "got Fabric(callbacks=[GraphCapture()])",
+            "leave GraphCapture out, and capture with lightning_graphs.core in your own loop, as "
             "examples/capture_training_step.py does",
         )
 
@@ -350,10 +350,9 @@ def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
 
 def _refused(reason: str) -> CaptureError:
     return CaptureError(
-        "GraphCapture captures training on one device, under DDP or FSDP2; scope='step' one "
-        "optimizer's step.",
+        "GraphCapture cannot capture this fit.",
         reason,
-        "change that, or write scope='modules', or on_failure='eager' to train without graphs",
+        "remove the reason, write scope='modules', or train without graphs (on_failure='eager')",
     )
 
 

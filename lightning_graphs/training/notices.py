@@ -57,8 +57,7 @@ class Notices:
         moved = _moved(before, signature) if before is not None else []
         if moved:
             read = CaptureError(
-                "A captured step freezes the attributes and global variables that it reads: one "
-                "that keeps changing gets no graph.",
+                "A graph would freeze an attribute or a global variable, which keeps changing.",
                 "; ".join(moved),
                 "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
                 "and fill_(...) on it in on_train_batch_start",

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import TypedDict
 
 from lightning_graphs.core.callsite import stacklevel_of_user
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import FIX, GraphError
 
 
 class OptionError(GraphError, ValueError):
@@ -47,13 +47,14 @@ def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> di
     for old, value in further.items():
         if old not in OLD_NAMES:
             near = difflib.get_close_matches(old, given, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(given)}."
-            raise TypeError(f"GraphCapture() got an unexpected keyword argument {old!r}. {hint}")
+            hint = f"write {near[0]!r}" if near else f"write one of {', '.join(given)}"
+            what = f"GraphCapture() got an unexpected keyword argument {old!r}"
+            raise TypeError(f"{what}{FIX}{hint}")
         name = OLD_NAMES[old]
         if given[name] != OPTIONS[name]:
             raise OptionError(
                 "An option must be given under one name.",
-                f"{old}={value!r}, {name}={given[name]!r}",
+                f"got {old}={value!r} and {name}={given[name]!r}",
                 f"keep {name}; {old} is its old name, which goes in 0.2",
             )
         options[name] = value
@@ -97,24 +98,24 @@ class Options:
             if hint is bool or get_origin(hint) is Literal:
                 _require_one_of(name, getattr(self, name), choices)
         _require_at_least(
-            "warmup_steps", self.warmup_steps, 1, "eager steps make the optimizer's state"
+            "warmup_steps", self.warmup_steps, 1, ": eager steps make the optimizer's state"
         )
         if self.min_repeats is not None:
-            _require_at_least("min_repeats", self.min_repeats, 0, "it counts sightings")
+            _require_at_least("min_repeats", self.min_repeats, 0)
         if self.max_graphs is not None:
-            _require_at_least("max_graphs", self.max_graphs, 1, "it counts graphs")
+            _require_at_least("max_graphs", self.max_graphs, 1)
         if not (isinstance(self.verify, bool) or _is_whole(self.verify, 1)):
             raise OptionError(
                 "verify must be True, False, or a whole number of at least 1.",
-                f"verify={self.verify!r}",
+                f"got {self.verify!r}",
                 "write verify=100 to verify every 100th step as well, or verify=False for never",
             )
         memory = self.memory
         is_number = isinstance(memory, (int, float)) and not isinstance(memory, bool)
         if memory != "auto" and not (is_number and float(memory) >= 0):
             raise OptionError(
-                "memory must be a part of the peak of eager steps, or 'auto'.",
-                f"memory={memory!r}",
+                "memory must be 'auto' or a number of at least 0.",
+                f"got {memory!r}: memory is a part of the peak of eager steps",
                 "write memory=0.35 for a third more than eager steps take",
             )
         _require_names("modules", () if self.modules is None else self.modules)
@@ -122,8 +123,8 @@ class Options:
         for name in ("modules", "exclude"):
             if self.scope == "step" and (names := getattr(self, name)):
                 raise OptionError(
-                    f"{name} names submodules, and scope='step' captures whole steps.",
-                    f"scope='step', {name}={list(names)!r}",
+                    f"{name} must be left out with scope='step', which captures whole steps.",
+                    f"got {list(names)!r}",
                     f"write scope='modules', or leave out {name}",
                 )
 
@@ -141,7 +142,9 @@ def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> No
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         listed = ", ".join(map(repr, choices))
         raise OptionError(
-            f"{name} must be one of {listed}.", f"{name}={value!r}", f"write one of {listed}"
+            f"{name} must be one of {listed}.",
+            f"got {value!r}",
+            f"write {name}={choices[0]!r}, or another one of them",
         )
 
 
@@ -153,7 +156,7 @@ def _require_names(name: str, value: object) -> None:
     ):
         raise OptionError(
             f"{name} must be a list of names of submodules, of patterns or of classes.",
-            f"{name}={value!r}",
+            f"got {value!r}",
             f'write {name}=["encoder.layers.*"]',
         )
 
@@ -162,11 +165,11 @@ def _is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _require_at_least(name: str, value: object, least: int, why: str) -> None:
+def _require_at_least(name: str, value: object, least: int, why: str = "") -> None:
     if not _is_whole(value, least):
         kind = "" if type(value) is int else f", a {type(value).__name__}"
         raise OptionError(
-            f"{name} must be a whole number of at least {least}: {why}.",
-            f"{name}={value!r}{kind}",
+            f"{name} must be a whole number of at least {least}.",
+            f"got {value!r}{kind}{why}",
             f"write {name}={least} or more",
         )

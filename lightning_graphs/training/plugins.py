@@ -50,6 +50,7 @@ def capture_of(value: str) -> GraphCapture:
     Raises:
         OptionError: it is none of these, or an option is unknown or impossible.
     """
+    from lightning_graphs.errors import FIX
     from lightning_graphs.training.callback import GraphCapture
     from lightning_graphs.training.options import OptionError
 
@@ -57,10 +58,10 @@ def capture_of(value: str) -> GraphCapture:
     try:
         return GraphCapture(**options)
     except TypeError as error:  # an option that there never was
-        rule = "A configuration must hold options of GraphCapture only."
-        raise OptionError(rule, f"{place}: {error}", "correct its name") from None
+        what, _, fix = str(error).partition(FIX)
+        raise OptionError(f"{place}: {what}", remedy=fix) from None
     except OptionError as error:
-        raise OptionError(error.rule, f"{place}: {error.observed}", error.remedy) from None
+        raise OptionError(f"{place}: {error.rule}", error.observed, error.remedy) from None
 
 
 def _options_in(text: str) -> tuple[dict[str, Any], str]:
@@ -77,18 +78,18 @@ def _options_in(text: str) -> tuple[dict[str, Any], str]:
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(
                 f"{VARIABLE} must name a file that can be read.",
-                f"{Path(place).absolute()}: {error}",
-                "correct the path, which starts from the working directory",
+                f"got {Path(place).absolute()}: {error}",
+                "correct the path, which begins at the working directory",
             ) from None
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        rule = "Options of GraphCapture must be written in YAML or JSON."
-        raise OptionError(rule, f"{place}: {' '.join(str(error).split())}", "correct it") from None
+        rule, said = f"{place} must hold valid YAML or JSON.", " ".join(str(error).split())
+        raise OptionError(rule, said, "correct the text there") from None
     if not (values is None or (isinstance(values, dict) and all(type(n) is str for n in values))):
         raise OptionError(
             f"{VARIABLE} must be 0, 1, a scope, diagnose, a YAML or JSON file, or options in YAML.",
-            f"{place}: {text.partition(chr(10))[0]}",
+            f"got {text.partition(chr(10))[0]!r}" + (f" in {place}" if place != VARIABLE else ""),
             "write one 'name: value' a line, such as 'scope: step'; or 1 for the defaults",
         )
     return values or {}, place

@@ -22,7 +22,7 @@ from lightning_graphs.core.private.ddp import (
     take_no_more_times,
 )
 from lightning_graphs.core.private.fsdp import ShardedUnits
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import FIX, CaptureError, GraphError
 from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
 from lightning_graphs.training.ddp import is_model_parallel, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
@@ -149,12 +149,12 @@ class Ranks:
             self.ready, self.lost = False, "DDP makes its buckets anew"
         if worst != _WELL:
             rank, said = self._first_said(error)
-            told = str(said)
+            told, _, fix = str(said).partition(FIX)
             if exchanges and least == _WELL:
                 raise PartedError(
-                    "No rank can go on where others wait for one that has failed.",
+                    "No rank can go on, because one has failed that the others wait for.",
                     f"rank {rank}: {told}",
-                    "mend what that rank says; the others only waited for it",
+                    fix or "correct the error of that rank; the others only waited for it",
                 ) from error
             try:
                 if error is not None:
@@ -162,7 +162,7 @@ class Ranks:
             finally:
                 del error, said  # their traceback holds this frame, and what callers hold
             undo(result)  # type: ignore[arg-type]
-            raise _elsewhere(worst, rank, told)
+            raise _elsewhere(worst, f"on rank {rank}: {told}", fix)
         return result  # type: ignore[return-value]
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
@@ -182,9 +182,8 @@ class Ranks:
         return numbers.tolist()
 
 
-def _elsewhere(outcome: int, rank: int, said: str) -> CaptureError:
-    observed = f"on rank {rank}: {said}"
+def _elsewhere(outcome: int, observed: str, remedy: str) -> CaptureError:
     if outcome == _NO_ROOM:
         return no_room("A captured step", observed)
-    rule = "A step is captured on all ranks or on none, and computes what the eager step does."
-    return CaptureError(rule, observed, "mend it there")
+    rule = "A step must be captured on all ranks, and compute there what the eager step does."
+    return CaptureError(rule, observed, remedy or "correct the error of that rank")

@@ -226,12 +226,12 @@ class EagerRetry:
             return False
         if not self._is_alone and self.runner.held:
             why = GraphError(
-                "A step that runs out of memory is repeated without graphs where there is one "
-                "rank: here others are amid its collectives.",
+                "A step that runs out of memory cannot be repeated without graphs, because other "
+                "ranks are inside of its collectives.",
                 first_line(error),
-                "allow fewer graphs (max_graphs), or make the batch smaller",
+                "allow fewer graphs (max_graphs=...), or make the batch smaller",
             )
-            warnings.warn(f"GraphCapture: {why.brief}", stacklevel=stacklevel_of_user())
+            warnings.warn(f"GraphCapture: {why}", stacklevel=stacklevel_of_user())
         return self._retries
 
     def _give_up(self, reason: str) -> None:

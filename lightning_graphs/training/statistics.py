@@ -68,15 +68,15 @@ class Statistics(Report):
 
     def note(self, reason: str, error: GraphError | None = None) -> None:
         """Warn, once for each reason, that something runs eagerly."""
-        full = reason if error is None else f"{reason}: {error}"
+        full = reason if error is None else f"{reason}: {error.full}"
         if full not in self.fallbacks:
             self.fallbacks.append(full)
-            why = "" if error is None else f": {error.brief}"
+            why = "" if error is None else f": {error}"
             rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
 
     def refused(self, name: str, error: GraphError) -> None:
         """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
-        text = str(error)
+        text = error.full
         is_said = any(text in reason for reason in self.fallbacks)
         names = self._refused.setdefault(text, [])
         before = f"{_in_short(names)}: {text}"

@@ -320,8 +320,8 @@ def test_training_equals_eager_bit_by_bit(
 
 
 _MISUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "param_grads": ({"param_grads": "both"}, "param_grads='both'"),
-    "no warm-up": ({"num_warmup_iters": 0}, "num_warmup_iters=0"),
+    "param_grads": ({"param_grads": "both"}, "param_grads must be .*, got 'both'"),
+    "no warm-up": ({"num_warmup_iters": 0}, "num_warmup_iters must be .*, got 0"),
     "a bare tensor": ({"sample_args": torch.ones(1, 2)}, r"write \(x,\)"),
 }
 

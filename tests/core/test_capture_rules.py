@@ -93,7 +93,8 @@ def test_illegal(backend: BackendName, device: torch.device, name: str) -> None:
     message = _refused(backend, lambda: body(x))
     line = body.__code__.co_firstlineno
     assert f"{__file__}:{line} in <lambda>" in message
-    assert "remedy: " in message
+    assert len(message.splitlines()) == 2
+    assert "\n  Fix: " in message
     # The refusal spoils nothing: the same graph object and the same memory go on.
     captured = CUDAGraph(backend=backend)
     with graph(captured):
@@ -132,7 +133,7 @@ def test_the_emulated_backend_names_the_operator(name: str, operator: str) -> No
     x, body = torch.arange(4.0), ILLEGAL[name]
     message = _refused("emulated", lambda: body(x))
     where = f"{__file__}:{body.__code__.co_firstlineno} in <lambda>"
-    assert f"observed: {operator} at {where}" in message
+    assert f": {operator} at {where}" in message
 
 
 @pytest.mark.parametrize("name", ["inv", "cholesky", "solve"])
@@ -142,7 +143,7 @@ def test_linear_algebra_that_checks_itself_on_the_host(name: str) -> None:
     function, unchecked = getattr(torch.linalg, name), getattr(torch.linalg, f"{name}_ex")
     given = (x, x) if name == "solve" else (x,)
     message = _refused("emulated", lambda: function(*given))
-    assert "observed: aten._linalg_check_errors.default at" in message
+    assert ": aten._linalg_check_errors.default at" in message
     captured = CUDAGraph(backend="emulated")
     with graph(captured):
         y = unchecked(*given)[0]
@@ -154,7 +155,7 @@ def test_linear_algebra_that_checks_itself_on_the_host(name: str) -> None:
 @pytest.mark.parametrize("name", ["svd", "eigh", "eigvals", "matrix_exp", "pinv", "matrix_rank"])
 def test_linear_algebra_that_waits_for_the_host(name: str) -> None:
     message = _refused("emulated", lambda: getattr(torch.linalg, name)(torch.eye(2)))
-    assert "what torch.linalg has computed" in message
+    assert "a function of torch.linalg" in message
 
 
 def test_ctc_loss() -> None:

@@ -84,7 +84,7 @@ def test_a_replay_cannot_be_captured() -> None:
     with graph(captured):
         y = x * 2
     with (
-        pytest.raises(CaptureError, match="cannot be part of a capture"),
+        pytest.raises(CaptureError, match="A capture cannot contain a replay"),
         graph(CUDAGraph(backend="emulated")),
     ):
         captured.replay()

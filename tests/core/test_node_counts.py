@@ -38,7 +38,7 @@ def test_counts_are_those_of_the_inspection(backend: str, device: torch.device) 
 
 def test_counts_need_the_template(backend: str, device: torch.device) -> None:
     graph = captured(backend, device, keep_graph=False)
-    with pytest.raises(ReplayError, match="keep_graph=False drops the template"):
+    with pytest.raises(ReplayError, match="keep_graph=False drops the cudaGraph_t"):
         graph.node_counts()
 
 

@@ -283,7 +283,7 @@ class TestLiveness:
         del x
         before = sys.getrefcount(pool[1])
         for _ in range(3):
-            with pytest.raises(ReplayError, match="must live, at its address"):
+            with pytest.raises(ReplayError, match="that it reads was freed or moved"):
                 captured.replay()
         after = sys.getrefcount(pool[1])
         assert after == before

@@ -230,7 +230,7 @@ EAGER: dict[str, tuple[Case, str]] = {
     ),
     "hooks that look before backward": (
         lambda: {"trace": FullTrace},
-        "Between forward and backward FSDP2 has gathered parameters",
+        "A captured step under FSDP2 cannot show parameters",
     ),
     "gradients that are left to the next batch": (
         lambda: {"module": Holds, "accumulate_grad_batches": 2},

@@ -27,7 +27,7 @@ from tests.training.fits import Fit, Hidden, Net, compare, prepare
 
 ODD = 1
 """The rank that differs."""
-READ = "A capture cannot read a value on the host|CUDA refused an operation inside the capture"
+READ = "A capture cannot read a value on the host|an operation that CUDA refuses"
 """What a rehearsal and CUDA say of it."""
 _HIDDEN = Hidden()
 

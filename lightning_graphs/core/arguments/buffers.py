@@ -236,7 +236,7 @@ class AddressGuard:
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(
-            "A graph computes with the tensors it was captured over, at their addresses.",
+            "A graph can replay only over the tensors of its capture, in the same memory.",
             next(self._differences()),
             "change values in place (`copy_`, `load_state_dict`), or capture again",
         )
@@ -337,9 +337,9 @@ class StateSnapshot:
             tensor, cpu = self._tensors[i], torch.device("cpu")
             spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, cpu, False)
             raise ReplayError(
-                "State is restored at the addresses where it was saved.",
+                "A snapshot can be restored only into the memory that it was taken of.",
                 f"tensor {i} ({spec}) moved since the snapshot",
-                "change values in place between the snapshot and its restoration",
+                "change tensors in place between the snapshot and its restoration",
             )
 
 

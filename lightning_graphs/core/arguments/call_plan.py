@@ -152,7 +152,7 @@ class CallPlan:
 
     def _explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         expected = self.signature
-        rule = "A captured call is replayed for calls of the same signature only."
+        rule = "A graphed callable must be called with the signature of its capture."
         modes = expected.modes
         if self._modes is not None:
             grad, inference = (modes.grad_enabled, modes.inference)
@@ -168,7 +168,7 @@ class CallPlan:
             lines = expected.diff(signature)
             raise SignatureError(
                 rule,
-                "\n    ".join(lines),
-                "call it as it was captured, or capture another graph for this signature",
+                "got " + "\n    ".join(lines),
+                "pass arguments like those of the capture, or capture another graph for these",
             )
         return tensors

@@ -223,8 +223,8 @@ def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractCon
 
     def refuse(names: Sequence[str]) -> None:
         raise CaptureError(
-            "A graphed callable must not change its arguments: a replay would leave the caller's "
-            "containers and objects as they are.",
+            "A graphed callable must not change its arguments, because a replay leaves containers "
+            "and objects of the caller as they are.",
             f"the call changes {', '.join(names[:3])}",
             remedy,
         )

@@ -72,25 +72,25 @@ class Held:
         forwards = (vars(module).get("forward") for module in self.submodules)
         if any(isinstance(forward, GraphedCallable) for forward in forwards):
             raise CaptureError(
-                "A graphed callable cannot be part of another one.",
-                "a module in it has a graphed forward already",
-                "call .forward.reset() on that module first, or keep it outside",
+                "A graphed callable cannot contain another one.",
+                "a module inside of it is graphed already",
+                "call .forward.reset() on that module first, or leave that module out",
             )
         buffers = self.named("buffers")
         trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
         if trainable is not None:
             raise CaptureError(
-                "Only parameters of a graphed module may be trainable.",
+                "A graphed module can train parameters, but no buffers.",
                 f"buffer `{trainable}` requires grad",
-                "make it an nn.Parameter, or call requires_grad_(False) on it",
+                "make the buffer an nn.Parameter, or call requires_grad_(False) on it",
             )
         named = (*self.named("parameters"), *buffers)
         lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
         if lazy is not None:
             raise CaptureError(
-                "A graph is captured over memory that exists.",
+                "A module with uninitialized parameters cannot be graphed.",
                 f"`{lazy}` is not initialized yet",
-                "call the module once before",
+                "call the module once before the capture",
             )
 
 

@@ -45,8 +45,8 @@ class TensorSpec:
         kind = special_kind(tensor)
         if kind:
             raise CaptureError(
-                "An input of a captured call must be a plain strided tensor.",
-                f"{name}: {kind}",
+                "An input of a graphed callable must be a plain strided tensor.",
+                f"got {kind} as {name}",
                 "pass plain tensors: `.to_dense()`, `.dequantize()`, `.resolve_conj()`, "
                 "`.resolve_neg()`, or the parts of a tensor subclass",
             )

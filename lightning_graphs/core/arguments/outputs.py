@@ -37,9 +37,9 @@ class OutputPlan:
         for name, leaf in leaves:
             if not isinstance(leaf, (Tensor, *_CONSTANTS)):
                 raise CaptureError(
-                    "A graphed callable returns containers of tensors, None and constants.",
-                    f"{name} is a {type(leaf).__qualname__}, in which tensors could hide",
-                    "return its tensors, or switch it off (transformers: use_cache=False)",
+                    "A graphed callable must return containers of tensors, None and constants.",
+                    f"{name} is a {type(leaf).__qualname__}, in which a graph cannot find tensors",
+                    "return the tensors in that object instead (transformers: set use_cache=False)",
                 )
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         self.differentiable_indices = [i for i, t in enumerate(tensors) if t.requires_grad]

@@ -50,8 +50,8 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
     rule = (
-        'param_grads="direct" writes parameter gradients inside of the graph: hooks on parameters '
-        "never fire."
+        'param_grads="direct" cannot call hooks on parameters, because the graph itself writes the '
+        "gradients."
     )
     remedy = 'use param_grads="autograd"'
     hooked = next((name for name, p in named if has_gradient_hooks(p)), None)
@@ -61,16 +61,16 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
     if distributed.is_available() and distributed.is_initialized():
         ranks = distributed.get_world_size()
         if ranks > 1:
-            observed = f"a process group of {ranks} ranks, whose gradient reducer is such a hook"
+            observed = f"the process group has {ranks} ranks, and the reducer of DDP is such a hook"
             raise CaptureError(rule, observed, remedy)
 
 
 def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
     if any(g is not None and g.layout is not torch.strided for g in gradients):
         raise CaptureError(
-            "A graph writes dense gradients only: they need fixed addresses.",
-            "a sparse gradient",
-            "nn.Embedding(..., sparse=False)",
+            "A graph cannot write sparse gradients, which have no fixed address.",
+            "the backward pass computes one",
+            "write nn.Embedding(..., sparse=False)",
         )
 
 
@@ -244,9 +244,9 @@ class DirectGradients:
         parameters = self.parameters
         if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
             raise ReplayError(
-                'With param_grads="direct", hooks on parameters never fire.',
+                'A graph with param_grads="direct" cannot call hooks on parameters.',
                 "a gradient hook was registered on a parameter after the capture",
-                'remove it, or use param_grads="autograd"',
+                'remove the hook, or use param_grads="autograd"',
             )
         self._hooks_looked_at = number
 

@@ -109,9 +109,9 @@ def get_backend(name: BackendName = "auto") -> Backend:
         return _backend("emulated")
     if name not in ("auto", "cuda"):
         raise UnsupportedError(
-            "A backend is one of 'auto', 'cuda' and 'emulated'.",
-            f"backend={name!r}",
-            "leave it at 'auto', or write one of the three",
+            "backend must be one of 'auto', 'cuda', 'emulated'.",
+            f"got {name!r}",
+            "write backend='auto', or one of the others",
         )
     if not torch.cuda.is_available():
         raise UnsupportedError(

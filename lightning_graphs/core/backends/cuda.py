@@ -293,8 +293,8 @@ class CudaGraph(CapturedGraph):
         if getter is None:
             raise UnsupportedError(
                 "raw_cuda_graph_exec() needs torch 2.9 or newer.",
-                f"torch {torch.__version__}",
-                "update torch; raw_cuda_graph() with keep_graph=True is there on older ones",
+                f"this is torch {torch.__version__}",
+                "update torch, or use raw_cuda_graph() of a CUDAGraph(keep_graph=True)",
             )
         handle: int = getter()
         return handle
@@ -399,19 +399,19 @@ def _explained(error: BaseException) -> CaptureError:
     reason = str(error).splitlines()[0]
     if "legacy stream depend on a capturing" in reason:
         return CaptureError(
-            "A backward pass can be captured only where the parameters' gradient nodes belong to "
-            "the capture stream.",
+            "A backward pass can be captured only if the AccumulateGrad nodes of the parameters "
+            "belong to the capture stream.",
             f"{site.describe()} ({reason})",
-            "something from before the capture holds those nodes: delete or detach the tensors of "
-            "an earlier autograd graph (del loss, output), and fetch nodes that you keep in "
-            "on_fit_start or later; torch 2.13 and newer need no such care",
+            "delete or detach the tensors of an earlier autograd graph (del loss, output), which "
+            "keep such nodes, and fetch nodes that you keep in on_fit_start or later; or use "
+            "torch 2.13 or newer",
         )
     return CaptureError(
-        "CUDA refused an operation inside the capture.",
+        "A capture cannot contain an operation that CUDA refuses to record.",
         f"{site.describe()} ({reason})",
         known_remedy(
             error,
-            "move it out of the captured code; typical causes: .item(), .cpu(), print of a tensor, "
-            "boolean indexing, torch.tensor(...), a copy from pageable host memory",
+            "move the operation out of the captured code; typical ones are .item(), .cpu(), print "
+            "of a tensor, boolean indexing, torch.tensor(...), a copy from pageable host memory",
         ),
     )

@@ -47,9 +47,9 @@ def driver() -> ModuleType:
         major = (torch.version.cuda or "").partition(".")[0]
         wanted = f">={major},<{int(major) + 1}" if major else ">=12.9,<14"
         raise UnsupportedError(
-            "Handles of CUDA graphs are read through cuda-python, which must be installed.",
+            "Reading the nodes of a CUDA graph needs the package cuda-python.",
             f"importing cuda.bindings.driver failed: {error}",
-            f'pip install "cuda-python{wanted}" (the CUDA major version of torch)',
+            f'run pip install "cuda-python{wanted}" (the CUDA major version of torch)',
         ) from error
 
 
@@ -58,9 +58,9 @@ def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
     if int(status) != 0:
         name = str(getattr(status, "name", f"CUDA error {int(status)}"))
         raise GraphError(
-            f"{call} must succeed.",
+            f"{call} returned an error.",
             name,
-            "check that graph and stream are alive and on this device, or use a newer driver",
+            "check that graph and stream are alive and on this device, or update the driver",
         )
     if len(values) == 1:
         return values[0]
@@ -112,8 +112,8 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
     if int(status) != _CAPTURE_ACTIVE:
         raise GraphError(
             "Nodes can be counted only while the stream is capturing.",
-            f"capture status {status.name}",
-            "call this between capture_begin() and capture_end(), on the capturing stream",
+            f"the capture status is {status.name}",
+            "count nodes between capture_begin() and capture_end(), on the capture stream",
         )
     return int(graph), _count(int(graph))
 

@@ -325,9 +325,9 @@ class EmulatedGraph(CapturedGraph):
     def replay(self) -> None:
         if self._backend.is_capturing():
             raise CaptureError(
-                "A replay cannot be part of a capture.",
+                "A capture cannot contain a replay.",
                 "replay() was called while this thread is capturing",
-                "replay before or after it, or call the captured code itself",
+                "call replay() before or after the capture, or call the captured code itself",
             )
         assert self.recording is not None
         self.recording.run()

@@ -184,7 +184,7 @@ def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
     """Refuse a replay that would read freed memory."""
     if dead:
         raise ReplayError(
-            "Every tensor that a graph reads must live, at its address, until the last replay.",
+            "A graph cannot replay after a tensor that it reads was freed or moved.",
             "; ".join(map(str, dead[:3])),
             "keep a reference to the tensor beside the graph, and copy new values into it",
         )

@@ -107,15 +107,15 @@ class HostRecording(OperatorMode):
         """What replays need, at the end of all captures; None where that is nothing."""
         tape = self.tape
         if self._needed > self._arena.nbytes:
-            full = ArenaFull(RULE, f"{self._needed} bytes go to the device", REMEDY)
+            full = ArenaFull(RULE, f"{self._needed} bytes are copied to the device", REMEDY)
             full.needed = self._needed
             raise full
         draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
         if self._emulated and self._device_draws and draws:
             raise CaptureError(
-                "One generator serves host and device on a CPU.",
-                "the captured code draws in both halves",
-                "capture it on a GPU, or rehearse it without dropout",
+                "A rehearsal on a CPU has one random generator for the host and the device.",
+                "the captured code draws for both",
+                "capture the code on a GPU, or rehearse it without dropout",
             )
         self._shadows.clear()
         tape.drop_what_nobody_reads()
@@ -130,7 +130,7 @@ class HostRecording(OperatorMode):
         drawn = all(comparable(g.get_state()) == comparable(s) for g, s in tape.states.items())
         half.restore()
         if not (goes_the_same_way and drawn):
-            raise CaptureError(RULE, "it draws or branches out of sight", REMEDY)
+            raise CaptureError(RULE, "the code draws or branches out of torch's sight", REMEDY)
         return half if tape.operations or self._needed or self._read_in_place else None
 
     # ------------------------------------------------------------------ operators
@@ -276,7 +276,7 @@ class HostRecording(OperatorMode):
                         self._read_in_place.append(tensor)
                     return tensor
                 if any(t.is_floating_point() and t.dtype != tensor.dtype for t in on_device):
-                    self.tape.refuse(f"{func} rounds a number of the host otherwise on the device")
+                    self.tape.refuse(f"{func} rounds a CPU number differently on the device")
             return self._copied(tensor, {})
 
         return moved
@@ -330,7 +330,7 @@ class HostRecording(OperatorMode):
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
         if name in FROM_PYTHON and any(self.tape.changes(t) for t in tensors_in(data)):
-            self.tape.refuse(f"{name} of a tensor that changes from step to step")
+            self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
         if name in FROM_PYTHON and not isinstance(data, Tensor):
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
@@ -396,7 +396,7 @@ class HostRecording(OperatorMode):
         if shadow is None or not self.tape.changes(shadow):
             return shadow
         if name in ("data_ptr", "__dlpack__"):
-            self.tape.refuse(f"{name} of a tensor that changes from step to step")
+            self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
         with out_of_sight():
             self.tape.compare(numbers, shadow)
         return shadow
@@ -413,7 +413,7 @@ class HostRecording(OperatorMode):
         """A tensor of Python's numbers: a constant, unless it is made to be logged."""
         caller: str = sys._getframe(3).f_globals.get("__name__", "")
         if caller.partition(".")[0] in _LOGGING:
-            self.tape.refuse("a number that is logged, and may be another one in each step")
+            self.tape.refuse("a number that may change in each step is logged")
         device = kwargs.get("device")
         if device is None and name == "new_tensor":
             device = args[0].device

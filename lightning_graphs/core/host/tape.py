@@ -24,8 +24,8 @@ from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
 
-RULE = "A replay does again what its code computes on the host, as far as torch shows it."
-REMEDY = "compute it on the device, or hand it in with the batch"
+RULE = "A replay cannot repeat everything that a step computes on the host."
+REMEDY = "compute that value on the device, or pass the value in with the batch"
 _FURTHER_DRAWS = 64
 
 
@@ -151,7 +151,7 @@ class HostTape:
                     self.constant(tensor)
             return result
         if not outputs and func not in READS:
-            self.refuse(f"{func}")
+            self.refuse(f"{func} is called")
         results = [self._meet(tensor).index for tensor in outputs]
         read = None if outputs else result
         self.operations.append(Operation(func, [*own.args], own.kwargs, results, generator, read))
@@ -177,7 +177,7 @@ class HostTape:
     def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
         """Let a constant that is about to be written be computed anew by replays."""
         if tensor not in self._born:
-            self.refuse(f"{func} writes a tensor that was there before")
+            self.refuse(f"{func} writes to a tensor from before the step")
         if not changes or self._registers[tensor] is not None:
             return
         with out_of_sight():
@@ -188,7 +188,7 @@ class HostTape:
         for alias in self._registers:
             if memory_of(alias) == memory_of(tensor):
                 if alias.dtype != tensor.dtype:
-                    self.refuse(f"{func} writes a view")
+                    self.refuse(f"{func} writes to a view of another type")
                 register = self._registers[alias] = self._new_register(alias)
                 view = [base, alias.shape, alias.stride(), alias.storage_offset()]
                 made = Operation(aten.as_strided.default, view, {}, [register.index])
@@ -249,7 +249,7 @@ class HostTape:
         if _kept_of(born):
             gc.collect()  # frames of the code that was captured; it takes 0.3 s
         for size in _kept_of(born):
-            self.refuse(f"a tensor of the host, {size}, is kept or returned")
+            self.refuse(f"a CPU tensor of shape {size} is kept or returned")
 
     def refuse(self, what: str) -> None:
         """Raise for something that cannot be repeated, naming the user's line."""

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from lightning.pytorch import Trainer
 
+from lightning_graphs.errors import FIX
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Pace, Statistics, listed
 
@@ -269,7 +270,7 @@ class Waiting(Generic[Kind]):
         changes = self._difference(before, kind) if before is not None else []
         further = f". The last two steps differ: {listed(changes)}" if changes else ""
         if is_new and changes:
-            further += f"\n  remedy: {_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
+            further += f"{FIX}{_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
         is_early = not (changes or is_time) and why_not in (_TOO_RARE, _NOT_TIMED)
         self._statistics.waiting = "" if is_early else f"steps run eagerly: {why_not}{further}"
         if is_time and say:

@@ -52,7 +52,7 @@ def no_room(what: str, observed: str) -> NoRoomError:
     return NoRoomError(
         f"{what} needs memory of its own, beside that of eager steps.",
         observed,
-        "allow fewer graphs (max_graphs), or make the batch smaller",
+        "allow fewer graphs (max_graphs=...), or make the batch smaller",
     )
 
 

@@ -49,17 +49,16 @@ _OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
 
 COUNTER = Obstacle(
-    "A captured step runs no Python code: a counter whose value it takes, or another value that "
-    "the trainer moves, would stand still.",
-    "add, multiply, compare or log counters in training_step alone, which a replay follows; move "
-    "what else depends on them to a hook, or make it a tensor that a hook fills",
+    "A graph would freeze a counter, or another value that the trainer changes.",
+    "only add, multiply, compare or log counters in training_step, which replays follow; move "
+    "other code that needs the value to a hook, or make the value a tensor that a hook fills",
     kind="python-state",
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
 )
 OLD_GRADIENTS = Obstacle(
-    "A captured step has no gradients before its backward pass: those of the step before are set "
-    "aside.",
+    "A captured step cannot use gradients before its backward pass, because those of the step "
+    "before are set aside.",
     "clip with Trainer(gradient_clip_val=...), which is captured; use and log gradients in "
     "on_before_optimizer_step, and keep what the next step needs of them in a buffer",
     kind="python-state",
@@ -224,9 +223,9 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
         before.restore()
     if moved:
         raise CaptureError(
-            "A captured step runs no Python code: what it sets in the optimizer would stand still.",
+            "A replay runs no Python code, and cannot set values in the optimizer.",
             f"the step sets {', '.join(sorted(moved))} in param_groups",
-            "set it in on_train_batch_start or another hook, or by a scheduler",
+            "set the value in on_train_batch_start or another hook, or with a scheduler",
         )
 
 

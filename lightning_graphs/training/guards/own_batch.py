@@ -59,28 +59,27 @@ def written_tensors(
         standing.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(static))
     if any(len(standing[batch[i].untyped_storage().data_ptr()]) > 1 for i in written):
         raise CaptureError(
-            "A captured step has a copy of each tensor of its batch.",
-            "training_step changes one in place that shares its memory with another",
-            "make a new tensor: x = x + 1, not x += 1",
+            "A captured step cannot change tensors of its batch that share memory, because a graph "
+            "has a copy of each.",
+            "training_step changes one of them in place",
+            "make a new tensor: write x = x + 1, not x += 1",
         )
     return written
 
 
 def _refuse(names: Sequence[str]) -> None:
     raise CaptureError(
-        "A captured step runs no Python code: what it stores in objects of the batch would stand "
-        "still.",
+        "A replay runs no Python code, and cannot store values in objects of the batch.",
         f"training_step changes {', '.join(names[:3])}",
-        "return it, and store it in on_train_batch_end",
+        "return the value, and store it in on_train_batch_end",
     )
 
 
 _OURS = "lightning_graphs."
 
 BATCH_VALUE = Obstacle(
-    "A captured step freezes the Python values of the batch that it reads: one that is another "
-    "in every batch gets no graph.",
-    "make a tensor of what it needs, in the data set or in collate_fn",
+    "A graph would freeze a Python value of the batch, which differs from batch to batch.",
+    "make a tensor of what the step needs of the value, in the dataset or in collate_fn",
     kind="batch-value",
     code="def collate(samples):\n"
     "    batch = default_collate(samples)\n"

@@ -36,16 +36,16 @@ _LIVE_IN_LIBRARIES = frozenset(
 _METHODS = (FunctionType, staticmethod, classmethod)
 
 STORED = Obstacle(
-    "A captured step runs no Python code: what it stores in attributes would stand still.",
-    "store it from on_train_batch_end, from the values that training_step returns; change buffers "
-    "in place",
+    "A replay runs no Python code, and cannot set the attribute.",
+    "set the attribute in on_train_batch_end, from the values that training_step returns; change "
+    "buffers in place",
     kind="python-state",
     code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
 )
 DRAWN = Obstacle(
-    "A captured step runs no Python code: a number that it draws would stand still.",
-    "add, multiply, compare or log what is drawn, or make a tensor of it, in training_step alone, "
-    "which a replay follows; else draw on the device (torch.rand(..., device=...)), or in the data "
+    "A graph would freeze a random number, or another value, that the step draws on the host.",
+    "only add, multiply, compare or log what is drawn, or make a tensor of it, in training_step, "
+    "which replays follow; else draw on the device (torch.rand(..., device=...)), or in the data "
     "loader",
     kind="python-state",
     code="share = torch.rand((), device=self.device)  # in place of random.random()",

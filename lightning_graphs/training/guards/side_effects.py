@@ -22,16 +22,16 @@ from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.interception import replaced
 
 SIDE_EFFECT = Obstacle(
-    "A captured step runs no Python code: what it prints, writes and logs by itself would stop.",
-    "do it in on_train_batch_end, with what training_step returns; self.log stays where it is",
+    "A replay runs no Python code, and cannot print, write files or call loggers.",
+    "move that code to on_train_batch_end, with what training_step returns; self.log may stay",
     kind="python-state",
     code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
     "    print(outputs['loss'])  # what training_step returns",
 )
 STORED_OUTSIDE = Obstacle(
-    "A captured step runs no Python code: what it stores in global or enclosing variables and in "
-    "classes would stand still.",
-    "store it from on_train_batch_end, from the values that training_step returns",
+    "A replay runs no Python code, and cannot set global or enclosing variables or attributes of "
+    "classes.",
+    "set the variable in on_train_batch_end, from the values that training_step returns",
     kind="python-state",
     code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
     "    LOSSES.append(outputs['loss'])  # what training_step returns",
@@ -154,7 +154,8 @@ def code_captured(what: str) -> Iterator[None]:
             raise no_room(what, first_line(error)) from error
         site = CallSiteFinder().of_exception(error)
         raise RaisedInCapture(
-            f"{what} is made by running its code, with stand-ins for what has no value yet.",
+            f"{what} must run without an error.",
             f"{type(error).__name__}: {error}, at {site.describe()}",
-            "mend the line, if eager code raises it too; stand-ins may only be passed on",
+            "correct the line, if it raises in an eager step, too; else only pass on or log the "
+            "value: some, such as those of metrics, are not there during a capture",
         ) from error

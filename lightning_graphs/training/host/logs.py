@@ -32,14 +32,14 @@ from lightning_graphs.training.lightning_private import (
 )
 
 METRIC_VALUE = Obstacle(
-    "The value of a metric is not part of a captured step: metrics are updated after it.",
-    "hand it to self.log only, or compute what the loss needs with torch functions",
+    "A captured step cannot use the value of a metric, because metrics are updated after the step.",
+    "only pass the value to self.log, or compute what the loss needs with torch functions",
     kind="metric-value",
     code='self.log("accuracy", self.accuracy(logits, y))  # and nothing else with its value',
 )
 METRIC_EARLY = Obstacle(
-    "What a captured step gives to a metric is read after the step.",
-    "hand over a copy: value.clone()",
+    "A captured step cannot change a tensor given to a metric, which reads it after the step.",
+    "give the metric a copy: value.clone()",
     kind="logged-early",
     code="self.accuracy(logits.clone(), y)",
 )
@@ -106,15 +106,16 @@ def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 LOGGED_NUMBER = Obstacle(
-    "A captured step runs no Python code: a Python number that it logs would stand still.",
+    "A graph would freeze a Python number that the step logs.",
     "log the tensor itself, without item() or float(), or log from on_train_batch_end",
     kind="python-state",
     code='self.log("loss", loss)  # the tensor',
 )
 LOGGED_INSIDE = Obstacle(
-    "A replay runs no Python code: what a graphed module logs, or a hook in the backward pass, "
-    "would stand still.",
-    "log it in training_step, with what the module returns; or leave the module out (exclude)",
+    "A replay runs no Python code, and cannot log inside of a graphed module or from a hook in the "
+    "backward pass.",
+    "call self.log in training_step, with what the module returns; or leave the module out "
+    "(exclude=[...])",
     kind="python-state",
     code='self.log("norm", norm)  # in training_step, with what the module returns',
 )
@@ -256,9 +257,7 @@ class LogRecorder:
         """Copy what the progress bar shows to the host; a part of the captured step."""
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:
-                raise METRIC_EARLY.refused(
-                    f"a tensor given to {name} is changed in place afterwards"
-                )
+                raise METRIC_EARLY.refused(f"a tensor given to {name} is changed in place")
         self._versions.clear()
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]

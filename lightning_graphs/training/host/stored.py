@@ -28,9 +28,8 @@ from lightning_graphs.training.guards.python_state import STORED
 from lightning_graphs.training.verify.differences import Result, results_in
 
 FILLED = Obstacle(
-    "A captured step runs no Python code: lists that it fills go on, and what is computed from "
-    "them would stand still.",
-    "compute it in on_train_batch_end, or keep the last few in a deque",
+    "A captured step can append to a list, but cannot compute with the list.",
+    "compute with the list in on_train_batch_end, or keep the last few entries in a deque",
     kind="python-state",
     code="self.last = deque(maxlen=10)  # in __init__\n"
     "self.last.append(loss.detach())  # in training_step",
@@ -259,7 +258,7 @@ class CapturedStores:
         """See what the code has left; what it stores after this is refused."""
         if any(tensor.grad is not None for tensor in self._own):
             name = self._read[0].name
-            raise STORED.refused(f"a gradient reaches {name}, which is bound anew")
+            raise STORED.refused(f"a gradient reaches {name}, which the step sets")
         now = [place.now() for place, _ in self._given]
         if self._looked is not None:
             pairs = zip(self._given, now, self._looked, strict=True)
@@ -295,7 +294,7 @@ class CapturedStores:
         for leaf in leaves_of([value for _, value in self._outgoing]):
             if not isinstance(leaf, Tensor):
                 if not (is_plain(leaf) or isinstance(leaf, StandIn)):
-                    raise STORED.refused(f"it stores a {type(leaf).__qualname__}")
+                    raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
             elif id(leaf) in given:
                 self._slots.append(("given", given[id(leaf)]))
             else:

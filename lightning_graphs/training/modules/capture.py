@@ -63,9 +63,9 @@ def capture_step(
         if len(list(call.module.modules())) != len(call.training):
             raise CallRefused(
                 call,
-                "A module is captured as it was when a step was observed.",
-                "submodules were added or removed since",
-                "do so before the fit, or in the first steps",
+                "A module must have the same submodules at its capture as in the step before.",
+                "submodules were added or removed in between",
+                "add and remove submodules before the fit, or in its first steps",
             )
     recorded = [call for call in calls if call.grad_enabled]
     # The backward of one that had none, should it run in the same step, finds its activations
@@ -129,10 +129,10 @@ def _captured(
 
 def _of_module(name: str, error: ReplayError) -> None:
     """Let a refused backward pass say what a user of the callback can do about it."""
-    error.observed = f"in the backward pass of `{name}`: {error.observed or 'they were released'}"
+    error.observed = f"in the backward pass of `{name}`, {error.observed}"
     error.remedy = (
-        f'GraphCapture(exclude=["{name}"]) runs that module eagerly; with automatic optimization '
-        'scope="step" captures such passes as well'
+        f'write GraphCapture(exclude=["{name}"]), which runs that module eagerly; with automatic '
+        'optimization scope="step" captures such passes as well'
     )
     error.args = (error.rule, error.observed, error.remedy)
 

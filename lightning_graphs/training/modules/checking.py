@@ -121,10 +121,10 @@ class _CallRun:
             if is_out_of_memory(error):
                 raise
             raise CaptureError(
-                "A captured call is verified by running the module's own forward again, by itself.",
+                "A graphed module must run by itself, so that its graphs can be verified.",
                 f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                "what a hook before the forward prepares is not there then: capture a module that "
-                "has this one inside, or leave it eager",
+                "capture a module that has this one inside, if a hook before the forward prepares "
+                "something for it; or leave this one eager (exclude=[...])",
             ) from error
 
     def replayed(self) -> list[Result]:

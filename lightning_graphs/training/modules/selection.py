@@ -29,8 +29,8 @@ def select(
     found = wanted - left_out
     if wanted and not found:
         raise OptionError(
-            "modules names what is graphed, and exclude takes some of it out.",
-            f"exclude={list(exclude)!r} leaves nothing of modules={list(patterns)!r}",
+            "exclude must leave something of modules.",
+            f"got exclude={list(exclude)!r} for modules={list(patterns)!r}",
             "leave out exclude, or name other modules",
         )
     chosen = [name for name in named if name in found]
@@ -39,10 +39,10 @@ def select(
         inner = next((name for name in left_out if is_inside(name, outer)), None)
         if inner is not None:
             raise OptionError(
-                "A graphed module is graphed with everything in it.",
-                f"exclude={list(exclude)!r} names `{inner}`, and modules={list(patterns)!r} "
-                f"`{outer}` around it",
-                f"name what is beside it instead: modules=['{outer}.*']",
+                "exclude must name no submodule of a graphed module, which is graphed as a whole.",
+                f"got exclude={list(exclude)!r} with `{inner}`, which is inside of `{outer}` of "
+                f"modules={list(patterns)!r}",
+                f"name the submodules of `{outer}` instead: modules=['{outer}.*']",
             )
     return {name: named[name] for name in chosen}
 
@@ -79,11 +79,11 @@ def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]
     near = difflib.get_close_matches(pattern, known, cutoff=_LIKELY)
     children = [name for name in named if "." not in name]
     raise OptionError(
-        f"Every entry of {option} names a submodule or the class of one.",
-        f"{pattern!r} matches nothing",
-        f"the nearest names are {', '.join(near)}"
+        f"{option} must name submodules or their classes.",
+        f"got {pattern!r}, which matches none",
+        f"write one of the nearest names: {', '.join(near)}"
         if near
-        else f"no name is like it; the outermost ones are {', '.join(children)}",
+        else f"write another name; the outermost ones are {', '.join(children)}",
     )
 
 

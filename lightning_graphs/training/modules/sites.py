@@ -124,9 +124,9 @@ class Baked:
                 self._generators.restore()
         if changed:
             names = ", ".join(changed[:3])
-            raise STORED.refused(f"its forward changes {names}")
+            raise STORED.refused(f"the module's forward changes {names}")
         if drawn:
-            raise DRAWN.refused(f"its forward draws from {', '.join(drawn)}")
+            raise DRAWN.refused(f"the module's forward draws from {', '.join(drawn)}")
         return result
 
     def share(self, sites: Sequence[Site]) -> None:
@@ -240,10 +240,10 @@ class CapturedStep:
         for site in self.captured:
             if any(tensor is p for tensor in inputs for p in site.parameters):
                 raise ReplayError(
-                    "The gradients of a graphed module are all computed at once, by backward().",
-                    "torch.autograd.grad, or backward(inputs=...), for parameters of "
+                    "A graphed module cannot compute some of its gradients only.",
+                    "torch.autograd.grad or backward(inputs=...) was called for parameters of "
                     f"`{site.call.name}`",
-                    f'GraphCapture(exclude=["{site.call.name}"])',
+                    f'write GraphCapture(exclude=["{site.call.name}"])',
                 )
 
     def begin(self) -> None:

@@ -382,8 +382,8 @@ class ModuleGraphs:
             if options.on_failure == "raise":
                 raise CaptureError(
                     "GraphCapture(scope='modules') needs a submodule that can be captured.",
-                    "none of them could be",
-                    "on_failure='eager' trains without graphs and says why for each",
+                    "no submodule could be captured",
+                    "write on_failure='eager' to train without graphs, and to read why for each",
                 )
             self._statistics.note(
                 "steps run eagerly: no submodule of them could be captured. modules=[...] names "

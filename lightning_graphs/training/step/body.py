@@ -169,8 +169,8 @@ def loss_of(returned: Any) -> Tensor:
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     if not isinstance(loss, Tensor):
         raise CaptureError(
-            "A captured training_step returns the loss, or a dict with it under 'loss'.",
-            f"it returned {type(returned).__qualname__}"
+            "training_step must return the loss, or a dict with it under 'loss'.",
+            f"got {type(returned).__qualname__}"
             + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
             "return a loss for every batch; a step that is sometimes skipped cannot be captured",
         )

@@ -170,10 +170,9 @@ class StepCapture(StepBody):
     def _refuse_looks_at_shards(self) -> None:
         if self._units is not None and self.observers.before_backward:
             raise CaptureError(
-                "Between forward and backward FSDP2 has gathered parameters in a module, where "
-                "replays have shards.",
-                f"{', '.join(self.observers.before_backward)} may look at them",
-                "look at parameters in on_after_backward or later",
+                "A captured step under FSDP2 cannot show parameters between forward and backward.",
+                f"{', '.join(self.observers.before_backward)} may read them",
+                "read parameters in on_after_backward or later",
             )
 
     @code_captured("A captured step")
@@ -375,7 +374,7 @@ def refuse_iterator(batch: Any) -> None:
     """Refuse a step that takes its batches by itself."""
     if isinstance(batch, Iterator):
         raise CaptureError(
-            "A captured step gets its batch: a replay takes none from an iterator.",
+            "A captured step cannot take its batch from an iterator.",
             f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
             "write training_step(self, batch, batch_idx)",
         )
@@ -407,9 +406,9 @@ def state_as_known(optimizer: Optimizer) -> Iterator[None]:
                 made += 1
     if made:
         raise CaptureError(
-            "The optimizer must have its state before its step is captured.",
+            "An optimizer must have its state before its step is captured.",
             f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
-            "let it take one more eager step; parameters that were unfrozen need one",
+            "let the optimizer take one more eager step, which unfrozen parameters need",
         )
 
 

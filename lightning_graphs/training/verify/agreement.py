@@ -27,10 +27,10 @@ from lightning_graphs.training.verify.differences import (
 )
 from lightning_graphs.training.verify.state import Kept
 
-_RULE = "A replay computes what the eager step computes, to the bit or within its rounding."
+_RULE = "A replay must compute what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
-    "look for Python values that the step reads, that change between steps and that nobody can see "
-    "(a context variable, the state of a library, a file): make them tensors or attributes"
+    "look for Python values that the step reads and that change out of sight (a context variable, "
+    "the state of a library, a file), and make them tensors or attributes"
 )
 _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 

@@ -188,7 +188,7 @@ class TestInAFit:
 
 @pytest.mark.parametrize("name", ["only_if_faster", "log_metrics"])
 def test_the_options_are_switches(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be one of True, False(.|\n)*{name}='yes'"):
+    with pytest.raises(ValueError, match=rf"{name} must be one of True, False, got 'yes'"):
         GraphCapture(**{name: "yes"})
 
 

@@ -120,9 +120,7 @@ def test_submodules_where_an_attribute_keeps_changing(
     if scope == "auto":
         (reason,) = statistics.fallbacks
         assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
-        assert re.search(
-            r"self\.w: 0\.\d+ -> 0\.\d+\n  remedy: .*a buffer that a hook fills", reason
-        )
+        assert re.search(r"self\.w: 0\.\d+ -> 0\.\d+\n  Fix: .*a buffer that a hook fills", reason)
 
 
 SHARE = 1.0
@@ -150,7 +148,7 @@ def test_submodules_where_a_global_keeps_changing(backend: str, tmp_path: Path) 
     assert statistics.replayed > 15
     (reason,) = statistics.fallbacks
     assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
-    assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+\n  remedy: .*a buffer that a hook fills", reason)
+    assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+\n  Fix: .*a buffer that a hook fills", reason)
 
 
 @SAYS
@@ -232,7 +230,7 @@ def test_raise_means_the_first_refusal(backend: str, tmp_path: Path, module: Any
     capture = {**AUTO, "on_failure": "raise"}
     fit = prepare(backend, tmp_path, True, module=module, capture=capture, validation=0)
     with pytest.raises(
-        CaptureError, match=r"(on the host|CUDA refused)(?s:.*)test_auto_scope\.py:"
+        CaptureError, match=r"(on the host|CUDA refuses)(?s:.*)test_auto_scope\.py:"
     ):
         fit.run()
     assert_nothing_left(fit)
@@ -307,7 +305,7 @@ def test_submodules_where_the_whole_step_computes_something_else(
     }
     whole, *modules = statistics.fallbacks
     assert whole.startswith(
-        "cannot capture the whole step; capturing submodules instead: A replay computes what"
+        "cannot capture the whole step; capturing submodules instead: A replay must compute what"
     )
     names = ["net", "net.1", "net.1.1", "net.1.1.1"]
     for name, reason in zip(names, modules, strict=True):

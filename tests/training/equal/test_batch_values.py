@@ -259,9 +259,9 @@ def test_a_value_that_is_read_and_never_comes_back(
     compare(eager, captured, replayed=False)
     assert (captured.statistics.replayed > 0) == (scope == "auto")
     (said,) = captured.statistics.fallbacks
-    assert 'observed: batch["path"] is read at ' in said
+    assert 'from batch to batch: batch["path"] is read at ' in said
     assert "test_batch_values.py" in said
-    assert "in the data set or in collate_fn" in said
+    assert "in the dataset or in collate_fn" in said
 
 
 class Cut(Net):

@@ -138,7 +138,7 @@ class OfTheIndex(Scored):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (ChangedAfterwards, "given to metric `mean` is changed in place afterwards"),
+        (ChangedAfterwards, "given to metric `mean` is changed in place"),
         (OfTheIndex, r"batch_idx is read at .*test_metrics.py"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_graph_that_a_later_step_goes_through_stays_eager(backend: str, tmp_pa
 @pytest.mark.parametrize(
     ("module", "name", "observed"),
     [
-        (OtherOrder, "right", "overwrote them"),
+        (OtherOrder, "right", "overwrote the activations"),
         (Unforeseen, "net", r"for parameters of `net`"),
         (HookedLate, "net", "a gradient hook was registered"),
     ],
@@ -238,7 +238,7 @@ def test_the_remedy_helps(backend: str, tmp_path: Path) -> None:
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("no more"), "needs memory of its own, .*no more"),
-        (KeyError("lost"), "is made by running its code.*KeyError: 'lost'"),
+        (KeyError("lost"), "must run without an error.*KeyError: 'lost'"),
     ],
 )
 def test_what_is_raised_by_capturing_the_update_is_a_refusal(

@@ -73,7 +73,7 @@ def test_an_exception_in_a_verification_ends_all(tmp_path: Path) -> None:
 
 def test_no_rank_goes_on_where_others_wait_for_it(tmp_path: Path) -> None:
     for (said,) in run_on_ranks(parting, tmp_path):
-        assert "observed: rank 1: CUDA out of memory" in said
+        assert "wait for: rank 1: CUDA out of memory" in said
 
 
 def test_a_step_without_memory_ends_all_and_says_why(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_step_without_memory_ends_all_and_says_why(tmp_path: Path) -> None:
         run_on_ranks(out_of_memory, "emulated", tmp_path, seconds=60)
     first, second = ((tmp_path / f"said by {rank}").read_text() for rank in (0, 1))
     assert not first
-    assert second.count("repeated without graphs where there is one rank") == 1
+    assert second.count("cannot be repeated without graphs, because other ranks") == 1
     assert "Tried to allocate 2 GiB" in second
 
 

@@ -280,5 +280,5 @@ class TestLifecycle:
         number = line(Reading.training_step, "read")
         assert f"test_doctor.py:{number} in training_step: loss.item()  # read" in printed
         assert "(eager step, 3 times)" in printed
-        assert "  remedy: keep the value on the device" in printed
+        assert "  Fix: keep the value on the device" in printed
         assert '    self.log("loss", loss)  # the tensor, without item()' in printed

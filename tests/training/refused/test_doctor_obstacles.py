@@ -147,7 +147,7 @@ class TestSingleObstacles:
             "trainer.counted", inspect.getfile(Storing), number,
         )  # fmt: skip
         assert (row.effect, row.count) == ("eager step", 3)
-        assert "what it stores in attributes would stand still" in row.rule
+        assert "cannot set the attribute" in row.rule
         assert "def on_train_batch_end" in row.code
         compare(eager, fit, replayed=False)
         assert fit.trainer.counted == eager.trainer.counted == 20  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ class TestSingleObstacles:
             ".grad of a parameter is read", __file__, number,
         )  # fmt: skip
         assert row.effect == "eager step"
-        assert "no gradients before its backward pass" in row.rule
+        assert "cannot use gradients before its backward pass" in row.rule
         assert "def on_before_optimizer_step" in row.code
         compare(eager, fit, replayed=False)
 
@@ -269,7 +269,7 @@ class TestSingleObstacles:
         )  # fmt: skip
         assert [row.operator for row in rows(fit, "python-state")] == ["batch_idx"]
         (row,) = rows(fit, "contract")
-        assert row.observed == "it returned NoneType"
+        assert row.observed == "got NoneType"
         assert row.line == inspect.getsourcelines(Returning.training_step)[1]
 
     def test_shapes_that_never_come_back(self, backend: str, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.training.statistics import Statistics
 from tests.training.equal.test_batches import lengths
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
@@ -103,7 +105,7 @@ def moving(every: int) -> type[Stepwise]:
     return type("Stepwise", (Stepwise,), {"every": every})
 
 
-KEEPS_CHANGING = r"a step runs eagerly: (?s:.*)gets no graph(?s:.*)self\.share: \d\.\d+ -> 0\.\d+"
+KEEPS_CHANGING = r"a step runs eagerly: .*which keeps changing: self\.share: \d\.\d+ -> 0\.\d+"
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -189,7 +191,7 @@ def test_batches_of_which_none_comes_back_are_said_after_eight(
         backend, tmp_path, True, data=lambda: never_back(kind), capture={"scope": scope},
         callbacks=lambda: [moments], validation=0, max_epochs=1,
     )  # fmt: skip
-    with pytest.warns(UserWarning, match=rf"The last two steps differ: .*\n  remedy: .*{remedy}"):
+    with pytest.warns(UserWarning, match=rf"The last two steps differ: .*\n  Fix: .*{remedy}"):
         fit.run()
     assert moments.steps == [3 + 8]
     (reason,) = fit.capture.report.fallbacks
@@ -248,8 +250,8 @@ def test_a_warning_has_two_lines_at_most(
     for text in refused:
         what, remedy = text.splitlines()
         assert "test_notices.py:" in what or "self.share" in what
-        assert remedy.startswith("  remedy: ")
-    assert sum("\n  observed: " in reason for reason in reasons) >= len(refused)
+        assert remedy.startswith("  Fix: ")
+    assert sum("\n  Fix: " in reason for reason in reasons) >= len(refused)
     assert not lines("become graphs, since")
 
 
@@ -275,3 +277,12 @@ def test_the_same_reason_to_capture_again_is_said_once(
     (table,) = lines("steps replayed")
     shown = table.partition("Recaptures:\n")[2].splitlines()
     assert shown == [f"  {text} ({reasons.count(text)} times)" for text in dict.fromkeys(reasons)]
+
+
+def test_a_report_has_all_that_a_warning_leaves_out() -> None:
+    statistics = Statistics()
+    error = CaptureError("A rule.", f"{'x' * 400}\nsecond", "write it")
+    with pytest.warns(UserWarning, match=r"eagerly: A rule: x{300} \.\.\.\n  Fix: write it$"):
+        statistics.note("a step runs eagerly", error)
+    reason = f"a step runs eagerly: A rule: {'x' * 400}\nsecond\n  Fix: write it"
+    assert statistics.fallbacks == [reason]
