@@ -64,7 +64,8 @@ class Statistics(Report):
     pace: Pace = field(default_factory=Pace)  # how long steps take
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
     _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
-    _refused: dict[str, list[str]] = field(default_factory=dict)
+    # Why submodules run eagerly -> their names, and how the report says why
+    _refused: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
     def note(self, reason: str, error: GraphError | None = None) -> None:
         """Warn, once for each reason, that something runs eagerly."""
@@ -78,11 +79,12 @@ class Statistics(Report):
         """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
         text = error.full
         is_said = any(text in reason for reason in self.fallbacks)
-        names = self._refused.setdefault(text, [])
-        before = f"{_in_short(names)}: {text}"
+        why = f" for the same reason: {error.observed}" if is_said else f": {text}"
+        names, why = self._refused.setdefault(text, ([], why))
+        before = _in_short(names) + why
         if name not in names:
             names.append(name)
-        entry = f"{_in_short(names)}: {text}"
+        entry = _in_short(names) + why
         if before in self.fallbacks:
             self.fallbacks[self.fallbacks.index(before)] = entry
         elif is_said:

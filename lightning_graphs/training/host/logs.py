@@ -53,7 +53,7 @@ class Deferred(StandIn):
         self.value: Any = None
 
     def refuse(self) -> NoReturn:
-        raise METRIC_VALUE.refused(f"the value of {self.name} is used in training_step")
+        raise METRIC_VALUE.refused_here(f"the value of {self.name} is used")
 
     def now(self) -> Any:
         return self.value
@@ -250,14 +250,15 @@ class LogRecorder:
             t.detach().clone() if local(t).untyped_storage().data_ptr() in self._state else t
             for t in tensors
         ]
-        self._versions += [(name, t, version_of(t)) for t in own]
+        given = f"{name} at {CallSiteFinder().here().describe()}"
+        self._versions += [(given, t, version_of(t)) for t in own]
         return substitute((args, kwargs), own)
 
     def finish(self) -> None:
         """Copy what the progress bar shows to the host; a part of the captured step."""
-        for name, tensor, version in self._versions:
+        for given, tensor, version in self._versions:
             if version_of(tensor) != version:
-                raise METRIC_EARLY.refused(f"a tensor given to {name} is changed in place")
+                raise METRIC_EARLY.refused(f"a tensor given to {given} is changed in place")
         self._versions.clear()
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]

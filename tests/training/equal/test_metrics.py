@@ -114,7 +114,7 @@ def test_a_metric_value_in_the_loss_is_refused(backend: str, tmp_path: Path) -> 
     warned(
         backend,
         tmp_path,
-        "the value of metric `accuracy` is used in training_step",
+        r"metric `accuracy` is used at .*test_metrics\.py:\d+ in training_step: return loss",
         module=UsedInTheLoss,
     )
 
@@ -138,7 +138,7 @@ class OfTheIndex(Scored):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (ChangedAfterwards, "given to metric `mean` is changed in place"),
+        (ChangedAfterwards, r"given to metric `mean` at .*: self\.mean\.update\(value\) is changed"),
         (OfTheIndex, r"batch_idx is read at .*test_metrics.py"),
     ],
 )
