@@ -181,7 +181,19 @@ _GROUPED: _Remedy = (
     "one kernel, which reads nothing on the host",
     'Trainer(precision="bf16-true")',
 )
+_CLASSES: _Remedy = (
+    "pass num_classes, which one_hot reads from the largest value otherwise",
+    "codes = F.one_hot(labels, num_classes=10)",
+)
+_COVARIANCE: _Remedy = (
+    "give MultivariateNormal a scale_tril: what it checks and computes of a covariance_matrix or a "
+    "precision_matrix, it looks at on the host",
+    "factor = torch.linalg.cholesky_ex(covariance).L\n"
+    "noise = MultivariateNormal(mean, scale_tril=factor)  # for covariance_matrix=covariance",
+)
 _CAUSES: dict[tuple[str, str], _Remedy] = {
+    ("lightning_graphs/core/obstacles.py", "_one_hot"): _CLASSES,
+    ("torch/distributions/multivariate_normal.py", "__init__"): _COVARIANCE,
     ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): _IS_CAUSAL,
     ("torch/nn/modules/batchnorm.py", "forward"): _MOMENTUM,
     ("transformers/integrations/moe.py", "_grouped_mm"): _GROUPED,
