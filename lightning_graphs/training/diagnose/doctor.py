@@ -418,7 +418,9 @@ class Doctor:
         self, attributes: Attributes, generators: Generators, outside: OutsideValues
     ) -> None:
         """What the step has left behind in Python."""
-        ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
+        # Lightning itself sets the second in toggle_optimizer.
+        ours = ("self._metric_attributes", "self._param_requires_grad_state")
+        ours += tuple(f"self.{name}." for name, _ in self._metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
         own = [
             change.name

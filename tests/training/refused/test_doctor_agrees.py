@@ -265,8 +265,10 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture=capture, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.diagnosis is not None
-        assert watched.capture.diagnosis.obstacles == []
+        found = watched.capture.diagnosis
+        assert found is not None
+        assert found.obstacles == []
+        assert not [f for f in found.findings if f.operator.startswith("self._")]  # Lightning's
 
     @pytest.mark.parametrize("module", [*SERVED, *BRANCHING], ids=lambda kind: kind.__name__)
     def test_what_a_replay_asks_the_host_is_no_obstacle(
