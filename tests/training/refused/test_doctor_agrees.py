@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
 
-from lightning_graphs.training.diagnose.findings import Diagnosis
+from lightning_graphs.training.diagnose.findings import Diagnosis, Finding
 from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.equal.test_python_draws import spans
@@ -218,8 +219,44 @@ class Annealed(Net):
         return self.loss(batch) * tau + beta * self.net[0].weight.square().sum()
 
 
+class Correlated(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        covariance = self.net[0].weight.T @ self.net[0].weight
+        return self.loss(batch) + MultivariateNormal(torch.zeros(8), covariance).rsample().mean()
+
+
+class Coded(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        codes = nn.functional.one_hot(self.net(batch["x"]).argmax(-1))
+        return self.loss(batch) + codes.float().mean()
+
+
+def agreed(root: Path, **options: Any) -> list[Finding]:
+    """The doctor's rows with the words of the first refusal of a run: rule, remedy and line.
+
+    On a GPU a refusal has the words of CUDA.
+    """
+    options = {"data": lambda: batches(20), "validation": 0, **options}
+    capture = {"scope": "auto", "on_failure": "eager", **options.pop("capture", {})}
+    said = prepare("emulated", root, True, capture=capture, **options).run().statistics.fallbacks
+    found = examined("emulated", root, capture=capture, **options).capture.diagnosis
+    assert found is not None
+    return [
+        row
+        for row in found.obstacles
+        if all(words in said[0] for words in (row.rule, row.remedy, f"{row.file}:{row.line} in"))
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
+    @pytest.mark.parametrize(("module", "operator"), [(Correlated, "scalar"), (Coded, "scalar")])
+    def test_what_is_refused_has_the_same_words(
+        self, tmp_path: Path, module: Any, operator: str
+    ) -> None:
+        (row,) = agreed(tmp_path, module=module)
+        assert operator in row.operator
+
     def test_ways_that_draws_and_counters_decide_are_graphs(
         self, backend: str, tmp_path: Path
     ) -> None:
