@@ -232,6 +232,11 @@ class OutsideValues:
                 return max(found, key=lambda place: place[0])[1]
         return CallSite()
 
+    def named_at(self, name: str) -> str:
+        """Where that is, to follow a name in a message; empty where no line has it."""
+        site = self.site_of(name)
+        return f", named at {site.describe()}" if site.line else ""
+
     def empty_caches(self) -> None:
         """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
 

@@ -64,8 +64,8 @@ def effects_refused(
         raise refused[-1]
 
     def refuse_stored(names: Sequence[str]) -> None:
-        line = values.site_of(names[0]).describe()
-        raise STORED_OUTSIDE.refused(f"{what} changes {', '.join(names[:3])}, named at {line}")
+        line = values.named_at(names[0])
+        raise STORED_OUTSIDE.refused(f"{what} changes {', '.join(names[:3])}{line}")
 
     with values.contents.left(refuse_stored), values.followed():
         try:

@@ -6,6 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,59 @@ class Coded(Net):
         return self.loss(batch) + codes.float().mean()
 
 
+class Box:
+    """Holds what cannot be stored again."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class Boxing(Net):
+    last: Box | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.last = Box(loss.detach())
+        return loss
+
+
+class Layer(nn.Module):
+    """Leaves something behind in its ``leave``."""
+
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() * self.leave(self)
+
+
+def _counts(layer: Any) -> float:
+    layer.calls += 1
+    return 1.0
+
+
+def _appends(layer: Any) -> float:
+    layer.sizes.append(8)
+    return 1.0
+
+
+def _draws(layer: Any) -> float:
+    return random.random()
+
+
+class Layered(Net):
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = Layer(leave)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
 def agreed(root: Path, **options: Any) -> list[Finding]:
     """The doctor's rows with the words of the first refusal of a run: rule, remedy and line.
 
@@ -250,12 +304,48 @@ def agreed(root: Path, **options: Any) -> list[Finding]:
 
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
-    @pytest.mark.parametrize(("module", "operator"), [(Correlated, "scalar"), (Coded, "scalar")])
+    def test_a_submodule_that_is_refused_has_its_forward_as_line(self, tmp_path: Path) -> None:
+        def binds(layer: Any) -> Any:
+            layer.scale = layer.linear.bias.exp()
+            return layer.scale
+
+        options: dict[str, Any] = {"module": partial(Layered, binds), "validation": 0}
+        capture = {"scope": "modules", "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        (said,) = fit.statistics.fallbacks
+        number = Layer.forward.__code__.co_firstlineno
+        assert (
+            f"`scale` is bound to another tensor in every call, in the code of {__file__}" in said
+        )
+        assert f"{Path(__file__).name}:{number} in forward" in said
+
+    @pytest.mark.parametrize(
+        ("module", "operator"),
+        [
+            (Correlated, "aten._local_scalar_dense.default"),
+            (Coded, "aten._local_scalar_dense.default"),
+            (Boxing, "self.last"),
+        ],
+    )
     def test_what_is_refused_has_the_same_words(
         self, tmp_path: Path, module: Any, operator: str
     ) -> None:
-        (row,) = agreed(tmp_path, module=module)
-        assert operator in row.operator
+        assert [row.operator for row in agreed(tmp_path, module=module)] == [operator]
+
+    @pytest.mark.parametrize(
+        ("leave", "operator"),
+        [
+            (_counts, "self.layer.calls"),
+            (_appends, "self.layer.sizes"),
+            (_draws, "random.random"),
+        ],
+    )
+    def test_so_has_what_is_refused_of_a_submodule(
+        self, tmp_path: Path, leave: Callable[[Any], Any], operator: str
+    ) -> None:
+        capture, module = {"scope": "modules"}, partial(Layered, leave)
+        found = agreed(tmp_path, module=module, capture=capture)
+        assert [(row.operator, row.function) for row in found] == [(operator, leave.__name__)]
 
     def test_ways_that_draws_and_counters_decide_are_graphs(
         self, backend: str, tmp_path: Path
