@@ -419,8 +419,8 @@ class Doctor:
     ) -> None:
         """What the step has left behind in Python."""
         # Lightning itself sets the second in toggle_optimizer.
-        ours = ("self._metric_attributes", "self._param_requires_grad_state")
-        ours += tuple(f"self.{name}." for name, _ in self._metrics)
+        metrics = (f"self.{name}." for name, _ in self._metrics)
+        ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
         own = [
             change.name

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class AttributeReads(HeldValues):
 
     def __init__(self) -> None:
         super().__init__()
+        self.codes: dict[CodeType, None] = {}  # of the author's functions that ran
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}

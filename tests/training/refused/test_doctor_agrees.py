@@ -285,6 +285,40 @@ class Layered(Net):
         return self.loss({**batch, "x": self.layer(batch["x"])})
 
 
+class Tempered(Net):
+    """A hook moves a number that the forward reads."""
+
+    temperature = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.temperature = 1 + 2.0**-self.global_step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).float() / math.sqrt(self.temperature)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class TemperedLayer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Scaled(8, 8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layer.scale = 1 + 2.0**-self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
 def agreed(root: Path, **options: Any) -> list[Finding]:
     """The doctor's rows with the words of the first refusal of a run: rule, remedy and line.
 
@@ -304,6 +338,26 @@ def agreed(root: Path, **options: Any) -> list[Finding]:
 
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
+    @pytest.mark.parametrize(
+        ("module", "scope", "name"),
+        [
+            (Tempered, "auto", "self.temperature: "),
+            (TemperedLayer, "modules", "self.layer.scale: "),
+        ],
+    )
+    def test_a_number_that_moves_on_has_the_line_that_reads_it(
+        self, tmp_path: Path, module: Any, scope: str, name: str
+    ) -> None:
+        options: dict[str, Any] = {"data": lambda: batches(40), "validation": 0, "module": module}
+        capture = {"scope": scope, "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        said = fit.statistics.fallbacks[0]
+        found = examined("emulated", tmp_path, capture=capture, **options).capture.diagnosis
+        assert found is not None
+        (row,) = found.obstacles
+        assert name in said
+        assert f"named at {row.file}:{row.line} in {row.function}" in said
+
     def test_a_submodule_that_is_refused_has_its_forward_as_line(self, tmp_path: Path) -> None:
         def binds(layer: Any) -> Any:
             layer.scale = layer.linear.bias.exp()
