@@ -47,6 +47,7 @@ from lightning_graphs.training.diagnose.findings import (
     Diagnosis,
     Effect,
 )
+from lightning_graphs.training.diagnose.told import BatchReads, read_by_torch
 from lightning_graphs.training.diagnose.watched import (
     Call,
     Observer,
@@ -63,7 +64,7 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import BATCH_VALUE, BatchValues
+from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
 from lightning_graphs.training.guards.side_effects import (
@@ -147,6 +148,7 @@ class Doctor:
         self._functions: set[DrawingFunction] = set()  # are called by replays
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
+        self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
         self._earlier: dict[Hashable, list[Call]] = {}
         self._before: Attributes | None = None  # as the last step found them
@@ -163,11 +165,8 @@ class Doctor:
         changing = {} if self._is_followed else self._logs.changing
         for name, site in changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        names = [] if self._only_submodules else sorted(self._values.unread)
-        if names:
-            further = f"and {len(names) - 1} more" if names[1:] else ""
-            effect: Effect = "left out unless it is read"
-            self.diagnosis.add(BATCH_VALUE, names[0], observed=further, effect=effect)
+        if not self._only_submodules:
+            self._reads.judge(self.diagnosis, self._values.unread)
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
@@ -192,8 +191,8 @@ class Doctor:
         outside = OutsideValues(self._module, self._own)
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
-        with self._watching(), outside.followed():
-            returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
+        with self._watching(), outside.followed(), self._reads.of_step(batch) as told:
+            returned = self._run(self._calls.training_step, told, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
         self._judge_returned(returned)
         self._compare()
@@ -302,6 +301,7 @@ class Doctor:
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
+        read_by_torch((args, kwargs))
         numbers = list(watched_in((args, kwargs)))
         ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
         if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
@@ -463,7 +463,7 @@ class Doctor:
         signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        way = signature.specs, signature.extra, tuple(self._numbers.told)
+        way = signature.specs, signature.extra, tuple(self._numbers.told), self._reads.way
         is_followed = self._is_followed
         for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what

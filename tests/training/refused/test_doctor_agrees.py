@@ -116,6 +116,22 @@ def _named(*names: Callable[[int, int], int]) -> Callable[[], list[dict[str, Any
     ]
 
 
+def _in_tuples() -> list[Any]:
+    """Batches as a data set of tuples gives them."""
+    return [(batch, tuple(batch["name"])) for batch in _named()()]
+
+
+class Sorting(Net):
+    """The name of the first sample decides."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch, names = batch if isinstance(batch, tuple | list) else (batch, batch["name"])
+        loss = self.loss(batch)
+        if "1" in names[0]:  # read
+            loss = loss * 2
+        return loss
+
+
 def _activations(module: Any, batch: Any) -> Tensor:
     return module.net(batch["x"]).argmax()
 
@@ -489,8 +505,8 @@ class TestAgreement:
     def test_names_in_the_batch_that_a_step_reads(self, backend: str, tmp_path: Path) -> None:
         class Reading(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                numbers = [float(name[5:]) for name in batch["name"]]
-                return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()  # read
+                numbers = [float(name[5:]) for name in batch["name"]]  # read
+                return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()
 
         options: dict[str, Any] = {"module": Reading, "data": _named(), "validation": 0}
         eager = prepare(backend, tmp_path, False, **options).run()
@@ -502,9 +518,46 @@ class TestAgreement:
         compare(eager, watched, replayed=False)
         assert watched.capture.diagnosis is not None
         (row,) = watched.capture.diagnosis.obstacles
-        assert (row.kind, row.operator) == ("python-state", "tensor")
-        assert row.line == line(Reading.training_step, "read")
-        assert row.observed == "8.0 in one step, 16.0 in another"
+        assert (row.kind, row.operator) == ("batch-value", 'batch["name"][0]')
+        assert (row.line, row.observed) == (line(Reading.training_step, "read"), "and 7 more")
+        (said,) = fit.statistics.fallbacks
+        assert f'batch["name"][0] is read at {row.file}:{row.line} in' in said
+
+    @pytest.mark.parametrize("data", [_named(), _in_tuples])
+    def test_a_name_in_the_batch_that_decides(self, tmp_path: Path, data: Any) -> None:
+        (row,) = agreed(tmp_path, module=Sorting, data=data)
+        assert (row.kind, row.line) == ("batch-value", line(Sorting.training_step, "read"))
+
+    def test_names_that_come_back_are_graphs(self, backend: str, tmp_path: Path) -> None:
+        data = _named(lambda i, j: i % 2)
+        options: dict[str, Any] = {"module": Sorting, "data": data, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        compare(eager, prepare(backend, tmp_path, True, **options).run())
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.diagnosis is not None
+        assert watched.capture.diagnosis.obstacles == []
+        row = rows(watched, "batch-value")[0]
+        assert row.effect == "further graph"
+        assert row.line == line(Sorting.training_step, "read")
+
+    def test_hooks_find_the_batch_as_the_step_has_left_it(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        class Leaving(Sorting):
+            left: list[Any] = []  # noqa: RUF012
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                batch["first"] = batch["name"].pop(0).upper()
+                return self.loss(batch)
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.left.append((batch["first"], [(type(n), n) for n in batch["name"]]))
+
+        watched = examined(backend, tmp_path, module=Leaving, data=_named(), validation=0)
+        assert watched.capture.diagnosis is not None
+        names = [(str, f"image{j}") for j in range(1, 8)]
+        assert Leaving.left[0] == ("IMAGE0", names)
 
     def test_a_value_that_never_comes_back(self, backend: str, tmp_path: Path) -> None:
         class Reading(Net):
