@@ -136,6 +136,14 @@ MOVED_STORAGE = Obstacle(
     code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
     "self.memory[: len(x)].copy_(x)  # in training_step",
 )
+REBOUND = Obstacle(
+    "A graphed callable changes the tensors of its modules in place only: a replay writes the "
+    "memory it was captured with and binds no names.",
+    "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+    kind="python-state",
+    code='self.register_buffer("last", torch.zeros(size))  # in __init__\n'
+    "self.last.copy_(x)  # in forward, for self.last = x",
+)
 
 _LOOKED_AT = frozenset(
     {aten._linalg_check_errors.default, aten._linalg_svd.default, aten._linalg_eigh.default}

@@ -25,6 +25,7 @@ from lightning_graphs.core.obstacles import (
     DYNAMIC_SHAPE,
     HOST_COPY,
     HOST_DATA,
+    REBOUND,
     Obstacle,
 )
 from lightning_graphs.core.private.torch import (
@@ -423,13 +424,13 @@ class Doctor:
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
         own = [
-            change.name
+            (STORED if whole or not isinstance(change.now, Tensor) else REBOUND, change.name)
             for change in attributes.changes()
             if not (
                 change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
             )
         ]
-        found = [(STORED, name, outside.site_of(name)) for name in own]
+        found = [(obstacle, name, outside.site_of(name)) for obstacle, name in own]
         found += [(STORED_OUTSIDE, n, outside.site_of(n)) for n in outside.contents.changed()]
         bound = bound_by_hooks(self._module)
         for obstacle, name, site in found:

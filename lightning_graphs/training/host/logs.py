@@ -53,7 +53,7 @@ class Deferred(StandIn):
         self.value: Any = None
 
     def refuse(self) -> NoReturn:
-        raise METRIC_VALUE.refused(f"the value of {self.name} is used in training_step")
+        raise METRIC_VALUE.refused_here(f"the value of {self.name} is used")
 
     def now(self) -> Any:
         return self.value

@@ -114,7 +114,7 @@ def test_a_metric_value_in_the_loss_is_refused(backend: str, tmp_path: Path) -> 
     warned(
         backend,
         tmp_path,
-        "the value of metric `accuracy` is used in training_step",
+        "the value of metric `accuracy` is used at .* in training_step",
         module=UsedInTheLoss,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
@@ -323,6 +324,24 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale
 
 
+class Bound(nn.Linear):
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)  # bound
+        return self.last.relu()
+
+
+class Scoring(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * self.mean(loss.detach())
+
+
 class TemperedLayer(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -383,11 +402,8 @@ class TestAgreement:
         capture = {"scope": "modules", "on_failure": "eager"}
         fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
         (said,) = fit.statistics.fallbacks
-        number = Layer.forward.__code__.co_firstlineno
-        assert (
-            f"`scale` is bound to another tensor in every call, in the code of {__file__}" in said
-        )
-        assert f"{Path(__file__).name}:{number} in forward" in said
+        where = f"in the code of {__file__}:{Layer.forward.__code__.co_firstlineno} in forward"
+        assert f"`scale` is bound to another tensor in every call, {where}" in said
 
     @pytest.mark.parametrize(
         ("module", "operator"),
@@ -395,6 +411,7 @@ class TestAgreement:
             (Correlated, "aten._local_scalar_dense.default"),
             (Coded, "aten._local_scalar_dense.default"),
             (Boxing, "self.last"),
+            (Scoring, "aten.mul.Tensor"),
         ],
     )
     def test_what_is_refused_has_the_same_words(
@@ -416,6 +433,15 @@ class TestAgreement:
         capture, module = {"scope": "modules"}, partial(Layered, leave)
         found = agreed(tmp_path, module=module, capture=capture)
         assert [(row.operator, row.function) for row in found] == [(operator, leave.__name__)]
+
+    def test_a_tensor_that_a_submodule_binds(self, tmp_path: Path) -> None:
+        class Binding(Layered):
+            def __init__(self) -> None:
+                super().__init__(_counts)
+                self.layer = Bound(8, 8)
+
+        (row,) = agreed(tmp_path, module=Binding, capture={"scope": "modules"})
+        assert (row.operator, row.line) == ("self.layer.last", line(Bound.forward, "bound"))
 
     def test_ways_that_draws_and_counters_decide_are_graphs(
         self, backend: str, tmp_path: Path
