@@ -249,6 +249,17 @@ class Coded(Net):
         return self.loss(batch) + codes.float().mean()
 
 
+class Catching(Net):
+    """Goes on where a look at its loss fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        try:
+            return loss * 2 if loss > 1 else loss
+        except Exception:
+            return loss
+
+
 class Box:
     """Holds what cannot be stored again."""
 
@@ -410,6 +421,7 @@ class TestAgreement:
         [
             (Correlated, "aten._local_scalar_dense.default"),
             (Coded, "aten._local_scalar_dense.default"),
+            (Catching, "aten._local_scalar_dense.default"),
             (Boxing, "self.last"),
             (Scoring, "aten.mul.Tensor"),
         ],
