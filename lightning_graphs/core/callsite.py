@@ -33,7 +33,8 @@ def _library_roots() -> tuple[str, ...]:
             spec = importlib.util.find_spec(name)
             packages += [] if spec is None else spec.submodule_search_locations or []
     packages = list(map(os.path.abspath, packages))
-    standard = [os.path.join(os.path.dirname(os.__file__), n) for n in ("contextlib", "functools")]
+    modules = ("contextlib", "copy", "functools", os.path.join("logging", "__init__"))
+    standard = [os.path.join(os.path.dirname(os.__file__), name) for name in modules]
     folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
     return (*folders, *(f"{path}.py" for path in standard))
 
