@@ -40,7 +40,7 @@ STORED_OUTSIDE = Obstacle(
 _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),
     *("logging.Logger.handle", "rich.console.Console.print", "rich.console.Console.log"),
-    *("wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
+    *("torch.save", "wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
