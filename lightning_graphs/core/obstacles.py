@@ -312,11 +312,14 @@ def operator_obstacle(
 def _builds_from_host_data(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
     """A 0-d tensor without a device stays on the CPU and enters kernels as a constant: legal.
 
+    Tensors in a list are read, one number after the other.
     So is an empty one: torch copies nothing then (``copy_impl`` in aten/src/ATen/native/Copy.cpp).
     """
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     if isinstance(data, Tensor) or (isinstance(data, (list, tuple)) and not data):
         return None
+    if isinstance(data, (list, tuple)) and any(isinstance(item, Tensor) for item in data):
+        return HOST_READ
     scalar = isinstance(data, (bool, int, float, complex))
     return None if scalar and kwargs.get("device") is None else HOST_DATA
 
