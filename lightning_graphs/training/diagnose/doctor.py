@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
@@ -67,7 +68,7 @@ from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes, iterators_in
 from lightning_graphs.training.guards.side_effects import (
     SIDE_EFFECT,
     STORED_OUTSIDE,
@@ -152,8 +153,8 @@ class Doctor:
         self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
         self._earlier: dict[Hashable, list[Call]] = {}
-        self._before: Attributes | None = None  # as the last step found them
-        self._has_moved = False  # attributes did, in a step or between two
+        self._before: tuple[Contents, ...] = ()  # what the last step found
+        self._has_moved = False  # something in there did, in a step or between two
         self._judge_fit(reason, no_whole_step)
         self._methods = intercepted(trainer.strategy, self)
 
@@ -186,10 +187,10 @@ class Doctor:
         batch, *rest = args
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
-        self._has_moved |= self._before is not None and any(self._before.changes())
+        self._has_moved |= any(any(held.changes()) for held in self._before)
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
-        self._before = attributes
         outside = OutsideValues(self._module, self._own)
+        self._before = attributes, outside.contents
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
         with self._watching(), outside.followed(), self._reads.of_step(batch) as told:
@@ -341,9 +342,9 @@ class Doctor:
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawing_functions.update(drawing_functions(generator))
                 self._drawn.add(generator.name)
-                if not self._has_host_half:
+                if not self._has_host_half or value is None:  # which is drawn in place
                     self._used(DRAWN, name)
-                elif value is not None:
+                else:
                     tape = HostTape()
                     again = tape.draw(generator, once)
                     return self._numbers.drawn(name, value, tape, lambda: again.value)
@@ -423,26 +424,25 @@ class Doctor:
         metrics = (f"self.{name}." for name, _ in self._metrics)
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
-        own = [
+        found = [
             (STORED if whole or not isinstance(change.now, Tensor) else REBOUND, change.name)
             for change in attributes.changes()
             if not (
                 change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
             )
         ]
-        found = [(obstacle, name, outside.site_of(name)) for obstacle, name in own]
-        found += [(STORED_OUTSIDE, n, outside.site_of(n)) for n in outside.contents.changed()]
+        found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
+        found += [(DRAWN, name) for name in iterators_in(self._module, outside.words)]
         bound = bound_by_hooks(self._module)
-        for obstacle, name, site in found:
-            site = site if site.line else self._step
+        for obstacle, name in found:
+            site = site if (site := outside.site_of(name)).line else self._step
             in_step = self._only_submodules and site.function == "training_step"
             if new := bound.get(name.removeprefix("self.")):
                 remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
                 obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
-        for name in generators.drawn():
-            if name not in self._drawn:
-                self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
+        for name in [name for name in generators.drawn() if name not in self._drawn]:
+            self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
             if id(tensor) not in state and version_of(tensor) != version:

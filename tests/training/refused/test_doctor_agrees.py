@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -313,6 +315,63 @@ class Layered(Net):
         return self.loss({**batch, "x": self.layer(batch["x"])})
 
 
+class Shuffling(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        order = list(range(8))
+        random.shuffle(order)
+        return self.loss(batch) + self.net(batch["x"])[order].cumsum(0).mean()
+
+
+class Consuming(Net):
+    """Takes something from an iterator that is its own, as of a second loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * next(self.scales)
+
+
+class Listing(Net):
+    """A tensor is made of the numbers in others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * torch.tensor([loss.detach()], device=self.device).mean()
+
+
+class ListingLabels(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sums = torch.tensor([batch["y"].sum(), batch["y"][0]], device=self.device)
+        return self.loss(batch) * sums.float().mean()
+
+
+class Copying(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + copy.deepcopy(self.net)(batch["x"]).mean()
+
+
+class Saving(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        torch.save(loss.detach(), io.BytesIO())
+        return loss
+
+
+SETTINGS = {"scale": 1.0}
+
+
+class Set(Net):
+    """A hook moves a number that the step finds outside of the module."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SETTINGS["scale"] = 1 + 2.0**-self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * SETTINGS["scale"]
+
+
 class Tempered(Net):
     """A hook moves a number that the forward reads."""
 
@@ -378,7 +437,7 @@ def agreed(root: Path, **options: Any) -> list[Finding]:
     return [
         row
         for row in found.obstacles
-        if all(words in said[0] for words in (row.rule, row.remedy, f"{row.file}:{row.line} in"))
+        if all(words in said[0] for words in (row.rule, row.remedy, f"{__file__}:{row.line} in"))
     ]
 
 
@@ -388,6 +447,7 @@ class TestAgreement:
         ("module", "scope", "name"),
         [
             (Tempered, "auto", "self.temperature: "),
+            (Set, "auto", "SETTINGS['scale']: "),
             (TemperedLayer, "modules", "self.layer.scale: "),
         ],
     )
@@ -423,13 +483,19 @@ class TestAgreement:
             (Coded, "aten._local_scalar_dense.default"),
             (Catching, "aten._local_scalar_dense.default"),
             (Boxing, "self.last"),
+            (Shuffling, "random.shuffle"),
+            (Consuming, "self.scales"),
+            (Listing, "tensor"),
+            (ListingLabels, "tensor"),
+            (Copying, "aten.set_.source_Storage"),
+            (Saving, "torch.save"),
             (Scoring, "aten.mul.Tensor"),
         ],
     )
     def test_what_is_refused_has_the_same_words(
         self, tmp_path: Path, module: Any, operator: str
     ) -> None:
-        assert [row.operator for row in agreed(tmp_path, module=module)] == [operator]
+        assert operator in [row.operator for row in agreed(tmp_path, module=module)]
 
     @pytest.mark.parametrize(
         ("leave", "operator"),
@@ -445,6 +511,17 @@ class TestAgreement:
         capture, module = {"scope": "modules"}, partial(Layered, leave)
         found = agreed(tmp_path, module=module, capture=capture)
         assert [(row.operator, row.function) for row in found] == [(operator, leave.__name__)]
+
+    @pytest.mark.parametrize("module", [Listing, ListingLabels])
+    def test_numbers_in_a_list_of_tensors_do_not_stand_still(
+        self, backend: str, tmp_path: Path, module: Any
+    ) -> None:
+        options: dict[str, Any] = {"module": module, "data": lambda: batches(20), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
 
     def test_a_tensor_that_a_submodule_binds(self, tmp_path: Path) -> None:
         class Binding(Layered):
