@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import importlib.util
 import inspect
 import linecache
 import os
+import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from traceback import walk_tb
@@ -31,7 +33,8 @@ def _library_roots() -> tuple[str, ...]:
             spec = importlib.util.find_spec(name)
             packages += [] if spec is None else spec.submodule_search_locations or []
     packages = list(map(os.path.abspath, packages))
-    standard = [os.path.join(os.path.dirname(os.__file__), n) for n in ("contextlib", "functools")]
+    modules = ("contextlib", "copy", "functools", os.path.join("logging", "__init__"))
+    standard = [os.path.join(os.path.dirname(os.__file__), name) for name in modules]
     folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
     return (*folders, *(f"{path}.py" for path in standard))
 
@@ -137,6 +140,31 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_in(constant)
+
+
+def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
+    """The line of some functions that binds a name, or else the first one that reads it."""
+    for word in reversed(re.findall(r"\w+", name)):
+        found = [place for code in codes for place in _lines_with(code, word)]
+        if found:
+            return max(found, key=lambda place: place[0])[1]
+    return CallSite()
+
+
+def named_at(name: str, codes: Iterable[types.CodeType]) -> str:
+    """Where that is, to follow a name in a message; empty where no line has it."""
+    site = site_naming(name, codes)
+    return f", named at {site.describe()}" if site.line else ""
+
+
+def _lines_with(code: types.CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
+    """The lines of a function with a name, and whether they bind it."""
+    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset) or line
+        if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
+            binds = instruction.opname.startswith("STORE")
+            yield binds, CallSite(code.co_filename, line, code.co_name)
 
 
 def inside_compiled_module() -> bool:

@@ -39,6 +39,7 @@ from lightning_graphs.core.autograd.nodes import (
     leaves_behind,
     nodes_behind,
 )
+from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.generators import (
     random_place,
     rewinding_refused,
@@ -46,6 +47,7 @@ from lightning_graphs.core.generators import (
 )
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.obstacles import REBOUND
 from lightning_graphs.core.private.torch import (
     hooks_registered,
     nodes_recorded,
@@ -271,12 +273,9 @@ class CallableCapture:
             self._given.restore()  # what the warm-up has left
             raise
         for name in before.rebound():
-            raise CaptureError(
-                "A graphed callable must change the tensors of its modules in place, because a "
-                "replay sets no attributes.",
-                f"`{name}` is set to another tensor in every call",
-                "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
-            )
+            code = getattr(self._made.original, "__code__", None)
+            line = named_at(name, codes_in(code) if code is not None else ())
+            raise REBOUND.refused(f"`{name}` is set to another tensor in every call{line}")
         self._made.forward_graph = captured
         self._made.place = self._made.order.place()
 

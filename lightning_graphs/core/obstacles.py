@@ -134,6 +134,14 @@ MOVED_STORAGE = Obstacle(
     code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
     "self.memory[: len(x)].copy_(x)  # in training_step",
 )
+REBOUND = Obstacle(
+    "A graphed callable must change the tensors of its modules in place, because a replay sets no "
+    "attributes.",
+    "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+    kind="python-state",
+    code='self.register_buffer("last", torch.zeros(size))  # in __init__\n'
+    "self.last.copy_(x)  # in forward, for self.last = x",
+)
 
 _LOOKED_AT = frozenset(
     {aten._linalg_check_errors.default, aten._linalg_svd.default, aten._linalg_eigh.default}
@@ -179,7 +187,19 @@ _GROUPED: _Remedy = (
     "one kernel, which reads nothing on the host",
     'Trainer(precision="bf16-true")',
 )
+_CLASSES: _Remedy = (
+    "pass num_classes, which one_hot reads from the largest value otherwise",
+    "codes = F.one_hot(labels, num_classes=10)",
+)
+_COVARIANCE: _Remedy = (
+    "give MultivariateNormal a scale_tril: what it checks and computes of a covariance_matrix or a "
+    "precision_matrix, it looks at on the host",
+    "factor = torch.linalg.cholesky_ex(covariance).L\n"
+    "noise = MultivariateNormal(mean, scale_tril=factor)  # for covariance_matrix=covariance",
+)
 _CAUSES: dict[tuple[str, str], _Remedy] = {
+    ("lightning_graphs/core/obstacles.py", "_one_hot"): _CLASSES,
+    ("torch/distributions/multivariate_normal.py", "__init__"): _COVARIANCE,
     ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): _IS_CAUSAL,
     ("torch/nn/modules/batchnorm.py", "forward"): _MOMENTUM,
     ("transformers/integrations/moe.py", "_grouped_mm"): _GROUPED,
@@ -290,11 +310,14 @@ def operator_obstacle(
 def _builds_from_host_data(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
     """A 0-d tensor without a device stays on the CPU and enters kernels as a constant: legal.
 
+    Tensors in a list are read, one number after the other.
     So is an empty one: torch copies nothing then (``copy_impl`` in aten/src/ATen/native/Copy.cpp).
     """
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     if isinstance(data, Tensor) or (isinstance(data, (list, tuple)) and not data):
         return None
+    if isinstance(data, (list, tuple)) and any(isinstance(item, Tensor) for item in data):
+        return HOST_READ
     scalar = isinstance(data, (bool, int, float, complex))
     return None if scalar and kwargs.get("device") is None else HOST_DATA
 

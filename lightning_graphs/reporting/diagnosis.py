@@ -106,10 +106,10 @@ class Diagnosis:
         observed: str = "",
         effect: Effect = "eager step",
     ) -> None:
-        """Note an obstacle, or count it once more where its line is known already."""
+        """Note an obstacle, or count it once more where line and effect are known already."""
         site = site if site is not None and site.line else CallSite("", 0, "")
         for known in self.at(site):
-            if (known.kind, known.operator) == (obstacle.kind, operator):
+            if (known.kind, known.operator, known.effect) == (obstacle.kind, operator, effect):
                 known.count += 1
                 known.last_step = self.steps
                 return

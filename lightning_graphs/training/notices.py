@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median
+from types import CodeType
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.callsite import named_at
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.costs.investment import Waiting
@@ -48,6 +50,7 @@ class Notices:
         why_not: str,  # why it is not captured
         # What reads a Python value of the batch that was another one before, if anything
         read: CaptureError | None,
+        codes: Iterable[CodeType],  # what captured steps have run
         *,
         is_new: bool,  # no step before had a batch like this one
         at_once: bool,  # do not wait for more of them
@@ -55,16 +58,16 @@ class Notices:
         """Say once, when eager steps go on and on, why they are."""
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
-        if moved:
+        say = read is None and not moved
+        is_time = self._waiting.add(signature, why_not, is_new=is_new, at_once=at_once, say=say)
+        if moved and is_time:
+            line = named_at(moved[0].partition(": ")[0], codes)
             read = CaptureError(
                 "A graph would freeze an attribute or a global variable, which keeps changing.",
-                "; ".join(moved),
+                "; ".join(moved) + line,
                 "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
                 "and fill_(...) on it in on_train_batch_start",
             )
-        is_time = self._waiting.add(
-            signature, why_not, is_new=is_new, at_once=at_once, say=read is None
-        )
         if read is None or not is_time:
             return False
         self._say_refused(read, has_graphs=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,24 @@ def test_illegal(backend: BackendName, device: torch.device, name: str) -> None:
         y = x * 2
     captured.replay()
     assert y.cpu().tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_what_was_refused_stays_so_where_code_catches_it(
+    backend: BackendName, device: torch.device
+) -> None:
+    x, y = torch.ones(2, device=device), torch.zeros(2, device=device)
+
+    def body() -> None:
+        with contextlib.suppress(Exception):
+            y.fill_(x.sum().item())
+        y.add_(x)
+
+    assert "Fix: " in _refused(backend, body)
+    captured = CUDAGraph(backend=backend)
+    with graph(captured):
+        z = x * 2
+    captured.replay()
+    assert z.cpu().tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("name", LEGAL)

@@ -197,9 +197,11 @@ def _labels(value: Any, opened: Opened) -> list[str]:
         with_keys: Any = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
         if with_keys is not None:
             entries = [entry for entry, _ in with_keys(value)[0]]
-            return [_item(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries]
+            return [
+                item_label(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries
+            ]
     elif isinstance(value, MutableMapping):
-        return [*map(_item, opened.context), *[".__dict__"] * has_more(kind)]
+        return [*map(item_label, opened.context), *[".__dict__"] * has_more(kind)]
     elif type(opened.context) is tuple:
         return [f".{key}" for key in opened.context]
     return [f"[{i}]" for i in range(len(opened.values))]
@@ -224,7 +226,8 @@ def _attributes_beside(value: Any) -> dict[str, Any]:
     return {key: held for key, held in table.items() if key != "data"}  # that of a UserDict
 
 
-def _item(key: Any) -> str:
+def item_label(key: Any) -> str:
+    """What follows the name of a list or a mapping to reach an item."""
     return f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else reprlib.repr(key)}]"
 
 

@@ -303,8 +303,9 @@ class EmulatedGraph(CapturedGraph):
         return capture.finish()
 
     def capture_end(self) -> None:
-        assert self._capture is not None
-        recording = self.recording = self._leave_capture(self._capture)
+        capture = self._capture
+        assert capture is not None
+        recording = self.recording = self._leave_capture(capture)
         if not recording.operations:
             warnings.warn(
                 "The CUDA Graph is empty. This usually means that the graph was attempted to be "
@@ -312,6 +313,7 @@ class EmulatedGraph(CapturedGraph):
                 stacklevel=3,
             )
         recording.poison()
+        capture.refuse_what_was_refused()
         self._backend.unreplayed.add(recording)
 
     def abandon(self) -> None:

@@ -300,6 +300,7 @@ class Recorder(OperatorMode):
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
+        self._refused: tuple[str, str, str] | None = None  # the words of the last refusal
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -325,7 +326,13 @@ class Recorder(OperatorMode):
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
         site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
-        raise CaptureError(obstacle.rule, f"{operator} at {site.describe()}", remedy)
+        self._refused = (obstacle.rule, f"{operator} at {site.describe()}", remedy)
+        raise CaptureError(*self._refused)
+
+    def refuse_what_was_refused(self) -> None:
+        """At the end of a capture: code may have caught the error, and CUDA goes on with none."""
+        if self._refused:
+            raise CaptureError(*self._refused)
 
     def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
         """The entry of the tensor's storage."""

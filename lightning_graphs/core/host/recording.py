@@ -331,7 +331,8 @@ class HostRecording(OperatorMode):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
         if name in FROM_PYTHON and any(self.tape.changes(t) for t in tensors_in(data)):
             self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
-        if name in FROM_PYTHON and not isinstance(data, Tensor):
+        is_made = name in FROM_PYTHON and not isinstance(data, Tensor)
+        if is_made and all(map(self._is_host, tensors_in(data))):  # others inside of it are read
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
             return func(*args, **kwargs)

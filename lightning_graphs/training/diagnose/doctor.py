@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
@@ -25,6 +26,7 @@ from lightning_graphs.core.obstacles import (
     DYNAMIC_SHAPE,
     HOST_COPY,
     HOST_DATA,
+    REBOUND,
     Obstacle,
 )
 from lightning_graphs.core.private.torch import (
@@ -46,6 +48,7 @@ from lightning_graphs.training.diagnose.findings import (
     OBSERVER,
     OPTIMIZER,
 )
+from lightning_graphs.training.diagnose.told import BatchReads, read_by_torch
 from lightning_graphs.training.diagnose.watched import (
     Call,
     Observer,
@@ -62,9 +65,9 @@ from lightning_graphs.training.guards.frozen import (
 from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import BATCH_VALUE, BatchValues
+from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes, iterators_in
 from lightning_graphs.training.guards.side_effects import (
     SIDE_EFFECT,
     STORED_OUTSIDE,
@@ -146,10 +149,11 @@ class Doctor:
         self._functions: set[DrawingFunction] = set()  # are called by replays
         self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
+        self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
         self._earlier: dict[Hashable, list[Call]] = {}
-        self._before: Attributes | None = None  # as the last step found them
-        self._has_moved = False  # attributes did, in a step or between two
+        self._before: tuple[Contents, ...] = ()  # what the last step found
+        self._has_moved = False  # something in there did, in a step or between two
         self._judge_fit(reason, no_whole_step)
         self._methods = intercepted(trainer.strategy, self)
 
@@ -162,11 +166,8 @@ class Doctor:
         changing = {} if self._is_followed else self._logs.changing
         for name, site in changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        names = [] if self._only_submodules else sorted(self._values.unread)
-        if names:
-            further = f"and {len(names) - 1} more" if names[1:] else ""
-            effect: Effect = "left out unless it is read"
-            self.diagnosis.add(BATCH_VALUE, names[0], observed=further, effect=effect)
+        if not self._only_submodules:
+            self._reads.judge(self.diagnosis, self._values.unread)
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
@@ -185,14 +186,14 @@ class Doctor:
         batch, *rest = args
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
-        self._has_moved |= self._before is not None and any(self._before.changes())
+        self._has_moved |= any(any(held.changes()) for held in self._before)
         attributes, generators = Attributes(self._module), Generators(self._module, seen=())
-        self._before = attributes
         outside = OutsideValues(self._module, self._own)
+        self._before = attributes, outside.contents
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
-        with self._watching(), outside.followed():
-            returned = self._run(self._calls.training_step, batch, *watched, **kwargs)
+        with self._watching(), outside.followed(), self._reads.of_step(batch) as told:
+            returned = self._run(self._calls.training_step, told, *watched, **kwargs)
         self._judge_state(attributes, generators, outside)
         self._judge_returned(returned)
         self._compare()
@@ -301,6 +302,7 @@ class Doctor:
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
+        read_by_torch((args, kwargs))
         numbers = list(watched_in((args, kwargs)))
         ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
         if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
@@ -339,9 +341,9 @@ class Doctor:
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawing_functions.update(drawing_functions(generator))
                 self._drawn.add(generator.name)
-                if not self._has_host_half:
+                if not self._has_host_half or value is None:  # which is drawn in place
                     self._used(DRAWN, name)
-                elif value is not None:
+                else:
                     tape = HostTape()
                     again = tape.draw(generator, once)
                     return self._numbers.drawn(name, value, tape, lambda: again.value)
@@ -417,28 +419,29 @@ class Doctor:
         self, attributes: Attributes, generators: Generators, outside: OutsideValues
     ) -> None:
         """What the step has left behind in Python."""
-        ours = ("self._metric_attributes", *(f"self.{name}." for name, _ in self._metrics))
+        # Lightning itself sets the second in toggle_optimizer.
+        metrics = (f"self.{name}." for name, _ in self._metrics)
+        ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
-        own = [
-            change.name
+        found = [
+            (STORED if whole or not isinstance(change.now, Tensor) else REBOUND, change.name)
             for change in attributes.changes()
             if not (
                 change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
             )
         ]
-        found = [(STORED, name, outside.site_of(name)) for name in own]
-        found += [(STORED_OUTSIDE, n, outside.site_of(n)) for n in outside.contents.changed()]
+        found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
+        found += [(DRAWN, name) for name in iterators_in(self._module, outside.words)]
         bound = bound_by_hooks(self._module)
-        for obstacle, name, site in found:
-            site = site if site.line else self._step
+        for obstacle, name in found:
+            site = site if (site := outside.site_of(name)).line else self._step
             in_step = self._only_submodules and site.function == "training_step"
             if new := bound.get(name.removeprefix("self.")):
                 remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
                 obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
-        for name in generators.drawn():
-            if name not in self._drawn:
-                self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
+        for name in [name for name in generators.drawn() if name not in self._drawn]:
+            self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
             if id(tensor) not in state and version_of(tensor) != version:
@@ -460,7 +463,7 @@ class Doctor:
         signature = replace(self._signatures[-1], extra=tuple(told))
         self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        way = signature.specs, signature.extra, tuple(self._numbers.told)
+        way = signature.specs, signature.extra, tuple(self._numbers.told), self._reads.way
         is_followed = self._is_followed
         for change in changes(self._earlier.get(way, calls), calls):
             site, what = change.site, change.what

@@ -19,12 +19,13 @@ from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Rec
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
-from lightning_graphs.core.host.recording import FACTORIES
+from lightning_graphs.core.host.recording import FACTORIES, FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
     COMPILED,
     FUNCTION_RULES,
+    HOST_READ,
     INDEXING,
     REHEARSED,
     Obstacle,
@@ -145,7 +146,8 @@ class Observer(Recorder):
         if obstacle is not None:
             lengths = name == "ctc_loss" and len(args) > 3 and args[1].dtype is torch.int64
             asked = args[2:4] if lengths else args[:1]
-            self.answered = answered = self._host_has(tensors_in(asked))
+            read = name in FROM_PYTHON and obstacle is HOST_READ  # tensors in a list
+            self.answered = answered = not read and self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             self._count(name, leaves_of(args), self._sites.here())
             with self.looking_away():  # the operators inside of it are the same obstacle

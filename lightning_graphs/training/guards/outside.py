@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import gc
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +18,7 @@ from torch.autograd import Function
 
 from lightning_graphs.core.arguments.contents import Contents, bound
 from lightning_graphs.core.arguments.values import Absence, is_object, value_of_class
-from lightning_graphs.core.callsite import CallSite, codes_in
+from lightning_graphs.core.callsite import CallSite, codes_in, named_at, site_naming
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.training.guards.held_values import held_in, held_in_value
 from lightning_graphs.training.guards.own_code import (
@@ -226,11 +224,11 @@ class OutsideValues:
 
     def site_of(self, name: str) -> CallSite:
         """The author's line that binds a name, or else the first one that reads it."""
-        for word in reversed(re.findall(r"\w+", name)):
-            found = [place for code in self._codes for place in _lines_with(code, word)]
-            if found:
-                return max(found, key=lambda place: place[0])[1]
-        return CallSite()
+        return site_naming(name, self._codes)
+
+    def named_at(self, name: str) -> str:
+        """Where that is, to follow a name in a message; empty where no line has it."""
+        return named_at(name, self._codes)
 
     def empty_caches(self) -> None:
         """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
@@ -246,6 +244,7 @@ class OutsideValues:
 
     def read_into(self, reads: AttributeReads) -> None:
         """Let a capture that was followed depend on all of this."""
+        reads.codes.update(dict.fromkeys(self._codes))
         for value in self._values():
             reads.add(*value)
         reads.read(self.words)
@@ -272,13 +271,3 @@ class OutsideValues:
             if before is not Absence.ABSENT and isinstance(owner, (dict, CellType)):
                 get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
                 yield name, get, key, owner
-
-
-def _lines_with(code: CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
-    """The lines of a function with a name, and whether they bind it."""
-    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset) or line
-        if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
-            binds = instruction.opname.startswith("STORE")
-            yield binds, CallSite(code.co_filename, line, code.co_name)

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class AttributeReads(HeldValues):
 
     def __init__(self) -> None:
         super().__init__()
+        self.codes: dict[CodeType, None] = {}  # of the author's functions that ran
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
@@ -224,11 +225,21 @@ def _author_of(kind: type) -> str:
     return next(written).__module__
 
 
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def iterators_in(module: nn.Module, words: Container[str]) -> list[str]:
+    """The names of iterators in attributes, as far as code with these words may read them."""
+    found = [name for name, value in held_in(module) if _is_iterator(value)]
+    return [name for name in found if name.rpartition(".")[2] in words]
+
+
 def _refuse_iterators(name: str, value: Any) -> None:
     """Refuse to read an iterator, or what has one inside, before anything is taken from it."""
     inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
     for label, held in [(name, value), *inside]:
-        if isinstance(held, Iterator) and not isinstance(held, io.IOBase):
+        if _is_iterator(held):
             raise DRAWN.refused_here(f"{label}, an iterator, is read")
 
 

@@ -40,7 +40,7 @@ STORED_OUTSIDE = Obstacle(
 _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),
     *("logging.Logger.handle", "rich.console.Console.print", "rich.console.Console.log"),
-    *("wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
+    *("torch.save", "wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
@@ -64,8 +64,8 @@ def effects_refused(
         raise refused[-1]
 
     def refuse_stored(names: Sequence[str]) -> None:
-        line = values.site_of(names[0]).describe()
-        raise STORED_OUTSIDE.refused(f"{what} changes {', '.join(names[:3])}, named at {line}")
+        line = values.named_at(names[0])
+        raise STORED_OUTSIDE.refused(f"{what} changes {', '.join(names[:3])}{line}")
 
     with values.contents.left(refuse_stored), values.followed():
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import EVERYTHING, KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.values import HeldValues
+from lightning_graphs.core.callsite import CallSiteFinder, definition_of
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import GraphedCallable, Stores
 from lightning_graphs.core.private.torch import (
@@ -52,10 +54,17 @@ Result = TypeVar("Result")
 REQUIRES_GRAD = attrgetter("requires_grad")
 
 
+_LINE = re.compile(r":\d+ in ")
+"""That an observation names somebody's line."""
+
+
 class CallRefused(CaptureError):
-    """One of the calls cannot be captured."""
+    """One of the calls cannot be captured; where nothing else does, its forward tells the line."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
+        site = definition_of(call.original)
+        if not (CallSiteFinder().is_library(site.file) or _LINE.search(observed)):
+            observed += f", in the code of {site.describe()}"
         super().__init__(rule, observed, remedy)
         self.call = call
 
@@ -113,7 +122,9 @@ class Baked:
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors."""
         try:
-            with effects_refused(self._root.trainer, self._own, self.outside, "its forward"):
+            with effects_refused(
+                self._root.trainer, self._own, self.outside, "the module's forward"
+            ):
                 result = run()
         finally:
             changed = self._reads.changed_outside(set(map(id, module.modules())))
@@ -123,10 +134,12 @@ class Baked:
             if drawn := self._generators.drawn():
                 self._generators.restore()
         if changed:
+            line = self.outside.named_at(changed[0].partition(" ")[0])
             names = ", ".join(changed[:3])
-            raise STORED.refused(f"the module's forward changes {names}")
+            raise STORED.refused(f"{what} changes {names}{line}")
         if drawn:
-            raise DRAWN.refused(f"the module's forward draws from {', '.join(drawn)}")
+            line = self.outside.named_at(drawn[0])
+            raise DRAWN.refused(f"{what} draws from {', '.join(drawn)}{line}")
         return result
 
     def share(self, sites: Sequence[Site]) -> None:

@@ -240,7 +240,11 @@ class ModuleGraphs:
 
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
         steps = (step.baked for step in self._plans_of(kind))
-        moved = (line for baked in steps for line in moved_values(baked.values, baked.now()))
+        moved = (
+            line + baked.outside.named_at(line.partition(": ")[0])
+            for baked in steps
+            for line in moved_values(baked.values, baked.now())
+        )
         return before.change(kind) or list(dict.fromkeys(moved))
 
     def _read(self, kind: StepKind) -> Hashable:

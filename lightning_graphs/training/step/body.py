@@ -75,11 +75,16 @@ class StepBody:
 
     @contextlib.contextmanager
     def surrounded(
-        self, recorder: LogRecorder, places: Places, generators: Generators
+        self,
+        recorder: LogRecorder,
+        places: Places,
+        generators: Generators,
+        # Tells, to follow a name, which line of the author's has it
+        named_at: Callable[[str], str] = lambda _: "",
     ) -> Iterator[None]:
         """What is around a step that is captured, or compared with its graphs."""
         with (
-            places.left(generators),
+            places.left(generators, named_at),
             unseen_by_ddp(self.trainer),
             recorder.recording(),
             torch.enable_grad(),

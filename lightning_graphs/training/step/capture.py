@@ -289,7 +289,7 @@ class StepCapture(StepBody):
         self._in_optimizer = number_places(*parts, number, self._open_keys())
         with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            self.surrounded(recorder, self._learned.places, generators),
+            self.surrounded(recorder, self._learned.places, generators, outside.named_at),
             reads.watching(self.module),
             counters_watched(self.trainer, reads=reads, counter=number),
             rates_exchanged(*parts),

@@ -302,10 +302,8 @@ class StepRunner:
             if self._cache.why_not:
                 why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
                 full = self._cache.is_full
-                read = self._values.why
-                self._fails(
-                    self._notices.waiting(signature, why, read, is_new=is_new, at_once=full)
-                )
+                given = signature, why, self._values.why, self._learned.reads.codes
+                self._fails(self._notices.waiting(*given, is_new=is_new, at_once=full))
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (

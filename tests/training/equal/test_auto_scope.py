@@ -120,7 +120,9 @@ def test_submodules_where_an_attribute_keeps_changing(
     if scope == "auto":
         (reason,) = statistics.fallbacks
         assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
-        assert re.search(r"self\.w: 0\.\d+ -> 0\.\d+\n  Fix: .*a buffer that a hook fills", reason)
+        assert re.search(
+            r"self\.w: 0\.\d+ -> 0\.\d+, named at .*\n  Fix: .*a buffer that a hook fills", reason
+        )
 
 
 SHARE = 1.0
@@ -148,7 +150,7 @@ def test_submodules_where_a_global_keeps_changing(backend: str, tmp_path: Path) 
     assert statistics.replayed > 15
     (reason,) = statistics.fallbacks
     assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
-    assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+\n  Fix: .*a buffer that a hook fills", reason)
+    assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+, named at .*\n  Fix: .*a buffer", reason)
 
 
 @SAYS

@@ -138,7 +138,10 @@ class OfTheIndex(Scored):
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        (ChangedAfterwards, r"given to metric `mean` at .*: self\.mean\.update\(value\) is changed"),
+        (
+            ChangedAfterwards,
+            r"`mean` at .*: self\.mean\.update\(value\) is changed",
+        ),
         (OfTheIndex, r"batch_idx is read at .*test_metrics.py"),
     ],
 )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal
 
-from lightning_graphs.reporting.diagnosis import Diagnosis
+from lightning_graphs.reporting.diagnosis import Diagnosis, Finding
 from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.equal.test_python_draws import spans
@@ -112,6 +117,22 @@ def _named(*names: Callable[[int, int], int]) -> Callable[[], list[dict[str, Any
         {**batch, "name": [f"image{number(i, j)}" for j in range(8)]}
         for i, batch in enumerate(batches(24))
     ]
+
+
+def _in_tuples() -> list[Any]:
+    """Batches as a data set of tuples gives them."""
+    return [(batch, tuple(batch["name"])) for batch in _named()()]
+
+
+class Sorting(Net):
+    """The name of the first sample decides."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch, names = batch if isinstance(batch, tuple | list) else (batch, batch["name"])
+        loss = self.loss(batch)
+        if "1" in names[0]:  # read
+            loss = loss * 2
+        return loss
 
 
 def _activations(module: Any, batch: Any) -> Tensor:
@@ -218,8 +239,299 @@ class Annealed(Net):
         return self.loss(batch) * tau + beta * self.net[0].weight.square().sum()
 
 
+class Correlated(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        covariance = self.net[0].weight.T @ self.net[0].weight
+        return self.loss(batch) + MultivariateNormal(torch.zeros(8), covariance).rsample().mean()
+
+
+class Coded(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        codes = nn.functional.one_hot(self.net(batch["x"]).argmax(-1))
+        return self.loss(batch) + codes.float().mean()
+
+
+class Catching(Net):
+    """Goes on where a look at its loss fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        try:
+            return loss * 2 if loss > 1 else loss
+        except Exception:
+            return loss
+
+
+class Box:
+    """Holds what cannot be stored again."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class Boxing(Net):
+    last: Box | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.last = Box(loss.detach())
+        return loss
+
+
+class Layer(nn.Module):
+    """Leaves something behind in its ``leave``."""
+
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() * self.leave(self)
+
+
+def _counts(layer: Any) -> float:
+    layer.calls += 1
+    return 1.0
+
+
+def _appends(layer: Any) -> float:
+    layer.sizes.append(8)
+    return 1.0
+
+
+def _draws(layer: Any) -> float:
+    return random.random()
+
+
+class Layered(Net):
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = Layer(leave)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
+class Shuffling(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        order = list(range(8))
+        random.shuffle(order)
+        return self.loss(batch) + self.net(batch["x"])[order].cumsum(0).mean()
+
+
+class Consuming(Net):
+    """Takes something from an iterator that is its own, as of a second loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * next(self.scales)
+
+
+class Listing(Net):
+    """A tensor is made of the numbers in others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * torch.tensor([loss.detach()], device=self.device).mean()
+
+
+class ListingLabels(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sums = torch.tensor([batch["y"].sum(), batch["y"][0]], device=self.device)
+        return self.loss(batch) * sums.float().mean()
+
+
+class Copying(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + copy.deepcopy(self.net)(batch["x"]).mean()
+
+
+class Saving(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        torch.save(loss.detach(), io.BytesIO())
+        return loss
+
+
+SETTINGS = {"scale": 1.0}
+
+
+class Set(Net):
+    """A hook moves a number that the step finds outside of the module."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SETTINGS["scale"] = 1 + 2.0**-self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * SETTINGS["scale"]
+
+
+class Tempered(Net):
+    """A hook moves a number that the forward reads."""
+
+    temperature = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.temperature = 1 + 2.0**-self.global_step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).float() / math.sqrt(self.temperature)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Bound(nn.Linear):
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)  # bound
+        return self.last.relu()
+
+
+class Scoring(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * self.mean(loss.detach())
+
+
+class TemperedLayer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Scaled(8, 8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layer.scale = 1 + 2.0**-self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
+def agreed(root: Path, **options: Any) -> list[Finding]:
+    """The doctor's rows with the words of the first refusal of a run: rule, remedy and line.
+
+    On a GPU a refusal has the words of CUDA.
+    """
+    options = {"data": lambda: batches(20), "validation": 0, **options}
+    capture = {"scope": "auto", "on_failure": "eager", **options.pop("capture", {})}
+    said = prepare("emulated", root, True, capture=capture, **options).run().statistics.fallbacks
+    found = examined("emulated", root, capture=capture, **options).capture.report.diagnosis
+    assert found is not None
+    return [
+        row
+        for row in found.obstacles
+        if all(words in said[0] for words in (row.rule, row.remedy, f"{__file__}:{row.line} in"))
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
+    @pytest.mark.parametrize(
+        ("module", "scope", "name"),
+        [
+            (Tempered, "auto", "self.temperature: "),
+            (Set, "auto", "SETTINGS['scale']: "),
+            (TemperedLayer, "modules", "self.layer.scale: "),
+        ],
+    )
+    def test_a_number_that_moves_on_has_the_line_that_reads_it(
+        self, tmp_path: Path, module: Any, scope: str, name: str
+    ) -> None:
+        options: dict[str, Any] = {"data": lambda: batches(40), "validation": 0, "module": module}
+        capture = {"scope": scope, "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        said = fit.statistics.fallbacks[0]
+        found = examined("emulated", tmp_path, capture=capture, **options).capture.report.diagnosis
+        assert found is not None
+        (row,) = found.obstacles
+        assert name in said
+        assert f"named at {row.file}:{row.line} in {row.function}" in said
+
+    def test_a_submodule_that_is_refused_has_its_forward_as_line(self, tmp_path: Path) -> None:
+        def binds(layer: Any) -> Any:
+            layer.scale = layer.linear.bias.exp()
+            return layer.scale
+
+        options: dict[str, Any] = {"module": partial(Layered, binds), "validation": 0}
+        capture = {"scope": "modules", "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        (said,) = fit.statistics.fallbacks
+        where = f"in the code of {__file__}:{Layer.forward.__code__.co_firstlineno} in forward"
+        assert f"`scale` is bound to another tensor in every call, {where}" in said
+
+    @pytest.mark.parametrize(
+        ("module", "operator"),
+        [
+            (Correlated, "aten._local_scalar_dense.default"),
+            (Coded, "aten._local_scalar_dense.default"),
+            (Catching, "aten._local_scalar_dense.default"),
+            (Boxing, "self.last"),
+            (Shuffling, "random.shuffle"),
+            (Consuming, "self.scales"),
+            (Listing, "tensor"),
+            (ListingLabels, "tensor"),
+            (Copying, "aten.set_.source_Storage"),
+            (Saving, "torch.save"),
+            (Scoring, "aten.mul.Tensor"),
+        ],
+    )
+    def test_what_is_refused_has_the_same_words(
+        self, tmp_path: Path, module: Any, operator: str
+    ) -> None:
+        assert operator in [row.operator for row in agreed(tmp_path, module=module)]
+
+    @pytest.mark.parametrize(
+        ("leave", "operator"),
+        [
+            (_counts, "self.layer.calls"),
+            (_appends, "self.layer.sizes"),
+            (_draws, "random.random"),
+        ],
+    )
+    def test_so_has_what_is_refused_of_a_submodule(
+        self, tmp_path: Path, leave: Callable[[Any], Any], operator: str
+    ) -> None:
+        capture, module = {"scope": "modules"}, partial(Layered, leave)
+        found = agreed(tmp_path, module=module, capture=capture)
+        assert [(row.operator, row.function) for row in found] == [(operator, leave.__name__)]
+
+    @pytest.mark.parametrize("module", [Listing, ListingLabels])
+    def test_numbers_in_a_list_of_tensors_do_not_stand_still(
+        self, backend: str, tmp_path: Path, module: Any
+    ) -> None:
+        options: dict[str, Any] = {"module": module, "data": lambda: batches(20), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
+
+    def test_a_tensor_that_a_submodule_binds(self, tmp_path: Path) -> None:
+        class Binding(Layered):
+            def __init__(self) -> None:
+                super().__init__(_counts)
+                self.layer = Bound(8, 8)
+
+        (row,) = agreed(tmp_path, module=Binding, capture={"scope": "modules"})
+        assert (row.operator, row.line) == ("self.layer.last", line(Bound.forward, "bound"))
+
     def test_ways_that_draws_and_counters_decide_are_graphs(
         self, backend: str, tmp_path: Path
     ) -> None:
@@ -265,8 +577,10 @@ class TestAgreement:
         assert fit.statistics.replayed > 0
         watched = examined(backend, tmp_path, capture=capture, **options)
         compare(eager, watched, replayed=False)
-        assert watched.capture.report.diagnosis is not None
-        assert watched.capture.report.diagnosis.obstacles == []
+        found = watched.capture.report.diagnosis
+        assert found is not None
+        assert found.obstacles == []
+        assert not [f for f in found.findings if f.operator.startswith("self._")]  # Lightning's
 
     @pytest.mark.parametrize("module", [*SERVED, *BRANCHING], ids=lambda kind: kind.__name__)
     def test_what_a_replay_asks_the_host_is_no_obstacle(
@@ -306,8 +620,8 @@ class TestAgreement:
     def test_names_in_the_batch_that_a_step_reads(self, backend: str, tmp_path: Path) -> None:
         class Reading(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                numbers = [float(name[5:]) for name in batch["name"]]
-                return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()  # read
+                numbers = [float(name[5:]) for name in batch["name"]]  # read
+                return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()
 
         options: dict[str, Any] = {"module": Reading, "data": _named(), "validation": 0}
         eager = prepare(backend, tmp_path, False, **options).run()
@@ -319,9 +633,46 @@ class TestAgreement:
         compare(eager, watched, replayed=False)
         assert watched.capture.report.diagnosis is not None
         (row,) = watched.capture.report.diagnosis.obstacles
-        assert (row.kind, row.operator) == ("python-state", "tensor")
-        assert row.line == line(Reading.training_step, "read")
-        assert row.observed == "8.0 in one step, 16.0 in another"
+        assert (row.kind, row.operator) == ("batch-value", 'batch["name"][0]')
+        assert (row.line, row.observed) == (line(Reading.training_step, "read"), "and 7 more")
+        (said,) = fit.statistics.fallbacks
+        assert f'batch["name"][0] is read at {row.file}:{row.line} in' in said
+
+    @pytest.mark.parametrize("data", [_named(), _in_tuples])
+    def test_a_name_in_the_batch_that_decides(self, tmp_path: Path, data: Any) -> None:
+        (row,) = agreed(tmp_path, module=Sorting, data=data)
+        assert (row.kind, row.line) == ("batch-value", line(Sorting.training_step, "read"))
+
+    def test_names_that_come_back_are_graphs(self, backend: str, tmp_path: Path) -> None:
+        data = _named(lambda i, j: i % 2)
+        options: dict[str, Any] = {"module": Sorting, "data": data, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        compare(eager, prepare(backend, tmp_path, True, **options).run())
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.report.diagnosis is not None
+        assert watched.capture.report.diagnosis.obstacles == []
+        row = rows(watched, "batch-value")[0]
+        assert row.effect == "further graph"
+        assert row.line == line(Sorting.training_step, "read")
+
+    def test_hooks_find_the_batch_as_the_step_has_left_it(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        class Leaving(Sorting):
+            left: list[Any] = []  # noqa: RUF012
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                batch["first"] = batch["name"].pop(0).upper()
+                return self.loss(batch)
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.left.append((batch["first"], [(type(n), n) for n in batch["name"]]))
+
+        watched = examined(backend, tmp_path, module=Leaving, data=_named(), validation=0)
+        assert watched.capture.report.diagnosis is not None
+        names = [(str, f"image{j}") for j in range(1, 8)]
+        assert Leaving.left[0] == ("IMAGE0", names)
 
     def test_a_value_that_never_comes_back(self, backend: str, tmp_path: Path) -> None:
         class Reading(Net):
