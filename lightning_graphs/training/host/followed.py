@@ -11,10 +11,10 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSiteFinder, frames_from
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.training.interception import replaced
 
@@ -119,9 +119,6 @@ def stands_for_a_while(value: Any) -> bool:
 def constants_around() -> Iterator[Any]:
     """The constants in the text of the author's functions that are running."""
     is_library = CallSiteFinder().is_library
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code: CodeType = frame.f_code
-        if not is_library(code.co_filename):
-            yield from code.co_consts
-        frame = frame.f_back
+    for frame in frames_from(sys._getframe(1)):
+        if not is_library(frame.f_code.co_filename):
+            yield from frame.f_code.co_consts
