@@ -284,11 +284,6 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeReads | Non
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
     if key in _MOVING or not (key in _LOADERS or is_comparable):
         on_use(COUNTER, f"trainer.{key}", COUNTER.refused_here(f"trainer.{key} is read"))
-    elif reads is not None and key == "callbacks":
-        for index, callback in enumerate(value):
-            if not type(callback).__module__.startswith(_OURS):
-                name = f"self.trainer.callbacks[{index}]"
-                reads.add(name, value.__getitem__, index, value)
     elif reads is not None:
         reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
 

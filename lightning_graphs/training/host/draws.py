@@ -24,7 +24,7 @@ from lightning_graphs.core.host.recording import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.held_values import PythonGenerator, shared_generators
-from lightning_graphs.training.host.followed import DrawingFunction, standing_for_a_while
+from lightning_graphs.training.host.followed import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
 from lightning_graphs.training.interception import replaced
 
@@ -63,7 +63,8 @@ def draws_exchanged(
             follows = is_ours and (draws or _are_plain((args, kwargs)))
             return own(*args, **kwargs) if follows else function(*args, **kwargs)
 
-        return standing_for_a_while(call)
+        vars(call)[FOR_A_WHILE] = True
+        return call
 
     generators = {}
     with contextlib.ExitStack() as stack:

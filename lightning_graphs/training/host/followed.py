@@ -95,25 +95,18 @@ def _conversion(kind: Any) -> type:
         def __hash__(cls) -> int:
             return hash(kind)
 
-    return Meta(kind.__name__, (kind,), {})
+    return Meta(kind.__name__, (kind,), {FOR_A_WHILE: True})
 
+
+FOR_A_WHILE = "_stands_for_a_while"
+"""An attribute of functions and classes that are taken away again at the end of the capture."""
 
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
 
 
-_FOR_A_WHILE = "_stands_for_a_while"
-
-
-def standing_for_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Note that this function is taken away again at the end of the capture."""
-    vars(function)[_FOR_A_WHILE] = True
-    return function
-
-
 def stands_for_a_while(value: Any) -> bool:
     """Whether this stands for ``float``, ``int`` or a function while code is followed."""
-    is_marked = isinstance(value, FunctionType) and _FOR_A_WHILE in vars(value)
-    return is_marked or any(value is conversion for conversion in _CONVERSIONS.values())
+    return isinstance(value, (FunctionType, type)) and FOR_A_WHILE in vars(value)
 
 
 def constants_around() -> Iterator[Any]:

@@ -246,6 +246,9 @@ class LiveNumber(Followed, FrozenNumber):
             self.numbers.bounded(other)
         return self.computed(_infix(self, symbol, other), function, self, other).guarded()
 
+    def __bool__(self) -> Any:
+        return self.is_true()
+
     def is_true(self) -> Any:
         return self.computed(f"bool({self.name})", bool, self).guarded()
 
@@ -360,11 +363,6 @@ def _applied(function: Callable[..., Any]) -> Any:
     return lambda self, *digits: self.applied(function, (self, *digits))
 
 
-def _is_true(number: LiveNumber) -> bool:
-    found: bool = number.is_true()  # an array has its own
-    return found
-
-
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
@@ -378,14 +376,9 @@ for _symbol, _name in ARITHMETIC.items():
     setattr(LiveNumber, f"__r{_name}__", _back)
 for _symbol, _name in COMPARISONS.items():
     setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
-for _name in ("neg", "pos", "abs"):
-    setattr(LiveNumber, f"__{_name}__", _applied(getattr(operator, _name)))
-for _function in (round, math.trunc, math.floor, math.ceil):
-    setattr(LiveNumber, f"__{_function.__name__}__", _applied(_function))
-LiveNumber.__bool__ = _is_true  # type: ignore[assignment]
-_BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
-_BARE |= {"str": str, "repr": repr, "format": format}
-for _kind in (float, int):
-    setattr(LiveNumber, f"__{_kind.__name__}__", _converted(_kind))
-for _name, _plain in _BARE.items():
-    setattr(LiveNumber, f"__{_name}__", _seen(_plain))
+_APPLIED = operator.neg, operator.pos, abs, round, math.trunc, math.floor, math.ceil
+_BARE = operator.index, hash, str, repr, format
+_function: Any
+for _functions, _make in ((_APPLIED, _applied), (_BARE, _seen), ((float, int), _converted)):
+    for _function in _functions:
+        setattr(LiveNumber, f"__{_function.__name__}__", _make(_function))
