@@ -235,8 +235,8 @@ class GraphCapture(Callback):
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
-            found = (trainer, calls, statistics, budget)
-            retry = EagerRetry(*found, raises=options.on_failure == "raise", is_alone=ranks.are_one)
+            found = (trainer, calls, statistics, budget, ranks)
+            retry = EagerRetry(*found, raises=options.on_failure == "raise")
             parts = (statistics, progress, investment, retry, ranks)
             fit = Fit(trainer, pl_module, options, pool, *parts)
             retry.attach(runner_for(fit))
@@ -251,7 +251,6 @@ class GraphCapture(Callback):
 
             self._statistics.backend = name
             reporter = FitReporter(fit, switch_off)
-            retry.switch_off = reporter.switch_off
             methods = stack.enter_context(intercepted(trainer.strategy, reporter.timing))
             self._fit = stack.pop_all()
         self._retry, self._reporter = retry, reporter

@@ -63,7 +63,6 @@ def is_model_parallel(trainer: Trainer) -> bool:
 
 
 def is_ddp(strategy: object) -> bool:
-    """Whether a strategy is Lightning's for DDP."""
     return _is(strategy, "ddp")
 
 

@@ -144,12 +144,8 @@ class FitReporter:
                 hint = ". GraphCapture(only_if_faster=True) switches itself off then"
             rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
         if slower and self._options.only_if_faster:
-            self.switch_off(f"switched off by only_if_faster: {self._statistics.verdict}")
+            self._ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
         self._log()
-
-    def switch_off(self, reason: str) -> None:
-        """Let steps run eagerly from now on; all ranks begin with it at the same step."""
-        self._ranks.leave(reason)
 
     def left(self, reason: str) -> None:
         """Release the graphs now, and say why."""

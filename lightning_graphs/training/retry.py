@@ -31,6 +31,7 @@ from lightning_graphs.training.guards.held_values import (
 )
 from lightning_graphs.training.interception import StepHandler, StrategyCalls, nothing, replaced
 from lightning_graphs.training.lightning_private import logs_kept
+from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import loss_of, scaler_of
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
@@ -121,7 +122,6 @@ class EagerRetry:
     runner: Runner  # what runs the steps at present
     backward: Callable[..., Any]
     optimizer_step: Callable[..., Any]
-    switch_off: Callable[[str], None]  # called with the reason, where a step found no memory
 
     def __init__(
         self,
@@ -129,17 +129,18 @@ class EagerRetry:
         own: StrategyCalls,
         statistics: Statistics,
         budget: MemoryBudget,
+        ranks: Ranks,  # where others wait for this one, the error is raised
         *,
-        raises: bool,  # the error is raised instead
-        is_alone: bool,  # no other rank waits for this one; where others do, it is raised, too
+        raises: bool,  # it is raised in any case
     ) -> None:
         self._trainer = trainer
         self._module = module = trainer.lightning_module
         self.own = own  # the strategy's own methods
         self._statistics = statistics
         self.budget = budget  # what memory may be taken
-        self._retries = is_alone and not raises
-        self._is_alone = is_alone
+        self._ranks = ranks
+        self._is_alone = ranks.are_one
+        self._retries = self._is_alone and not raises
         self._manual = not module.automatic_optimization
         # The same methods, for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
@@ -236,7 +237,7 @@ class EagerRetry:
 
     def _give_up(self, reason: str) -> None:
         self._reason, self._begin = "", None
-        self.switch_off(
+        self._ranks.leave(
             f"steps run eagerly from now on: one found no memory beside what graphs hold: {reason}"
         )
         gc.collect()  # what the error's traceback holds

@@ -14,13 +14,6 @@ from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.step.runner import StepRunner
 
 
-def _module_runner(fit: Fit, warmup_steps: int, looks_at_shapes: bool = False) -> ModuleRunner:
-    fit.ranks.close()  # submodules exchange nothing
-    if fit.progress is not None:
-        fit.progress.follows = True
-    return ModuleRunner(fit, warmup_steps=warmup_steps, looks_at_shapes=looks_at_shapes)
-
-
 def runner_for(fit: Fit) -> Runner:
     """The runner that the options ask for.
 
@@ -30,12 +23,12 @@ def runner_for(fit: Fit) -> Runner:
     if fit.options.scope == "step":
         return StepRunner(fit)
     if fit.options.by_submodules:
-        return _module_runner(fit, fit.options.warmup_steps)
+        return ModuleRunner(fit, fit.options.warmup_steps)
     reason = why_no_whole_step(fit.trainer, fit.module)
     if reason:
         fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
-        return _module_runner(fit, fit.options.warmup_steps)
-    return StepRunner(fit, partial(_module_runner, fit, 0))
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    return StepRunner(fit, partial(ModuleRunner, fit, 0))
 
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:

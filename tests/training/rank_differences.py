@@ -109,7 +109,7 @@ def _switch_off(trainer: Any, module: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, GraphCapture):
             assert callback._reporter is not None
-            callback._reporter.switch_off("told to")
+            callback._retry._ranks.leave("told to")
 
 
 def _no_room(self: MemoryBudget, what: str) -> None:

@@ -43,6 +43,7 @@ _LASTING = frozenset(
 )
 """What stays as it is for a whole fit, or is looked at elsewhere."""
 
+_HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _OURS = "lightning_graphs."
@@ -163,14 +164,13 @@ def number_places(
     optimizer: Optimizer,
     rates: Sequence[Tensor] | None = None,  # stand for learning rates, a group each
     # Makes the stand-in for a number, of its name and what gives it; ``rates`` then stand for
-    # tensors only
+    # tensors only, and without them further numbers of each group move without another capture
     number: Callable[[str, Callable[[], Any]], Any] | None = None,
-    # Of each group, further numbers, that move without another capture
-    keys: Sequence[Collection[str]] = (),
 ) -> NumberPlaces:
     """Where learning rates stand, and what schedulers count by, with a stand-in for each."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     make, groups = number or FrozenNumber, optimizer.param_groups
+    further = _HYPER_PARAMETERS if number is not None and rates is None else ()
 
     def rate(name: str, group: int, table: dict[str, Any], key: str, *index: int) -> Any:
         read = _reading(table, key, *index)
@@ -191,14 +191,14 @@ def number_places(
             places.append((table, "_last_lr", last))
     for i, group in enumerate(groups):
         places.append((group, "lr", rate("the learning rate", i, group, "lr")))
-        for key in keys[i] if keys else ():
-            name, value = _of_group(f"{key} of the optimizer", i), group[key]
-            if isinstance(value, (tuple, list)):  # betas
+        for key in further:
+            name, value = _of_group(f"{key} of the optimizer", i), group.get(key)
+            if type(value) in (int, float):
+                places.append((group, key, make(name, _reading(group, key))))
+            elif isinstance(value, (tuple, list)) and {*map(type, value)} <= {int, float}:
                 names = [f"{name}[{k}]" if k else name for k in range(len(value))]
                 numbers = tuple(make(n, _reading(group, key, k)) for k, n in enumerate(names))
                 places.append((group, key, numbers))
-            else:
-                places.append((group, key, make(name, _reading(group, key))))
     return places
 
 
@@ -283,11 +283,6 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeReads | Non
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
     if key in _MOVING or not (key in _LOADERS or is_comparable):
         on_use(COUNTER, f"trainer.{key}", COUNTER.refused_here(f"trainer.{key} is read"))
-    elif reads is not None and key == "callbacks":
-        for index, callback in enumerate(value):
-            if not type(callback).__module__.startswith(_OURS):
-                name = f"self.trainer.callbacks[{index}]"
-                reads.add(name, value.__getitem__, index, value)
     elif reads is not None:
         reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from itertools import repeat
 from pathlib import PurePath
 from types import MethodType
@@ -79,13 +79,8 @@ class OwnCode:
         self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
         self._finder = CallSiteFinder()
         self._standard = sysconfig.get_paths()["stdlib"]
-        self._verdicts: dict[tuple[str, str], bool] = {}
-
-    def has(self, file: str, name: str) -> bool:
-        """Whether code of this file, in the module of this name, is the author's."""
-        if (file, name) not in self._verdicts:
-            self._verdicts[file, name] = self._judge(file, name)
-        return self._verdicts[file, name]
+        # Whether code of this file, in the module of this name, is the author's
+        self.has: Callable[[str, str], bool] = cache(self._judge)
 
     def _judge(self, file: str, name: str) -> bool:
         if file.startswith("<"):  # a notebook, or made by a dataclass or the like for a module

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import values_checked_on_device
 from lightning_graphs.errors import CaptureError, GraphError
@@ -119,9 +119,7 @@ def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], N
 
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and _passes_on(frame):
-            frame = frame.f_back
+        frame = next((f for f in frames_from(sys._getframe(1)) if not _passes_on(f)), None)
         if not is_property or function(*args):  # without a logger, nothing is done with it
             used(what, frame)
         return function(*args, **kwargs)

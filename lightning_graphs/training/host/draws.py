@@ -24,7 +24,7 @@ from lightning_graphs.core.host.recording import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.held_values import PythonGenerator, shared_generators
-from lightning_graphs.training.host.followed import DrawingFunction, standing_for_a_while
+from lightning_graphs.training.host.followed import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
 from lightning_graphs.training.interception import replaced
 
@@ -63,7 +63,8 @@ def draws_exchanged(
             follows = is_ours and (draws or _are_plain((args, kwargs)))
             return own(*args, **kwargs) if follows else function(*args, **kwargs)
 
-        return standing_for_a_while(call)
+        vars(call)[FOR_A_WHILE] = True
+        return call
 
     generators = {}
     with contextlib.ExitStack() as stack:
@@ -177,19 +178,19 @@ def _item(read: Callable[[], Any], index: int) -> Callable[[], Any]:
 class LiveArray(LiveNumber):
     """Stands for an array that is drawn, or for what follows from it."""
 
-    def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
-        read, value = self.follow(function, *others)
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        read, value = self.follow(function, *operands)
         return standing(self.numbers, self.numbers.unique(name), read, value)
 
     def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
         """An array of outcomes."""
-        return self.computed(f"{self.name} {symbol}", function, other)
+        return self.computed(f"{self.name} {symbol}", function, self, other)
 
     def is_true(self) -> Any:
-        return self.computed(f"bool({self.name})", bool)
+        return self.computed(f"bool({self.name})", bool, self)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.computed(self.name, operator.getitem, key)
+        return self.computed(self.name, operator.getitem, self, key)
 
     def __len__(self) -> int:  # type: ignore[override]
         found: int = self.numbers.guarded(
@@ -204,6 +205,6 @@ class LiveArray(LiveNumber):
         method = getattr(type(self.value), name, None)
         if not callable(method) or name.startswith("__") or name in _IN_PLACE:
             return super().__getattr__(name)
-        return partial(self.computed, f"{self.name}.{name}", method)
+        return partial(self.computed, f"{self.name}.{name}", method, self)
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = StandIn._refuse

@@ -11,10 +11,10 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSiteFinder, frames_from
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.training.interception import replaced
 
@@ -95,33 +95,23 @@ def _conversion(kind: Any) -> type:
         def __hash__(cls) -> int:
             return hash(kind)
 
-    return Meta(kind.__name__, (kind,), {})
+    return Meta(kind.__name__, (kind,), {FOR_A_WHILE: True})
 
+
+FOR_A_WHILE = "_stands_for_a_while"
+"""An attribute of functions and classes that are taken away again at the end of the capture."""
 
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
 
 
-_FOR_A_WHILE = "_stands_for_a_while"
-
-
-def standing_for_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Note that this function is taken away again at the end of the capture."""
-    vars(function)[_FOR_A_WHILE] = True
-    return function
-
-
 def stands_for_a_while(value: Any) -> bool:
     """Whether this stands for ``float``, ``int`` or a function while code is followed."""
-    is_marked = isinstance(value, FunctionType) and _FOR_A_WHILE in vars(value)
-    return is_marked or any(value is conversion for conversion in _CONVERSIONS.values())
+    return isinstance(value, (FunctionType, type)) and FOR_A_WHILE in vars(value)
 
 
 def constants_around() -> Iterator[Any]:
     """The constants in the text of the author's functions that are running."""
     is_library = CallSiteFinder().is_library
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code: CodeType = frame.f_code
-        if not is_library(code.co_filename):
-            yield from code.co_consts
-        frame = frame.f_back
+    for frame in frames_from(sys._getframe(1)):
+        if not is_library(frame.f_code.co_filename):
+            yield from frame.f_code.co_consts

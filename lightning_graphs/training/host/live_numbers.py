@@ -213,7 +213,10 @@ class LiveNumber(Followed, FrozenNumber):
             self.refuse()
         value = function(self.value, *args)
         if self.drawn:
-            name, (read, _) = f"{function.__name__}({self.name})", self.follow(function, *args)
+            name, (read, _) = (
+                f"{function.__name__}({self.name})",
+                self.follow(function, self, *args),
+            )
             return self.numbers.guarded(name, read, value, drawn=True)
         self.guarded()
         return value
@@ -221,30 +224,33 @@ class LiveNumber(Followed, FrozenNumber):
     def bare(self) -> Any:
         return self.seen(operator.index if type(self.value) is int else float)
 
-    def follow(self, function: Callable[..., Any], *others: Any) -> tuple[Callable[[], Any], Any]:
-        """What gives a function of it and of other values, and what that is in this step."""
-        value = function(*(n.value if isinstance(n, LiveNumber) else n for n in (self, *others)))
+    def follow(self, function: Callable[..., Any], *operands: Any) -> tuple[Callable[[], Any], Any]:
+        """What gives a function of it and of other operands, and what that is in this step."""
+        value = function(*(n.value if isinstance(n, LiveNumber) else n for n in operands))
         if value is None:  # it has written one of them
             self.refuse()
         # Guards outlive the capture, and hold nothing of it.
-        reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in (self, *others)]
+        reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in operands]
         return functools.partial(_computed, function, reads), value
 
-    def computed(self, name: str, function: Callable[..., Any], *others: Any) -> Any:
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
         if len(name) > _LONGEST:
             self.refuse()
-        numbers = [n for n in (self, *others) if isinstance(n, LiveNumber)]
+        numbers = [n for n in operands if isinstance(n, LiveNumber)]
         lasts, drawn = all(n.lasts for n in numbers), any(n.drawn for n in numbers)
-        return LiveNumber(self.numbers, name, *self.follow(function, *others), lasts, drawn)
+        return LiveNumber(self.numbers, name, *self.follow(function, *operands), lasts, drawn)
 
     def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
         """The outcome of a comparison, which is a guard."""
         if type(other) is float:
             self.numbers.bounded(other)
-        return self.computed(_infix(self, symbol, other), function, other).guarded()
+        return self.computed(_infix(self, symbol, other), function, self, other).guarded()
+
+    def __bool__(self) -> Any:
+        return self.is_true()
 
     def is_true(self) -> Any:
-        return self.computed(f"bool({self.name})", bool).guarded()
+        return self.computed(f"bool({self.name})", bool, self).guarded()
 
     def guarded(self) -> Any:
         """The bare value, for steps in which it is the same."""
@@ -253,13 +259,10 @@ class LiveNumber(Followed, FrozenNumber):
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         if function in _PLAIN and type(self.value) is function:
             return self
-        place = next((i for i, argument in enumerate(args) if argument is self), None)
-        if place is None:  # in a list
+        if not any(argument is self for argument in args):  # in a list
             self.refuse()
         given = ", ".join(map(_operand, args))
-        others = [*args[:place], *args[place + 1 :]]
-        first = _first(function, place) if place else function
-        return self.computed(f"{function.__name__}({given})", first, *others)
+        return self.computed(f"{function.__name__}({given})", function, *args)
 
     @classmethod
     def __torch_function__(
@@ -311,11 +314,6 @@ def _constant(value: Any) -> Callable[[], Any]:
     return lambda: value
 
 
-def _first(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """A function that is given one of its arguments first."""
-    return lambda first, *others: function(*others[:place], first, *others[place:])
-
-
 def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) -> Any:
     return function(*[read() for read in reads])
 
@@ -341,10 +339,10 @@ def _of_numbers(method: Callable[[LiveNumber, Any], Any]) -> Callable[[LiveNumbe
 
 def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
     def forth(self: LiveNumber, other: Any) -> Any:
-        return self.computed(_infix(self, symbol, other), function, other)
+        return self.computed(_infix(self, symbol, other), function, self, other)
 
     def back(self: LiveNumber, other: Any) -> Any:
-        return self.computed(_infix(other, symbol, self), lambda a, b: function(b, a), other)
+        return self.computed(_infix(other, symbol, self), function, other, self)
 
     return _of_numbers(forth), _of_numbers(back)
 
@@ -365,11 +363,6 @@ def _applied(function: Callable[..., Any]) -> Any:
     return lambda self, *digits: self.applied(function, (self, *digits))
 
 
-def _is_true(number: LiveNumber) -> bool:
-    found: bool = number.is_true()  # an array has its own
-    return found
-
-
 def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
@@ -383,14 +376,9 @@ for _symbol, _name in ARITHMETIC.items():
     setattr(LiveNumber, f"__r{_name}__", _back)
 for _symbol, _name in COMPARISONS.items():
     setattr(LiveNumber, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
-for _name in ("neg", "pos", "abs"):
-    setattr(LiveNumber, f"__{_name}__", _applied(getattr(operator, _name)))
-for _function in (round, math.trunc, math.floor, math.ceil):
-    setattr(LiveNumber, f"__{_function.__name__}__", _applied(_function))
-LiveNumber.__bool__ = _is_true  # type: ignore[assignment]
-_BARE: dict[str, Callable[..., Any]] = {"index": operator.index, "hash": hash}
-_BARE |= {"str": str, "repr": repr, "format": format}
-for _kind in (float, int):
-    setattr(LiveNumber, f"__{_kind.__name__}__", _converted(_kind))
-for _name, _plain in _BARE.items():
-    setattr(LiveNumber, f"__{_name}__", _seen(_plain))
+_APPLIED = operator.neg, operator.pos, abs, round, math.trunc, math.floor, math.ceil
+_BARE = operator.index, hash, str, repr, format
+_function: Any
+for _functions, _make in ((_APPLIED, _applied), (_BARE, _seen), ((float, int), _converted)):
+    for _function in _functions:
+        setattr(LiveNumber, f"__{_function.__name__}__", _make(_function))

@@ -62,12 +62,12 @@ class Deferred(StandIn):
 class MetricCall:
     """A call of a metric that every replay makes again, on copies of its tensors."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> None:
-        refuse_stand_ins((args, kwargs))
+    def __init__(
+        self, function: Callable[..., Any], given: Any, tensors: list[Tensor], name: str
+    ) -> None:
         self._function = function
-        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._template = substitute((args, kwargs), self._tensors)
+        self._tensors = tensors
+        self._template = substitute(given, tensors)
         self._result = Deferred(name)
         self._items: dict[str, Deferred] | None = None
         owner = getattr(function, "__self__", None)
@@ -232,33 +232,31 @@ class LogRecorder:
         function = getattr(metric, method)
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            self._dtype = torch.get_default_dtype()
-            args, kwargs = self._own(name, args, kwargs)
-            call = MetricCall(function, args, kwargs, name)
+            self._dtype, given = torch.get_default_dtype(), (args, kwargs)
+            refuse_stand_ins(given)
+            call = MetricCall(function, given, self._own(name, given), name)
             self._calls.append(call)
             return call.result
 
         return record
 
-    def _own(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The arguments of a metric, with copies of what the rest of the step will change.
+    def _own(self, name: str, given: Any) -> list[Tensor]:
+        """The tensors that a metric is given, and copies of what the rest of the step will change.
 
         They are read after the whole step. Parameters and buffers have other values by then.
         """
-        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        own = [
-            t.detach().clone() if local(t).untyped_storage().data_ptr() in self._state else t
-            for t in tensors
-        ]
-        given = f"{name} at {CallSiteFinder().here().describe()}"
-        self._versions += [(given, t, version_of(t)) for t in own]
-        return substitute((args, kwargs), own)
+        own = [leaf.detach() for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
+        state = [local(t).untyped_storage().data_ptr() in self._state for t in own]
+        own = [t.clone() if changes else t for t, changes in zip(own, state, strict=True)]
+        place = f"{name} at {CallSiteFinder().here().describe()}"
+        self._versions += [(place, t, version_of(t)) for t in own]
+        return own
 
     def finish(self) -> None:
         """Copy what the progress bar shows to the host; a part of the captured step."""
-        for given, tensor, version in self._versions:
+        for place, tensor, version in self._versions:
             if version_of(tensor) != version:
-                raise METRIC_EARLY.refused(f"a tensor given to {given} is changed in place")
+                raise METRIC_EARLY.refused(f"a tensor given to {place} is changed in place")
         self._versions.clear()
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]

@@ -52,9 +52,6 @@ class Places:
         # cannot be stored again
         self.found: list[Place] = []
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def __iter__(self) -> Iterator[Place]:
         return iter(self._places.values())
 

@@ -76,9 +76,10 @@ class ProgressValues:
 
     def _metrics(self, on_step: bool) -> Any:
         """What the collection returns, with mirrored numbers instead of a read for each."""
-        results = self._results
+        results, trainer = self._results, self._trainer
         original = type(results).metrics
-        if not on_step or not (self.mirrored or self.follows) or self._must_be_exact():
+        is_late = on_step and (self.mirrored or self.follows)
+        if not is_late or trainer.is_last_batch or updates_loggers(trainer):
             return original(results, on_step)
         entries = step_progress(results)
         late = {n: e for n, e in entries.items() if e.meta.name in self.mirrored}
@@ -101,7 +102,3 @@ class ProgressValues:
                 meta.prog_bar = True
         metrics["pbar"].update(numbers)
         return metrics
-
-    def _must_be_exact(self) -> bool:
-        trainer = self._trainer
-        return trainer.is_last_batch or updates_loggers(trainer)

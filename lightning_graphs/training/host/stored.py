@@ -361,18 +361,15 @@ class CapturedStores:
         self.write_back()
         return [r for place, value in self._built(self._sources) for r in _results(place, value)]
 
-    def results_of(self, before: Sequence[Any]) -> list[Result]:
-        """After an eager step: what it has stored where a replay does."""
-        found: list[Result] = []
-        for (place, _), then in zip(self._outgoing, before, strict=True):
-            now = place.now()
-            found += _results(place, now[then:] if isinstance(place, Growing) else now)
-        return found
+    def eager_results(self) -> Callable[[], list[Result]]:
+        """Ahead of an eager step: what gives, after it, what it has stored where a replay does."""
+        known = [(p, len(p.now()) if isinstance(p, Growing) else 0) for p, _ in self._outgoing]
 
-    def present(self) -> list[Any]:
-        """What :meth:`results_of` has to know of the places before a step."""
-        places = [place for place, _ in self._outgoing]
-        return [len(p.now()) if isinstance(p, Growing) else None for p in places]
+        def results() -> list[Result]:
+            pairs = ((p, p.now()[n:] if isinstance(p, Growing) else p.now()) for p, n in known)
+            return [result for place, value in pairs for result in _results(place, value)]
+
+        return results
 
 
 def _results(place: Place, value: Any) -> list[Result]:

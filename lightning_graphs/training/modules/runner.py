@@ -22,14 +22,17 @@ from lightning_graphs.training.verify.agreement import Agreement
 class ModuleRunner:
     """Stands in for the strategy's methods where submodules are graphed."""
 
-    def __init__(self, fit: Fit, *, warmup_steps: int, looks_at_shapes: bool = False) -> None:
+    def __init__(self, fit: Fit, warmup_steps: int, looks_at_shapes: bool = False) -> None:
+        fit.ranks.close()  # submodules exchange nothing
+        if fit.progress is not None:
+            fit.progress.follows = True
         trainer, module = fit.trainer, fit.module
         self._calls = fit.retry.calls
         self._statistics = fit.statistics
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
-        agreement = Agreement(module, fit.options, fit.retry.budget, fit.ranks)
+        agreement = Agreement(fit)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks_at_shapes)
         if fit.options.validation:

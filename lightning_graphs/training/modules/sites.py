@@ -136,10 +136,10 @@ class Baked:
         if changed:
             line = self.outside.named_at(changed[0].partition(" ")[0])
             names = ", ".join(changed[:3])
-            raise STORED.refused(f"{what} changes {names}{line}")
+            raise STORED.refused(f"the module's forward changes {names}{line}")
         if drawn:
             line = self.outside.named_at(drawn[0])
-            raise DRAWN.refused(f"{what} draws from {', '.join(drawn)}{line}")
+            raise DRAWN.refused(f"the module's forward draws from {', '.join(drawn)}{line}")
         return result
 
     def share(self, sites: Sequence[Site]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -144,12 +143,8 @@ class CapturedUpdate:
         with_gradient = tuple([p.grad is not None for p in self._parameters])
         if not any(with_gradient):
             return None  # there would be nothing in the graph
-        key = (
-            numbers,
-            trainer.gradient_clip_val,
-            trainer.gradient_clip_algorithm,
-            with_gradient,
-        )
+        clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        key = (numbers, clipping, with_gradient)
         plan = self._cache.get(key)
         is_new = self.is_new = plan is None
         if is_new and not (self._cache.is_due(key) and capturable.has_stepped):
@@ -173,15 +168,12 @@ class CapturedUpdate:
         with_gradient = [p for p in self._parameters if p.grad is not None]
         others = [p for p in self._parameters if p.grad is None]
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(gradients_set_aside(self._parameters))
-            stack.enter_context(state_as_known(self.optimizer))
-            stack.enter_context(torch.no_grad())
+        with gradients_set_aside(self._parameters), state_as_known(self.optimizer), torch.no_grad():
             rates = capturable.live_rates()
-            stack.enter_context(rates_exchanged(self._trainer, self.optimizer, rates))
-            gradients.attach()
-            captured = stack.enter_context(self._pool.capture())
-            self._body.update()
+            with rates_exchanged(self._trainer, self.optimizer, rates):
+                gradients.attach()
+                with self._pool.capture() as captured:
+                    self._body.update()
         capturable.remember_state()
         return UpdatePlan(gradients, captured)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -67,9 +66,9 @@ from lightning_graphs.training.step.gradients import (
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.step.transfer import copies_on_host
+from lightning_graphs.training.verify.state import OptimizerState
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
-_HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 
 
 class StepCapture(StepBody):
@@ -85,11 +84,8 @@ class StepCapture(StepBody):
     ) -> None:
         trainer, module = fit.trainer, fit.module
         super().__init__(trainer, module, fit.retry.own, optimizer, capturable, observers)
+        self._fit = fit
         self._learned = learned
-        self._progress = fit.progress
-        self._investment = fit.investment
-        self._ranks = fit.ranks
-        self._pool = fit.pool
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._own = OwnCode(module)
         self._copies = partial(copies_on_host, trainer)
@@ -124,43 +120,40 @@ class StepCapture(StepBody):
         self._refuse_looks_at_shards()
         while True:
             self._asked.clear()
-            self._investment.tries_again()
+            self._fit.investment.tries_again()
             try:
                 return self._captured(batch, tensors, rest, signature, phase, unread)
-            except ArenaFull as error:
-                self._room_on_device = error.needed
-                if waits_for_gradients(self.trainer):
-                    raise
-            except PlaceUsedError as error:
-                if waits_for_gradients(self.trainer):
-                    raise
-                self._learned.places.unlearn(error.place)
             except CaptureError as error:
-                raised = error.observed if isinstance(error, RaisedInCapture) else ""
-                unread.refuse_read(raised)
+                unread.refuse_read(error.observed if isinstance(error, RaisedInCapture) else "")
+                if isinstance(error, ArenaFull):
+                    self._room_on_device = error.needed
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self.trainer):
                     raise
-                places = self._learned.places
-                if places.learn(places.found) or self._learn_calls():
+                if isinstance(error, PlaceUsedError):
+                    self._learned.places.unlearn(error.place)
+                elif isinstance(error, ArenaFull) or self._learns():
                     continue
-                if isinstance(error, LeftBehindError):
+                elif isinstance(error, LeftBehindError):
                     raise
-                if not (self._learned.has_host_half or has_compiled_anything()):
+                elif not (self._learned.has_host_half or has_compiled_anything()):
                     self._learned.has_host_half = True
-                    if self._ranks.are_one and not self._investment.goes_on_with_host():
+                    if self._fit.ranks.are_one and not self._fit.investment.goes_on_with_host():
                         return None
                 elif self._learned.is_unseen and self._asked:
                     self._learned.is_unseen = self._learned.has_host_half = False
                 else:
                     raise
 
-    def _learn_calls(self) -> bool:
-        """Follow conversions to bare numbers, and functions that draw; whether there is a new one.
+    def _learns(self) -> bool:
+        """Whether there are new places to store in, or calls to follow.
 
-        The former are followed where the author's code has asked for them, the latter where
-        something that they drew was refused.
+        Conversions to bare numbers are followed where the author's code has asked for them,
+        functions that draw where something that they drew was refused.
         """
+        places = self._learned.places
+        if places.learn(places.found):
+            return True
         known = self._conversions, self._functions
         asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
         self._conversions |= asked
@@ -186,7 +179,7 @@ class StepCapture(StepBody):
         unread: UnreadValues,
     ) -> StepPlan:
         recording: HostRecording | None = None
-        segments = _Segments(self._pool, self._learned.reads)
+        segments = _Segments(self._fit.pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
         def cut(name: str) -> None:
@@ -221,7 +214,7 @@ class StepCapture(StepBody):
                 copied=self._learned.kept.are_copied,
                 reduced=phase.stepping and wrapper_of(self.trainer) is not None,
             )
-            recorder = LogRecorder(self.module, self._progress, self._learned.logged)
+            recorder = LogRecorder(self.module, self._fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
@@ -267,7 +260,7 @@ class StepCapture(StepBody):
             places=places,
             scaling=scaling,
             host=host,
-            numbers=self._numbers.on_device,
+            numbers=[n for n in (self.capturable, *self._numbers.on_device) if n is not None],
         )
 
     def was_in_a_branch(self) -> bool:
@@ -286,7 +279,7 @@ class StepCapture(StepBody):
         number, reads = self._numbers.number, self._learned.reads
         rates = None if self.capturable is None else self.capturable.live_rates()
         parts = self.trainer, self.optimizer, rates
-        self._in_optimizer = number_places(*parts, number, self._open_keys())
+        self._in_optimizer = number_places(*parts, number)
         with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self.surrounded(recorder, self._learned.places, generators, outside.named_at),
@@ -302,25 +295,14 @@ class StepCapture(StepBody):
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
-        recording, followed = self._recording, calls_followed(self._conversions)
-        host = (
-            nullcontext()
-            if recording is None
-            else draws_recorded(self._numbers, recording, self._functions)
-        )
+        host: AbstractContextManager[None] = nullcontext()
+        followed = calls_followed(self._conversions)
+        if self._recording is not None:
+            host = draws_recorded(self._numbers, self._recording, self._functions)
         with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result
-
-    def _open_keys(self) -> Sequence[Collection[str]]:
-        """The numbers in each parameter group that may move without another capture."""
-        if self.capturable is not None:
-            return ()
-        return [
-            {key for key in _HYPER_PARAMETERS if _is_plain(group.get(key))}
-            for group in self.optimizer.param_groups
-        ]
 
     def _backward(self, loss: Tensor) -> None:
         casts: AbstractContextManager[None] = nullcontext()
@@ -390,28 +372,14 @@ def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
 @contextlib.contextmanager
 def state_as_known(optimizer: Optimizer) -> Iterator[None]:
     """State that the optimizer makes inside of a capture would be made anew by every replay."""
-    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    made = 0
+    before = OptimizerState(optimizer)
     try:
         yield
     finally:
-        for parameter in list(optimizer.state):
-            state, known = optimizer.state[parameter], before.get(parameter)
-            if known is None:
-                del optimizer.state[parameter]
-                made += 1
-            elif any(state[k] is not known.get(k) for k in state if torch.is_tensor(state[k])):
-                state.clear()
-                state.update(known)
-                made += 1
+        made = before.restore()
     if made:
         raise CaptureError(
             "An optimizer must have its state before its step is captured.",
             f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
             "let the optimizer take one more eager step, which unfrozen parameters need",
         )
-
-
-def _is_plain(value: Any) -> bool:
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return all(type(v) in (int, float) for v in values)

@@ -31,7 +31,8 @@ def capture_obstacle(
     own = getattr(torch.optim, name, None) is type(optimizer)
     if has_step_hooks(optimizer):
         return f"{name} has step hooks, which a replay would not call"
-    if not own and not ("capturable" in optimizer.defaults and _steps_as_torch(optimizer)):
+    as_torch = type(optimizer).step.__module__.startswith("torch.optim")
+    if not own and not ("capturable" in optimizer.defaults and as_torch):
         return f"{name} is not one of torch.optim and does not say that it is capturable"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
@@ -51,10 +52,6 @@ def capture_obstacle(
     if "capturable" not in optimizer.defaults:
         return f"{name} has neither capturable=True nor a fused kernel"
     return None
-
-
-def _steps_as_torch(optimizer: Optimizer) -> bool:
-    return type(optimizer).step.__module__.startswith("torch.optim")
 
 
 def _sparse_embedding(module: nn.Module) -> str | None:
@@ -199,7 +196,11 @@ class CapturableOptimizer:
         self._epoch = epoch
         members = list(chain.from_iterable(lists))
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        return not same or self._state_was_replaced()
+        if not (same and self._holds(self._known or [])):
+            return True
+        if self._known is not None:  # a parameter that was unfrozen has made its own
+            self.remember_state()
+        return False
 
     def _holds(self, known: _Known) -> bool:
         for parameter, state, values in known:
@@ -220,14 +221,6 @@ class CapturableOptimizer:
         self._known = [(p, state, list(state.values())) for p, state in self._state.items()]
         firsts = {next(filter(self._state.__contains__, params), None) for params in self._lists}
         self._witnesses = [known for known in self._known if known[0] in firsts]
-
-    def _state_was_replaced(self) -> bool:
-        if self._known is None:
-            return False
-        if not self._holds(self._known):
-            return True
-        self.remember_state()  # a parameter that was unfrozen has made its own
-        return False
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of everything in the groups that a capture freezes."""

@@ -22,6 +22,7 @@ from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.stored import CapturedStores
 from lightning_graphs.training.step.gradients import AttachedGradients
+from lightning_graphs.training.step.optimizers import CapturableOptimizer
 
 
 @dataclass(slots=True)
@@ -59,8 +60,8 @@ class StepPlan:
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostHalf | None = None  # what its code computes on the host; None if that is nothing
     number: int = 0  # the same on all ranks
-    # Numbers of the trainer that its graphs read, to be refreshed before every replay
-    numbers: Sequence[NumberOnDevice] = ()
+    # What its graphs read of the optimizer and the trainer, to be refreshed before every replay
+    numbers: Sequence[CapturableOptimizer | NumberOnDevice] = ()
 
     def fits(self, batch: Any, conditions: Conditions) -> bool:
         """Whether batch and fit are what it was captured from; if so it is ready for a replay."""
@@ -78,14 +79,10 @@ class StepPlan:
             return False
         if self.host is not None and not self.host.run(partial(self.copies, batch)):
             return False
-        self.copy_in(batch)
-        return True
-
-    def copy_in(self, batch: Sequence[Tensor]) -> None:
-        """Copy the tensors of a batch in."""
         self.inputs.copy_in(batch)
         if self.writes_batch:
             self.batch = batch
+        return True
 
     @property
     def told(self) -> tuple[Hashable, ...]:

@@ -74,7 +74,7 @@ class StepRunner:
         self._ranks = fit.ranks
         self._investment = fit.investment
         options = fit.options
-        self._agreement = Agreement(fit.module, options, fit.retry.budget, fit.ranks)
+        self._agreement = Agreement(fit)
         self._cache: PlanCache[Signature, StepPlan] = PlanCache(
             fit.investment, self._release, capacity=options.max_graphs, shape=without_values
         )
@@ -144,11 +144,9 @@ class StepRunner:
 
     @property
     def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
         return "graphs" if len(self._cache) else ""
 
     def close(self) -> None:
-        """Release every graph and give the optimizer back as it came; may be called again."""
         self._active = None
         self._cache.clear()
         self._kept.show(None)
@@ -184,12 +182,11 @@ class StepRunner:
         finally:
             self._stepping = False
             plan, self._active = self._active, None
-        if plan is None or not plan.steps:
+        unscales = plan is not None and "unscale" in plan.graphs
+        if plan is None or not plan.steps or (unscales and not plan.gradients.complete()):
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
-            if "unscale" in plan.graphs:
-                if not plan.gradients.complete():
-                    return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+            if unscales:
                 plan.gradients.adopt()
                 plan.graphs["unscale"].replay()
                 plan.gradients.attach()  # copies follow in place
@@ -298,12 +295,12 @@ class StepRunner:
         except CaptureError as error:
             self._refused(None, error)
             return False
-        if not self._cache.is_due(signature):
-            if self._cache.why_not:
-                why, is_new = self._moved or self._cache.why_not, self._cache.is_new(signature)
-                full = self._cache.is_full
-                given = signature, why, self._values.why, self._learned.reads.codes
-                self._fails(self._notices.waiting(*given, is_new=is_new, at_once=full))
+        cache = self._cache
+        if not cache.is_due(signature):
+            if cache.why_not:
+                why, is_new = self._moved or cache.why_not, cache.is_new(signature)
+                step = signature, why, self._values.why, self._learned.reads.codes
+                self._fails(self._notices.waiting(*step, is_new=is_new, at_once=cache.is_full))
             return False
         # Libraries choose and load their kernels for a shape when it comes for the first time.
         if self._is_unseen(signature) and (
@@ -395,17 +392,13 @@ class StepRunner:
         plan.uses += 1
         self._notices.replayed()
         self._moves.replays += 1
-        if self._in_graph is not None:
-            self._in_graph.refresh()
         for number in plan.numbers:
             number.refresh()
         if "backward" not in plan.graphs:
             plan.adopt()
         forward.replay()
-        if self._ranks.ddp is not None:
-            self._ranks.ddp.require_forward_param_sync = (
-                plan.conditions.phase.stepping
-            )  # reduced by then
+        if (ddp := self._ranks.ddp) is not None:  # reduced by then
+            ddp.require_forward_param_sync = plan.conditions.phase.stepping
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = nothing

@@ -44,7 +44,6 @@ class BatchTransfer:
         self._is_short = unchanged and not is_profiled(trainer)
 
     def installed(self) -> AbstractContextManager[None]:
-        """Take the place of the strategy's method."""
         return replaced(self._strategy, "batch_to_device", self._batch_to_device)
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_graphs.core.arguments.fingerprints import Fingerprint, Fingerprinter
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import VerificationError
-from lightning_graphs.training.costs.memory import MemoryBudget, first_line, is_out_of_memory
-from lightning_graphs.training.options import Options
-from lightning_graphs.training.ranks import Ranks
+from lightning_graphs.training.costs.memory import first_line, is_out_of_memory
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.verify.differences import (
     NONE,
     Difference,
@@ -55,21 +53,14 @@ class Agreement:
     file that it writes) it does once more for each run.
     """
 
-    def __init__(
-        self,
-        root: LightningModule,
-        options: Options,
-        budget: MemoryBudget,
-        ranks: Ranks,
-    ) -> None:
-        self.root = root
-        self.is_on = options.verify is not False
-        self.every = 0 if isinstance(options.verify, bool) else options.verify
-        self.budget = budget
-        self.ranks = ranks
+    def __init__(self, fit: Fit) -> None:
+        self.root, self.budget, self.ranks = fit.module, fit.retry.budget, fit.ranks
+        verify = fit.options.verify
+        self.is_on = verify is not False
+        self.every = 0 if isinstance(verify, bool) else verify
         self._said: set[str] = set()
-        precision = str(root.trainer.precision_plugin.precision)
-        self._tolerance = Tolerance(root.device.type, _ARITHMETIC.get(precision))
+        precision = str(fit.trainer.precision_plugin.precision)
+        self._tolerance = Tolerance(self.root.device.type, _ARITHMETIC.get(precision))
 
     @property
     def is_due(self) -> bool:

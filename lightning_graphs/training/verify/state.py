@@ -78,10 +78,10 @@ class Gradients:
             parameter.grad = gradient
 
 
-class _OptimizerState:
+class OptimizerState:
     """What an optimizer knows of its parameters, and its gradient scaler of the scale."""
 
-    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self._known = {p: dict(state) for p, state in optimizer.state.items()}
@@ -89,8 +89,11 @@ class _OptimizerState:
         values = (value for state in self._known.values() for value in state.values())
         self.tensors = [value for value in values if isinstance(value, Tensor)]
 
-    def restore(self) -> None:
+    def restore(self) -> int:
+        """Put it back; of how many parameters there were other tensors."""
         table: dict[Any, Any] = self._optimizer.state
+        mine = set(map(id, self.tensors))
+        made = [[v for v in s.values() if isinstance(v, Tensor)] for s in table.values()]
         for parameter in [p for p in table if p not in self._known]:
             del table[parameter]
         for parameter, known in self._known.items():
@@ -100,6 +103,7 @@ class _OptimizerState:
             # With a scale given, `update` forgets a step that was left halfway.
             self._scaler.update(self._scale["scale"])
             self._scaler.load_state_dict(self._scale)
+        return sum(any(id(tensor) not in mine for tensor in tensors) for tensors in made)
 
 
 class StepState:
@@ -122,7 +126,7 @@ class StepState:
     def keep(self, room: Callable[[int], int], *others: Callable[[], object]) -> Kept:
         """A copy of it, and of others, as they are now; see :class:`Kept`."""
         parameters = self._parameters.values()
-        gradients, known = Gradients(parameters), _OptimizerState(self._optimizer, self._scaler)
+        gradients, known = Gradients(parameters), OptimizerState(self._optimizer, self._scaler)
         tensors = [*self._buffers.values(), *self._loose.values(), *parameters]
         tensors += [*gradients.tensors, *known.tensors]
         return Kept(tensors, self._device, room, *others, gradients.restore, known.restore)

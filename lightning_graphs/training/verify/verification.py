@@ -94,17 +94,15 @@ class Verification(StepBody):
             memory,
             gradients,
         ):
-            before = [] if plan.places is None else plan.places.present()
+            results = list if plan.places is None else plan.places.eager_results()
             output = self.run(arguments, plan.conditions.phase, recorder)
-            stored = [] if plan.places is None else plan.places.results_of(before)
+            stored = results()
         output.finish_capture()
         return state.results(output.hand_out()) + stored
 
     def _replayed(self, plan: StepPlan, batch: Sequence[Tensor], state: StepState) -> list[Result]:
         """The same of a replay."""
         plan.fill(batch)
-        if self.capturable is not None:
-            self.capturable.refresh()
         for number in plan.numbers:
             number.refresh()
         for name, graph in plan.graphs.items():

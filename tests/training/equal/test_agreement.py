@@ -28,7 +28,10 @@ def agreement() -> Agreement:
     strategy = SimpleNamespace(model=None)
     trainer: Any = SimpleNamespace(precision_plugin=plugin, world_size=1, strategy=strategy)
     root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
-    return Agreement(root, Options(), MemoryBudget(CPU), Ranks(trainer))
+    retry = SimpleNamespace(budget=MemoryBudget(CPU))
+    parts = {"module": root, "options": Options(), "retry": retry, "ranks": Ranks(trainer)}
+    fit: Any = SimpleNamespace(trainer=trainer, **parts)
+    return Agreement(fit)
 
 
 def compared(eager: list[float], replayed: list[float]) -> None:
