@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.autograd.gradients import empty_gradient, write_all
 from lightning_graphs.core.private.torch import (
@@ -75,30 +77,34 @@ def gradients_behind(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
     wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
-    with contextlib.ExitStack() as stack:
+    with (
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
-        stack.enter_context(torch.autocast(outputs[0].device.type, enabled=False))
-        stack.enter_context(without_hooks(hooked))
-        stack.enter_context(gradients_kept_apart(apart))
-        stack.enter_context(stale_gradient_nodes_tolerated())
+        torch.autocast(outputs[0].device.type, enabled=False),
+        without_hooks(hooked),
+        gradients_kept_apart(apart),
+        stale_gradient_nodes_tolerated(),
+    ):
         found: tuple[Tensor | None, ...]
         found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         return found
 
 
-@contextlib.contextmanager
-def gradients_kept_apart(tensors: Sequence[Tensor]) -> Iterator[None]:
+def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
 
     Autograd gives one tensor to all who need it, and some hooks write into theirs after what goes
     to ``.grad`` is copied.
     """
-    handles = [tensor.register_hook(_copy) for tensor in tensors if tensor.requires_grad]
-    try:
+    return _removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
+
+
+@contextlib.contextmanager
+def _removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks at the end of the body; they are made at its beginning."""
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class UsesApart:
@@ -125,17 +131,10 @@ class UsesApart:
             if leaf in self.number:
                 self._users.setdefault(node, []).append((i, leaf))
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self) -> AbstractContextManager[None]:
         """While the body runs a backward pass, take them; the leaves get none."""
-        handles = [
-            node.register_hook(partial(self._take, found)) for node, found in self._users.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        users = self._users.items()
+        return _removed(node.register_hook(partial(self._take, found)) for node, found in users)
 
     def _take(
         self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any
@@ -210,17 +209,13 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
     ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
     """
     gathered = _GatheredGradients()
-    handles = []
-    for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
-        if isinstance(edge, GradientEdge):
-            accumulation = edge.node.next_functions[0][0]
-            take = partial(gathered.take, parameter, accumulation)
-            handles.append(edge.node.register_prehook(take))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
+            if isinstance(edge, GradientEdge):
+                accumulation = edge.node.next_functions[0][0]
+                take = partial(gathered.take, parameter, accumulation)
+                hooks.enter_context(edge.node.register_prehook(take))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _GatheredGradients:
