@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.core.private.torch import replaced
 
 
 class HostGenerator(Protocol):
@@ -75,26 +77,19 @@ def random_place(device_type: str) -> tuple[int, ...]:
     return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
 
 
-@contextlib.contextmanager
-def rewinding_refused(draws: bool) -> Iterator[None]:
+def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
     """Refuse to set CUDA's generators in the body, the capture of a backward pass that draws.
 
     Activation checkpointing sets them to where the forward pass began, for equal dropout. A graph
     of its own begins where the forward graph has ended.
     """
-    original = torch.cuda.set_rng_state
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise SET_GENERATOR.refused(
             "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
         )
 
-    if draws:
-        torch.cuda.set_rng_state = refuse
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state = original
+    return replaced(torch.cuda, "set_rng_state", refuse) if draws else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
