@@ -51,16 +51,11 @@ class CUDAGraph:
     """
 
     def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
-        self._backend = get_backend(backend)
+        self.backend = get_backend(backend)  # which captures and replays this graph
         self._keep_graph = keep_graph
-        self._captured = self._backend.new_graph(keep_graph)
+        self._captured = self.backend.new_graph(keep_graph)
         self._capturing = self._has_debug_mode = self._is_annotated = False
         self._replay = _replay_of_nothing
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that captures and replays this graph."""
-        return self._backend
 
     def capture_begin(
         self,
@@ -81,7 +76,7 @@ class CUDAGraph:
                 f"capture_error_mode={capture_error_mode!r}",
                 "'thread_local' where other threads use the GPU, as data loaders do",
             )
-        _refuse_nested(self._backend)
+        _refuse_nested(self.backend)
         if self._capturing or self._replay is not _replay_of_nothing:
             raise CaptureError(
                 "A graph holds one capture.",
@@ -109,7 +104,7 @@ class CUDAGraph:
             self._captured.capture_end()
         except BaseException as error:
             self.abandon_capture()
-            if (refusal := self._backend.refusal(error)) is not None:
+            if (refusal := self.backend.refusal(error)) is not None:
                 raise refusal from error
             raise
         self._capturing = False

@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_graphs.core.backends.recorder import Operation
+    from lightning_graphs.core.graph import CUDAGraph
 
 Edge = tuple[int, int]
 
@@ -107,13 +108,7 @@ def _short(name: str) -> str:
     return bare.rpartition(" ")[2].rpartition("::")[2] or name
 
 
-class Inspectable(Protocol):
-    """A captured graph that can say what it consists of."""
-
-    def inspection(self) -> GraphInfo: ...
-
-
-def inspect(graph: Inspectable) -> GraphInfo:
+def inspect(graph: CUDAGraph) -> GraphInfo:
     """What a captured graph consists of.
 
     Args:
