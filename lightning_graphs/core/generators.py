@@ -9,7 +9,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lightning_graphs.core.obstacles import SET_GENERATOR
 from lightning_graphs.core.private.torch import replaced
@@ -36,35 +35,6 @@ def comparable(state: Any) -> Any:
     if isinstance(state, tuple) and not isinstance(state[0], int):  # else hundreds of numbers
         return tuple(map(comparable, state))
     return state
-
-
-class GeneratorWatch:
-    """Tells operators that draw from a generator which something else than an operator has set."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = tuple(generators)
-        self.begin()
-
-    def begin(self) -> None:
-        """Take the generators as they are now: whatever set them before is of no interest."""
-        self._as_left = self._states()
-
-    @contextlib.contextmanager
-    def around(self, func: OpOverload) -> Iterator[bool]:
-        """While the operator runs: whether it draws, and a generator was set since the last one."""
-        before = self._states()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        yield draws and not _equal(before, self._as_left)
-        after = self._states()
-        if draws or not _equal(before, after):
-            self._as_left = after
-
-    def _states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-
-def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 def random_place(device_type: str) -> tuple[int, ...]:
