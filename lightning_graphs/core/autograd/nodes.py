@@ -8,7 +8,6 @@ since ``copy_`` casts as autograd does.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -57,6 +56,19 @@ def leaf_of(node: Node) -> Tensor | None:
         return None
     leaf: Tensor | None = getattr(node, "variable", None)
     return leaf
+
+
+def uses_of(
+    leaves: Iterable[Tensor], outputs: Sequence[Tensor]
+) -> dict[Tensor, list[tuple[Node, int]]]:
+    """By leaf, the nodes behind these outputs that use it, and as which of their inputs."""
+    found: dict[Tensor, list[tuple[Node, int]]] = {leaf: [] for leaf in leaves}
+    for node in nodes_behind(outputs) if found else ():
+        for i, (parent, _) in enumerate(node.next_functions):
+            leaf = None if parent is None else leaf_of(parent)
+            if leaf in found:
+                found[leaf].append((node, i))
+    return found
 
 
 def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
@@ -116,19 +128,12 @@ class UsesApart:
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         # One that is returned as well gets a gradient as an output, which no node gives.
-        apart = set(leaves) - set(outputs)
-        uses = [
-            (node, i, leaf)
-            for node in (nodes_behind(outputs) if apart else ())
-            for i, (parent, _) in enumerate(node.next_functions)
-            if parent is not None and (leaf := leaf_of(parent)) in apart
-        ]
-        count = Counter(leaf for _, _, leaf in uses)
-        self.number = {leaf: times for leaf, times in count.items() if times > 1}
+        uses = uses_of(set(leaves) - set(outputs), outputs)
+        self.number = {leaf: len(users) for leaf, users in uses.items() if len(users) > 1}
         self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in self.number}
         self._users: dict[Node, list[tuple[int, Tensor]]] = {}
-        for node, i, leaf in uses:
-            if leaf in self.number:
+        for leaf in self.number:
+            for node, i in uses[leaf]:
                 self._users.setdefault(node, []).append((i, leaf))
 
     def taken(self) -> AbstractContextManager[None]:
@@ -171,27 +176,22 @@ def ahead_of_casts(
     """Where to ask autograd for gradients of parameters that are copied afterwards anyway."""
     # The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
     # read that gradient or write into it, so no Python code may take part in the backward pass.
-    users: dict[Tensor, list[Node]] = {parameter: [] for parameter in parameters}
-    for node in nodes_behind(outputs):
-        for parent, _ in node.next_functions:
-            leaf = None if parent is None else leaf_of(parent)
-            if leaf in users:
-                users[leaf].append(node)
-    returned = set(outputs)
+    users, returned = uses_of(parameters, outputs), set(outputs)
     return [
-        GradientEdge(users[parameter][0], 0)
+        GradientEdge(users[parameter][0][0], 0)
         if parameter not in returned and _is_cast(parameter, users[parameter])
         else parameter
         for parameter in parameters
     ]
 
 
-def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
+def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
     if len(users) != 1 or type(parameter) not in (Tensor, Parameter):
         return False
-    made = outputs_of(users[0])
+    user = users[0][0]
+    made = outputs_of(user)
     return (
-        type(users[0]).__name__ == "ToCopyBackward0"
+        type(user).__name__ == "ToCopyBackward0"
         and len(made) == 1
         and made[0].dtype.is_floating_point
         and made[0].device == parameter.device
