@@ -10,13 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from lightning_graphs.core.backends.backend import (
-    CAPTURE_ERROR_MODES,
-    Backend,
-    BackendName,
-    PoolHandle,
-    get_backend,
-)
+from lightning_graphs.core.backends.backend import Backend, BackendName, PoolHandle, get_backend
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
@@ -70,7 +64,7 @@ class CUDAGraph:
         Raises:
             CaptureError: a capture is under way, or the graph holds one already.
         """
-        if capture_error_mode not in CAPTURE_ERROR_MODES:
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise CaptureError(
                 "capture_error_mode is one of 'global', 'thread_local' and 'relaxed'.",
                 f"capture_error_mode={capture_error_mode!r}",

@@ -19,11 +19,7 @@ KINDS = ("kernel", "memcpy", "memset", "host", "child", "event", "empty", "alloc
 operations, which order work and compute nothing, as ``event``."""
 
 _COPIES = frozenset({"copy_", "copy", "_to_copy", "clone"})
-_FILLS = frozenset(
-    {"fill_", "fill", "zero_", "zero", "zeros", "ones", "full"}
-    | {f"{name}_like" for name in ("zeros", "ones", "full")}
-    | {f"new_{name}" for name in ("zeros", "ones", "full")}
-)
+_FILLS = frozenset({"fill_", "fill", "zero_", "zero", "zeros", "ones", "full"})
 _FIELDS = ("kind", "name", "bytes", "grid", "block", "scope")
 _SHOWN = 5
 
@@ -138,6 +134,7 @@ def _kind_of(operator: str) -> str:
     namespace, name, *_ = *operator.split("."), ""
     if namespace == "aten" and name in _COPIES:
         return "memcpy"
+    name = name.removeprefix("new_").removesuffix("_like")
     return "memset" if namespace == "aten" and name in _FILLS else "kernel"
 
 

@@ -12,6 +12,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -122,15 +123,10 @@ class CudaBackend(Backend):
             # A capture begins by setting the generators' state there: no replay may overtake.
             current.wait_stream(stream)
 
-    @contextlib.contextmanager
-    def side_stream(self) -> Iterator[None]:
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            current.wait_stream(stream)
+    def side_stream(self) -> AbstractContextManager[None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        return self.capture_stream(stream)
 
     def prepare_capture(self) -> None:
         torch.cuda.synchronize()

@@ -48,7 +48,6 @@ class HostTape:
         self._sites = CallSiteFinder()
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it has met a tensor."""
         return tensor in self._registers
 
     def made(self, tensor: Tensor | None) -> bool:

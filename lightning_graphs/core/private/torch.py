@@ -361,13 +361,12 @@ def values_checked_on_device() -> AbstractContextManager[None]:
     all_true = torch._is_all_true
 
     def checked(valid: Tensor) -> Any:
-        torch._assert_async(all_true(valid), _INVALID)
+        torch._assert_async(
+            all_true(valid), "values of a distribution do not satisfy its constraints"
+        )
         return True
 
     return replaced(torch, "_is_all_true", checked)
-
-
-_INVALID = "values of a distribution do not satisfy its constraints"
 
 
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
@@ -383,7 +382,7 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
 
     ``torch._foreach_clone`` is younger than the oldest supported torch.
     """
-    if len(tensors) < _WORTH_FOREACH:
+    if len(tensors) < 3:
         return [tensor.clone() for tensor in tensors]
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
@@ -391,9 +390,6 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
-
-
-_WORTH_FOREACH = 3
 
 
 def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
