@@ -27,10 +27,7 @@ from lightning_graphs.core.autograd.lending import (
 )
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.private.torch import in_transform, version_of, will_execute
-from lightning_graphs.errors import (
-    ArgumentElsewhereError,
-    ReplayError,
-)
+from lightning_graphs.errors import ArgumentElsewhereError, ReplayError
 
 Stores = tuple[tuple[nn.Module, str, Any], ...]
 """Module, name and value of attributes that code sets; the values are plain ones."""

@@ -147,7 +147,6 @@ class Constant:
         return cls(kind, as_hashable(value), reprlib.repr(value))
 
     def matches(self, value: Any) -> bool:
-        """Whether a value is equal to this one."""
         if isinstance(self.key, SameInside | Identity):
             return self.key.matches(value)
         return Constant.of(value) == self
@@ -164,7 +163,6 @@ class Unread:
         return f"a {self.kind.__name__}"
 
     def matches(self, value: Any) -> bool:
-        """Whether a value is of this type."""
         return self.kind is object or type(value) is self.kind
 
 

@@ -63,8 +63,6 @@ def exact(value: Any) -> Hashable:
     """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
     if isinstance(value, float):
         return value.hex()
-    if isinstance(value, complex):
-        return value.real.hex(), value.imag.hex()
     hash(value)  # or TypeError
     key: Hashable = value
     return key
@@ -396,7 +394,6 @@ class Identity:
         self._name = value.__name__ if named else f"{type(value).__qualname__} at {id(value):#x}"
 
     def matches(self, value: Any) -> bool:
-        """Whether this is the object."""
         return value is not None and value is self._object()
 
     def __eq__(self, other: object) -> bool:
