@@ -41,8 +41,6 @@ _MOST = 512
 _MOST_BYTES = 64 * 1024
 """Size of arrays whose contents are looked at; comparing these takes microseconds."""
 
-_MOST_SHOWN = 6  # as many as reprlib shows
-
 
 class Absence(Enum):
     """Stands for the value of what is not there."""
@@ -96,7 +94,7 @@ class ArrayValue(NamedTuple):
         kind = f"{self.dtype}{list(self.shape)}"
         numpy = sys.modules["numpy"]
         entries = numpy.frombuffer(self.content, self.dtype).tolist() if self.content else []
-        if len(entries) > _MOST_SHOWN:
+        if len(entries) > 6:  # reprlib shows no more
             return f"{kind} with checksum {zlib.crc32(self.content):08x}"
         return f"{kind} of {reprlib.repr(entries)}"
 

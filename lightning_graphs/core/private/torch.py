@@ -160,12 +160,9 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     return tables  # type: ignore[no-any-return]
 
 
-_attention = torch.backends.cuda
-attention_switches: tuple[Callable[[], bool], ...] = (
-    getattr(torch._C, "_get_flash_sdp_enabled", _attention.flash_sdp_enabled),
-    getattr(torch._C, "_get_mem_efficient_sdp_enabled", _attention.mem_efficient_sdp_enabled),
-    getattr(torch._C, "_get_cudnn_sdp_enabled", _attention.cudnn_sdp_enabled),
-    getattr(torch._C, "_get_math_sdp_enabled", _attention.math_sdp_enabled),
+attention_switches: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{switch}", getattr(torch.backends.cuda, switch))
+    for switch in (f"{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math"))
 )
 """Whether each kernel of attention may be used; the public functions take three times as long."""
 
