@@ -45,7 +45,8 @@ class CUDAGraph:
     """
 
     def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
-        self.backend = get_backend(backend)  # which captures and replays this graph
+        self.backend = get_backend(backend)
+        """The backend that captures and replays this graph."""
         self._keep_graph = keep_graph
         self._captured = self.backend.new_graph(keep_graph)
         self._capturing = self._has_debug_mode = self._is_annotated = False

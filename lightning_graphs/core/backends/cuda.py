@@ -167,13 +167,10 @@ class CudaGraph(CapturedGraph):
         self._stream = torch.cuda.current_stream()
         self._device = torch.cuda.current_device()
         # What can fail without the GPU comes before the capture, which it would leave open.
-        recorders: list[Recorder] = []
         if check_liveness:
             self._liveness = InputLiveness(self._pool)
-            recorders.append(self._liveness)
         if annotate:
             self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
-            recorders.append(self._annotations)
         try:
             self._native.capture_begin(
                 pool=self._pool,  # type: ignore[arg-type]
@@ -185,8 +182,9 @@ class CudaGraph(CapturedGraph):
             self._release_generators()
             self._renew()
             raise
-        for recorder in recorders:
-            self._recorders.enter_context(recorder)
+        for recorder in (self._liveness, self._annotations):
+            if recorder is not None:
+                self._recorders.enter_context(recorder)
 
     def capture_end(self) -> None:
         self._recorders.close()

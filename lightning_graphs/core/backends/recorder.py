@@ -104,8 +104,7 @@ class OperatorCall:
 
     @functools.cached_property
     def inputs(self) -> list[Tensor]:
-        given = (*self.args, *self.kwargs.values())
-        return [tensor for value in given for tensor in tensors_in(value)]
+        return list(tensors_in((*self.args, *self.kwargs.values())))
 
     @functools.cached_property
     def written(self) -> list[Tensor]:
