@@ -40,11 +40,7 @@ from lightning_graphs.core.autograd.nodes import (
     nodes_behind,
 )
 from lightning_graphs.core.callsite import codes_in, named_at
-from lightning_graphs.core.generators import (
-    random_place,
-    rewinding_refused,
-    same_random_numbers,
-)
+from lightning_graphs.core.generators import random_place, rewinding_refused, same_random_numbers
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.obstacles import REBOUND
@@ -59,8 +55,6 @@ from lightning_graphs.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings:
-    """How callables are captured."""
-
     pool: GraphPool
     order: ReplayOrder  # of the captures over that pool
     direct: bool = False  # backward graphs write the gradients of parameters themselves
@@ -106,10 +100,6 @@ class CallableCapture:
         self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
         self._registers_hooks = False
         self._held.refuse_what_is_unfit()
-
-    @property
-    def argument_names(self) -> Sequence[str]:
-        return self._made.plan.signature.tensor_names
 
     @property
     def outputs(self) -> OutputPlan:
@@ -202,7 +192,8 @@ class CallableCapture:
         self._made.parameters = list(dict.fromkeys([*self._made.parameters, *leaves]))
 
     def _refuse_written(self, written: Iterable[bool]) -> None:
-        for name, is_written in zip(self.argument_names, written, strict=True):
+        names = self._made.plan.signature.tensor_names
+        for name, is_written in zip(names, written, strict=True):
             if is_written:
                 raise CaptureError(
                     "A graphed callable must not change its arguments, because a replay changes "
@@ -303,9 +294,7 @@ class CallableCapture:
         handed = LentGradients(to_autograd)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         asked: list[Tensor | GradientEdge] = [*targets]
-        if (
-            direct is not None and not may_write
-        ):  # it copies gradients to `.grad`, which casts them as well
+        if direct is not None and not may_write:  # it copies to `.grad`, which casts as well
             asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
         with self._made.pool.capture() as captured, rewinding_refused(self.draws), uses.taken():
             found = gradients_behind(

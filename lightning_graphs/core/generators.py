@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.core.private.torch import replaced
 
 
 class HostGenerator(Protocol):
@@ -36,35 +37,6 @@ def comparable(state: Any) -> Any:
     return state
 
 
-class GeneratorWatch:
-    """Tells operators that draw from a generator which something else than an operator has set."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = tuple(generators)
-        self.begin()
-
-    def begin(self) -> None:
-        """Take the generators as they are now: whatever set them before is of no interest."""
-        self._as_left = self._states()
-
-    @contextlib.contextmanager
-    def around(self, func: OpOverload) -> Iterator[bool]:
-        """While the operator runs: whether it draws, and a generator was set since the last one."""
-        before = self._states()
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        yield draws and not _equal(before, self._as_left)
-        after = self._states()
-        if draws or not _equal(before, after):
-            self._as_left = after
-
-    def _states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-
-def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
-
-
 def random_place(device_type: str) -> tuple[int, ...]:
     """How many random numbers the generators of the GPUs have given.
 
@@ -75,26 +47,19 @@ def random_place(device_type: str) -> tuple[int, ...]:
     return tuple(generator.get_offset() for generator in torch.cuda.default_generators)
 
 
-@contextlib.contextmanager
-def rewinding_refused(draws: bool) -> Iterator[None]:
+def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
     """Refuse to set CUDA's generators in the body, the capture of a backward pass that draws.
 
     Activation checkpointing sets them to where the forward pass began, for equal dropout. A graph
     of its own begins where the forward graph has ended.
     """
-    original = torch.cuda.set_rng_state
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise SET_GENERATOR.refused(
             "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
         )
 
-    if draws:
-        torch.cuda.set_rng_state = refuse
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state = original
+    return replaced(torch.cuda, "set_rng_state", refuse) if draws else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -10,13 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from lightning_graphs.core.backends.backend import (
-    CAPTURE_ERROR_MODES,
-    Backend,
-    BackendName,
-    PoolHandle,
-    get_backend,
-)
+from lightning_graphs.core.backends.backend import Backend, BackendName, PoolHandle, get_backend
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
@@ -51,16 +45,12 @@ class CUDAGraph:
     """
 
     def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
-        self._backend = get_backend(backend)
+        self.backend = get_backend(backend)
+        """The backend that captures and replays this graph."""
         self._keep_graph = keep_graph
-        self._captured = self._backend.new_graph(keep_graph)
+        self._captured = self.backend.new_graph(keep_graph)
         self._capturing = self._has_debug_mode = self._is_annotated = False
         self._replay = _replay_of_nothing
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that captures and replays this graph."""
-        return self._backend
 
     def capture_begin(
         self,
@@ -75,13 +65,13 @@ class CUDAGraph:
         Raises:
             CaptureError: a capture is under way, or the graph holds one already.
         """
-        if capture_error_mode not in CAPTURE_ERROR_MODES:
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise CaptureError(
                 "capture_error_mode must be one of 'global', 'thread_local', 'relaxed'.",
                 f"got {capture_error_mode!r}",
                 "write 'thread_local' where other threads use the GPU, as data loaders do",
             )
-        _refuse_nested(self._backend)
+        _refuse_nested(self.backend)
         if self._capturing or self._replay is not _replay_of_nothing:
             raise CaptureError(
                 "A CUDAGraph can hold one capture only.",
@@ -109,7 +99,7 @@ class CUDAGraph:
             self._captured.capture_end()
         except BaseException as error:
             self.abandon_capture()
-            if (refusal := self._backend.refusal(error)) is not None:
+            if (refusal := self.backend.refusal(error)) is not None:
                 raise refusal from error
             raise
         self._capturing = False

@@ -27,10 +27,7 @@ from lightning_graphs.core.autograd.lending import (
 )
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.private.torch import in_transform, version_of, will_execute
-from lightning_graphs.errors import (
-    ArgumentElsewhereError,
-    ReplayError,
-)
+from lightning_graphs.errors import ArgumentElsewhereError, ReplayError
 
 Stores = tuple[tuple[nn.Module, str, Any], ...]
 """Module, name and value of attributes that code sets; the values are plain ones."""
@@ -190,11 +187,6 @@ class GraphedCallable:
         """Whether tensors that have moved since the capture could be let be where they were."""
         return any([guard.bring_back() for guard in self._guards])
 
-    def refuse_changes(self) -> None:
-        """Name the parameter that changed since the capture."""
-        for guard in self._guards:
-            guard.check()
-
     def run_backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
@@ -315,7 +307,8 @@ class _GraphedNode(torch.autograd.Function):
         ctx.graphed = graphed
         ctx.pending = graphed._pending
         if not all(ctx.needs_input_grad[1:]):
-            graphed.refuse_changes()
+            for guard in graphed._guards:
+                guard.check()
         return graphed.outputs.differentiable()
 
     @staticmethod

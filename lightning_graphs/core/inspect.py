@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_graphs.core.backends.recorder import Operation
+    from lightning_graphs.core.graph import CUDAGraph
 
 Edge = tuple[int, int]
 
@@ -18,11 +19,7 @@ KINDS = ("kernel", "memcpy", "memset", "host", "child", "event", "empty", "alloc
 operations, which order work and compute nothing, as ``event``."""
 
 _COPIES = frozenset({"copy_", "copy", "_to_copy", "clone"})
-_FILLS = frozenset(
-    {"fill_", "fill", "zero_", "zero", "zeros", "ones", "full"}
-    | {f"{name}_like" for name in ("zeros", "ones", "full")}
-    | {f"new_{name}" for name in ("zeros", "ones", "full")}
-)
+_FILLS = frozenset({"fill_", "fill", "zero_", "zero", "zeros", "ones", "full"})
 _FIELDS = ("kind", "name", "bytes", "grid", "block", "scope")
 _SHOWN = 5
 
@@ -107,13 +104,7 @@ def _short(name: str) -> str:
     return bare.rpartition(" ")[2].rpartition("::")[2] or name
 
 
-class Inspectable(Protocol):
-    """A captured graph that can say what it consists of."""
-
-    def inspection(self) -> GraphInfo: ...
-
-
-def inspect(graph: Inspectable) -> GraphInfo:
+def inspect(graph: CUDAGraph) -> GraphInfo:
     """What a captured graph consists of.
 
     Args:
@@ -143,6 +134,7 @@ def _kind_of(operator: str) -> str:
     namespace, name, *_ = *operator.split("."), ""
     if namespace == "aten" and name in _COPIES:
         return "memcpy"
+    name = name.removeprefix("new_").removesuffix("_like")
     return "memset" if namespace == "aten" and name in _FILLS else "kernel"
 
 

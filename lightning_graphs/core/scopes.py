@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.private.torch import current_autograd_node
@@ -36,18 +36,14 @@ class ScopeStack:
         self._stack: list[str] = []
         self._names: dict[int, str] = {}
         self._roots: list[nn.Module] = []
-        self._handles: list[RemovableHandle] = []
+        self._hooks = contextlib.ExitStack()
 
     def start(self) -> None:
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
+        self._hooks.enter_context(register_module_forward_pre_hook(self._enter))
+        self._hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
 
     def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._stack.clear()
         self._roots.clear()
         self._names.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -290,9 +291,9 @@ def test_a_snapshot_brings_values_back_in_place(calls: tuple[list[Tensor], list[
     assert [t._version for t in tensors] == versions
 
 
-@pytest.mark.parametrize("room", [0, 40, 60, None])
+@pytest.mark.parametrize("room", [0, 40, 60, math.inf])
 def test_a_snapshot_goes_to_the_host_as_far_as_there_is_no_room(
-    device: torch.device, room: int | None
+    device: torch.device, room: float
 ) -> None:
     tensors = [torch.arange(8.0, device=device), torch.arange(4.0, device=device)]
     snapshot = StateSnapshot(tensors, room=room)

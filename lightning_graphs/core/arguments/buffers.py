@@ -5,6 +5,7 @@ All is prepared at capture; a replay costs one fused copy and one comparison of 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -17,12 +18,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
 from lightning_graphs.core.private.fsdp import local
-from lightning_graphs.core.private.torch import (
-    clone_all,
-    same_pointers,
-    storage_uses,
-    tables_of,
-)
+from lightning_graphs.core.private.torch import clone_all, same_pointers, storage_uses, tables_of
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -283,7 +279,7 @@ def _named(table: str, key: str) -> str:
 class StateSnapshot:
     """Values of tensors, saved once for each storage, together with what else lies in it."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, room: int | None = None) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, room: float = math.inf) -> None:
         self._tensors = list(tensors)
         self._memory = [tensor.detach() for tensor in self._tensors]
         self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
@@ -295,7 +291,7 @@ class StateSnapshot:
                     of_device[address] = bytes_of(tensor.untyped_storage())
             self._saved: list[tuple[list[Tensor], list[Tensor]]] = []
             for own in views.values():
-                here, there = _split(list(own.values()), room)
+                here, there = _split(own.values(), room)
                 if here:
                     self._saved.append((here, clone_all(here)))
                 if there:
@@ -343,16 +339,16 @@ class StateSnapshot:
             )
 
 
-def _split(views: list[Tensor], room: int | None) -> tuple[list[Tensor], list[Tensor]]:
+def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Tensor]]:
     """Those that have room, and those that have none."""
     here: list[Tensor] = []
     there: list[Tensor] = []
     for view in views:
-        if room is not None and view.nbytes > room:
+        if view.nbytes <= room:
+            here.append(view)
+            room -= view.nbytes
+        else:
             there.append(view)
-            continue
-        here.append(view)
-        room = None if room is None else room - view.nbytes
     return here, there
 
 

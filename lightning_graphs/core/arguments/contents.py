@@ -110,11 +110,11 @@ class Contents:
         if not isinstance(table, dict):
             if not _same(table, before):
                 yield Change(name, owner, table, None, before, _copy(table))
-        elif not _holds_the_same(table, before):
-            for key in {**before, **table}:
-                was, now = (held.get(key, Absence.ABSENT) for held in (before, table))
-                if not is_still(now, was):
-                    yield Change(f"{name}{self._label(owner, key)}", owner, table, key, was, now)
+            return
+        for key in {**before, **table}:
+            was, now = before.get(key, Absence.ABSENT), table.get(key, Absence.ABSENT)
+            if now is not was and not is_still(now, was):
+                yield Change(f"{name}{self._label(owner, key)}", owner, table, key, was, now)
 
     def is_table(self, value: Any) -> bool:
         """Whether this is where a module has its parameters, buffers or submodules."""
@@ -170,15 +170,6 @@ def _refill(container: Any, before: Any) -> None:
     kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if kind in (list, deque) else kind.update)(container, before)
-
-
-def _holds_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    # A quick look at a dict, that may say no of equals.
-    return (
-        len(now) == len(before)
-        and all(map(is_, now.values(), before.values()))
-        and all(map(is_, now, before))
-    )
 
 
 def is_still(now: Any, before: Any) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import reprlib
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -53,34 +53,23 @@ class TensorSpec:
         shape, stride = tuple(tensor.shape), tensor.stride()
         return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
-    @property
-    def is_contiguous(self) -> bool:
-        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
-
     def __str__(self) -> str:
-        return self._text(
-            not self.is_contiguous, self.device.type != "cpu", requires_grad=self.requires_grad
-        )
+        # In a diff with its like on the CPU, without a gradient.
+        return self.against(replace(self, device=torch.device("cpu"), requires_grad=False))
 
     def against(self, other: TensorSpec) -> str:
         """The text of this spec in a diff with another."""
-        strided = self.shape == other.shape and self.stride != other.stride
-        return self._text(
-            strided or not self.is_contiguous,
-            self.device != other.device,
-            requires_grad=self.requires_grad and not other.requires_grad,
-        )
-
-    def _text(self, stride: bool, device: bool, *, requires_grad: bool) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         for long, short in _SHORT_DTYPES:
             if dtype.startswith(long):
                 dtype = short + dtype.removeprefix(long)
                 break
         text = f"{dtype}[{_commas(self.shape)}]"
-        text += f" stride ({_commas(self.stride)})" if stride else ""
-        text += f" on {self.device}" if device else ""
-        return text + (" requires_grad" if requires_grad else "")
+        contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+        if not contiguous or (self.shape == other.shape and self.stride != other.stride):
+            text += f" stride ({_commas(self.stride)})"
+        text += f" on {self.device}" if self.device != other.device else ""
+        return text + (" requires_grad" if self.requires_grad and not other.requires_grad else "")
 
 
 class SameInside:
@@ -158,7 +147,6 @@ class Constant:
         return cls(kind, as_hashable(value), reprlib.repr(value))
 
     def matches(self, value: Any) -> bool:
-        """Whether a value is equal to this one."""
         if isinstance(self.key, SameInside | Identity):
             return self.key.matches(value)
         return Constant.of(value) == self
@@ -175,7 +163,6 @@ class Unread:
         return f"a {self.kind.__name__}"
 
     def matches(self, value: Any) -> bool:
-        """Whether a value is of this type."""
         return self.kind is object or type(value) is self.kind
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class OutputPlan:
         template = substitute(value, self.tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
         if isinstance(value, Tensor):
-            self._build = _only
+            self._build = itemgetter(0)
         elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
             self._build = tuple
 
@@ -106,7 +107,3 @@ class OutputPlan:
 
 def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _only(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0]

@@ -41,8 +41,6 @@ _MOST = 512
 _MOST_BYTES = 64 * 1024
 """Size of arrays whose contents are looked at; comparing these takes microseconds."""
 
-_MOST_SHOWN = 6  # as many as reprlib shows
-
 
 class Absence(Enum):
     """Stands for the value of what is not there."""
@@ -63,8 +61,6 @@ def exact(value: Any) -> Hashable:
     """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
     if isinstance(value, float):
         return value.hex()
-    if isinstance(value, complex):
-        return value.real.hex(), value.imag.hex()
     hash(value)  # or TypeError
     key: Hashable = value
     return key
@@ -98,7 +94,7 @@ class ArrayValue(NamedTuple):
         kind = f"{self.dtype}{list(self.shape)}"
         numpy = sys.modules["numpy"]
         entries = numpy.frombuffer(self.content, self.dtype).tolist() if self.content else []
-        if len(entries) > _MOST_SHOWN:
+        if len(entries) > 6:  # reprlib shows no more
             return f"{kind} with checksum {zlib.crc32(self.content):08x}"
         return f"{kind} of {reprlib.repr(entries)}"
 
@@ -396,7 +392,6 @@ class Identity:
         self._name = value.__name__ if named else f"{type(value).__qualname__} at {id(value):#x}"
 
     def matches(self, value: Any) -> bool:
-        """Whether this is the object."""
         return value is not None and value is self._object()
 
     def __eq__(self, other: object) -> bool:

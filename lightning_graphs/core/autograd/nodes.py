@@ -8,8 +8,8 @@ since ``copy_`` casts as autograd does.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.autograd.gradients import empty_gradient, write_all
 from lightning_graphs.core.private.torch import (
@@ -57,6 +58,19 @@ def leaf_of(node: Node) -> Tensor | None:
     return leaf
 
 
+def uses_of(
+    leaves: Iterable[Tensor], outputs: Sequence[Tensor]
+) -> dict[Tensor, list[tuple[Node, int]]]:
+    """By leaf, the nodes behind these outputs that use it, and as which of their inputs."""
+    found: dict[Tensor, list[tuple[Node, int]]] = {leaf: [] for leaf in leaves}
+    for node in nodes_behind(outputs) if found else ():
+        for i, (parent, _) in enumerate(node.next_functions):
+            leaf = None if parent is None else leaf_of(parent)
+            if leaf in found:
+                found[leaf].append((node, i))
+    return found
+
+
 def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
     """Whether the backward pass of these outputs goes through a ``torch.autograd.Function``."""
     return any(isinstance(node, BackwardCFunction) for node in nodes_behind(outputs))
@@ -75,30 +89,34 @@ def gradients_behind(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
     wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
-    with contextlib.ExitStack() as stack:
+    with (
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
-        stack.enter_context(torch.autocast(outputs[0].device.type, enabled=False))
-        stack.enter_context(without_hooks(hooked))
-        stack.enter_context(gradients_kept_apart(apart))
-        stack.enter_context(stale_gradient_nodes_tolerated())
+        torch.autocast(outputs[0].device.type, enabled=False),
+        without_hooks(hooked),
+        gradients_kept_apart(apart),
+        stale_gradient_nodes_tolerated(),
+    ):
         found: tuple[Tensor | None, ...]
         found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         return found
 
 
-@contextlib.contextmanager
-def gradients_kept_apart(tensors: Sequence[Tensor]) -> Iterator[None]:
+def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
 
     Autograd gives one tensor to all who need it, and some hooks write into theirs after what goes
     to ``.grad`` is copied.
     """
-    handles = [tensor.register_hook(_copy) for tensor in tensors if tensor.requires_grad]
-    try:
+    return _removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
+
+
+@contextlib.contextmanager
+def _removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks at the end of the body; they are made at its beginning."""
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class UsesApart:
@@ -110,32 +128,18 @@ class UsesApart:
 
     def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         # One that is returned as well gets a gradient as an output, which no node gives.
-        apart = set(leaves) - set(outputs)
-        uses = [
-            (node, i, leaf)
-            for node in (nodes_behind(outputs) if apart else ())
-            for i, (parent, _) in enumerate(node.next_functions)
-            if parent is not None and (leaf := leaf_of(parent)) in apart
-        ]
-        count = Counter(leaf for _, _, leaf in uses)
-        self.number = {leaf: times for leaf, times in count.items() if times > 1}
+        uses = uses_of(set(leaves) - set(outputs), outputs)
+        self.number = {leaf: len(users) for leaf, users in uses.items() if len(users) > 1}
         self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in self.number}
         self._users: dict[Node, list[tuple[int, Tensor]]] = {}
-        for node, i, leaf in uses:
-            if leaf in self.number:
+        for leaf in self.number:
+            for node, i in uses[leaf]:
                 self._users.setdefault(node, []).append((i, leaf))
 
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def taken(self) -> AbstractContextManager[None]:
         """While the body runs a backward pass, take them; the leaves get none."""
-        handles = [
-            node.register_hook(partial(self._take, found)) for node, found in self._users.items()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        users = self._users.items()
+        return _removed(node.register_hook(partial(self._take, found)) for node, found in users)
 
     def _take(
         self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any
@@ -172,27 +176,22 @@ def ahead_of_casts(
     """Where to ask autograd for gradients of parameters that are copied afterwards anyway."""
     # The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
     # read that gradient or write into it, so no Python code may take part in the backward pass.
-    users: dict[Tensor, list[Node]] = {parameter: [] for parameter in parameters}
-    for node in nodes_behind(outputs):
-        for parent, _ in node.next_functions:
-            leaf = None if parent is None else leaf_of(parent)
-            if leaf in users:
-                users[leaf].append(node)
-    returned = set(outputs)
+    users, returned = uses_of(parameters, outputs), set(outputs)
     return [
-        GradientEdge(users[parameter][0], 0)
+        GradientEdge(users[parameter][0][0], 0)
         if parameter not in returned and _is_cast(parameter, users[parameter])
         else parameter
         for parameter in parameters
     ]
 
 
-def _is_cast(parameter: Tensor, users: Sequence[Node]) -> bool:
+def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
     if len(users) != 1 or type(parameter) not in (Tensor, Parameter):
         return False
-    made = outputs_of(users[0])
+    user = users[0][0]
+    made = outputs_of(user)
     return (
-        type(users[0]).__name__ == "ToCopyBackward0"
+        type(user).__name__ == "ToCopyBackward0"
         and len(made) == 1
         and made[0].dtype.is_floating_point
         and made[0].device == parameter.device
@@ -210,17 +209,13 @@ def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> It
     ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
     """
     gathered = _GatheredGradients()
-    handles = []
-    for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
-        if isinstance(edge, GradientEdge):
-            accumulation = edge.node.next_functions[0][0]
-            take = partial(gathered.take, parameter, accumulation)
-            handles.append(edge.node.register_prehook(take))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
+            if isinstance(edge, GradientEdge):
+                accumulation = edge.node.next_functions[0][0]
+                take = partial(gathered.take, parameter, accumulation)
+                hooks.enter_context(edge.node.register_prehook(take))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _GatheredGradients:

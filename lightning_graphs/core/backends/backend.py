@@ -15,7 +15,6 @@ from lightning_graphs.errors import CaptureError, UnsupportedError
 
 BackendName = Literal["auto", "cuda", "emulated"]
 PoolHandle = tuple[int, int]
-CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class CapturedGraph(Protocol):

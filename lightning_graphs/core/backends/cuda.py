@@ -12,6 +12,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -122,15 +123,10 @@ class CudaBackend(Backend):
             # A capture begins by setting the generators' state there: no replay may overtake.
             current.wait_stream(stream)
 
-    @contextlib.contextmanager
-    def side_stream(self) -> Iterator[None]:
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            current.wait_stream(stream)
+    def side_stream(self) -> AbstractContextManager[None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        return self.capture_stream(stream)
 
     def prepare_capture(self) -> None:
         torch.cuda.synchronize()
@@ -171,13 +167,10 @@ class CudaGraph(CapturedGraph):
         self._stream = torch.cuda.current_stream()
         self._device = torch.cuda.current_device()
         # What can fail without the GPU comes before the capture, which it would leave open.
-        recorders: list[Recorder] = []
         if check_liveness:
             self._liveness = InputLiveness(self._pool)
-            recorders.append(self._liveness)
         if annotate:
             self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
-            recorders.append(self._annotations)
         try:
             self._native.capture_begin(
                 pool=self._pool,  # type: ignore[arg-type]
@@ -189,8 +182,9 @@ class CudaGraph(CapturedGraph):
             self._release_generators()
             self._renew()
             raise
-        for recorder in recorders:
-            self._recorders.enter_context(recorder)
+        for recorder in (self._liveness, self._annotations):
+            if recorder is not None:
+                self._recorders.enter_context(recorder)
 
     def capture_end(self) -> None:
         self._recorders.close()

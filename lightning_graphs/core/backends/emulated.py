@@ -207,7 +207,7 @@ class RecordingCapture(Recorder):
             return _own_view(tensor)
         return _ExternalTensor(known, _Geometry.of(tensor))
 
-    def restore_world(self) -> None:
+    def finish(self) -> Recording:
         """Give every storage that existed before the capture its value back."""
         # Backwards: where two storages share memory, the first one saved has the oldest value.
         for known in self.storages:
@@ -220,8 +220,6 @@ class RecordingCapture(Recorder):
             # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
             bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
         self._saved.clear()
-
-    def finish(self) -> Recording:
         return Recording(self.operations, self._born)
 
 
@@ -281,7 +279,6 @@ class EmulatedGraph(CapturedGraph):
         # Annotations and input liveness cost nothing here: a recording always knows both.
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
-        self._around = contextlib.ExitStack()
         try:
             for generator in generators:  # who rewinds one to where another capture was is seen
                 self._around.callback(generator.set_state, generator.get_state())
@@ -299,8 +296,7 @@ class EmulatedGraph(CapturedGraph):
         self._capture = None
         with self._around:
             capture.__exit__(None, None, None)
-            capture.restore_world()
-        return capture.finish()
+            return capture.finish()
 
     def capture_end(self) -> None:
         capture = self._capture

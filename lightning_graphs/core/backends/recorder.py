@@ -22,7 +22,6 @@ from typing_extensions import Self
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
-from lightning_graphs.core.generators import GeneratorWatch
 from lightning_graphs.core.obstacles import (
     COMPILED,
     CONTROL_FLOW,
@@ -105,8 +104,7 @@ class OperatorCall:
 
     @functools.cached_property
     def inputs(self) -> list[Tensor]:
-        given = (*self.args, *self.kwargs.values())
-        return [tensor for value in given for tensor in tensors_in(value)]
+        return list(tensors_in((*self.args, *self.kwargs.values())))
 
     @functools.cached_property
     def written(self) -> list[Tensor]:
@@ -249,7 +247,6 @@ class OperatorMode(TorchDispatchMode):
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def operator(self, call: OperatorCall) -> Any:
-        """Run an operator that is seen."""
         return call.run()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -296,15 +293,15 @@ class Recorder(OperatorMode):
         self.storages: list[KnownStorage] = []
         self._by_identity: dict[int, KnownStorage] = {}
         self._generators = tuple(generators)
-        self._generator_watch = GeneratorWatch(generators)
+        self._as_left: list[Tensor] = []  # the states of the generators after the last operator
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
-        self._refused: tuple[str, str, str] | None = None  # the words of the last refusal
+        self._refused: Callable[[], CaptureError] | None = None  # makes the last refusal again
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._generator_watch.begin()
+        self._as_left = self._states()  # whatever set them before is of no interest
         self._scopes.start()
         return self
 
@@ -325,14 +322,14 @@ class Recorder(OperatorMode):
         return super().higher_order(func, args, kwargs)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
-        site, remedy = self._sites.here(), with_known_remedy(obstacle).remedy
-        self._refused = (obstacle.rule, f"{operator} at {site.describe()}", remedy)
-        raise CaptureError(*self._refused)
+        observed = f"{operator} at {self._sites.here().describe()}"
+        self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
+        raise self._refused()
 
     def refuse_what_was_refused(self) -> None:
         """At the end of a capture: code may have caught the error, and CUDA goes on with none."""
         if self._refused:
-            raise CaptureError(*self._refused)
+            raise self._refused()
 
     def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
         """The entry of the tensor's storage."""
@@ -410,12 +407,20 @@ class Recorder(OperatorMode):
 
     def _run(self, call: OperatorCall) -> Any:
         """Run the operator, unless something else than an operator has set its generator."""
-        with self._generator_watch.around(call.func) as was_set:
-            if was_set:
-                self.refuse(str(call.func), SET_GENERATOR)
-            if self._strict and self.raises and is_collective(call.func):
-                return returned_alone(call.func, call.args)
-            return call.run()
+        before = self._states()
+        draws = torch.Tag.nondeterministic_seeded in call.func.tags
+        if draws and not all(map(torch.equal, before, self._as_left)):
+            self.refuse(str(call.func), SET_GENERATOR)
+        if self._strict and self.raises and is_collective(call.func):
+            return returned_alone(call.func, call.args)
+        result = call.run()
+        after = self._states()
+        if draws or not all(map(torch.equal, before, after)):
+            self._as_left = after
+        return result
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
 
     def _check(self, call: OperatorCall) -> None:
         given = call.func, call.args, call.kwargs, self._generators

@@ -151,7 +151,7 @@ class HostRecording(OperatorMode):
         if len(hosts) == len(call.inputs):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
-                return self._copied(call.args[0], {**kwargs, "device": None})
+                return self._copied(call.args[0], kwargs)
             return self._of_a_known_shape(call.func, self.tape.run(call))
         if any(map(self._is_host, call.written)):
             return call.run()  # a host read: refused as ever
@@ -285,7 +285,7 @@ class HostRecording(OperatorMode):
         """A tensor of the host on the device, as a copy that the captured code may write."""
         drop = ("device", "non_blocking", "pin_memory")
         kwargs = {k: v for k, v in kwargs.items() if k not in drop and v is not None}
-        value: Tensor = self._on_host(aten._to_copy.default, tensor, **kwargs)
+        value: Tensor = self.tape.run(OperatorCall(aten._to_copy.default, (tensor,), kwargs))
         with out_of_sight():
             static = self._static(value)
             if self._emulated:  # there the captured code runs
@@ -295,11 +295,8 @@ class HostRecording(OperatorMode):
         else:
             self._constants.append((static, value))
         result = static.clone()
-        self._stand_in([result], self._on_host(aten.clone.default, value))
+        self._stand_in([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
         return result
-
-    def _on_host(self, func: OpOverload, tensor: Tensor, **kwargs: Any) -> Any:
-        return self.tape.run(OperatorCall(func, (tensor,), kwargs))
 
     def _static(self, value: Tensor) -> Tensor:
         """Memory on the device for a tensor of this shape."""
@@ -336,12 +333,12 @@ class HostRecording(OperatorMode):
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
             return func(*args, **kwargs)
-        if name in ("to", "cuda") and self._is_host(args[0]) and _names_device(args, kwargs):
-            given = [
-                a for a in (*args[1:], *kwargs.values()) if isinstance(a, torch.dtype | Tensor)
-            ]
-            dtypes = [a if isinstance(a, torch.dtype) else a.dtype for a in given]
-            return self._copied(args[0], {"dtype": dtypes[0] if dtypes else None})
+        if name in ("to", "cuda") and self._is_host(args[0]):
+            given = (*args[1:], *kwargs.values())
+            if any(isinstance(a, (torch.device, Tensor)) for a in given):
+                dtypes = (a.dtype if isinstance(a, Tensor) else a for a in given)
+                dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), None)
+                return self._copied(args[0], {"dtype": dtype})
         if name in (*FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
             self._makes_on_host = True
             try:
@@ -373,7 +370,7 @@ class HostRecording(OperatorMode):
             return tuple(part for item in index for part in self._parts(tensor, item))
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             given = {"device": tensor.device}
-            return self._from_python(torch.tensor, "tensor", (index,), given, moves=True)
+            return self._from_python(torch.tensor, "tensor", (index,), given)
         if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
             read = self.reader_of(index)
             if read is not None and hasattr(read(), "__len__"):  # an array
@@ -403,13 +400,7 @@ class HostRecording(OperatorMode):
         return shadow
 
     def _from_python(
-        self,
-        func: Any,
-        name: str,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        moves: bool = False,
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """A tensor of Python's numbers: a constant, unless it is made to be logged."""
         caller: str = sys._getframe(3).f_globals.get("__name__", "")
@@ -426,7 +417,7 @@ class HostRecording(OperatorMode):
         # On a CPU, what names the device by an object means that of the module.
         on_host = device is None or torch.device(device).type == "cpu"
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
-        result = value if on_host and not moves else self._copied(value, {})
+        result = value if on_host else self._copied(value, {})
         return result.requires_grad_() if grad else result
 
 
@@ -441,8 +432,3 @@ def _filled(tensor: Tensor, index: Any, number: float) -> bool:
     else:
         return False
     return True
-
-
-def _names_device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    given = (*args[1:], kwargs.get("device"), kwargs.get("other"))
-    return any(isinstance(a, (torch.device, Tensor)) for a in given)

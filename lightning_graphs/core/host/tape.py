@@ -48,7 +48,6 @@ class HostTape:
         self._sites = CallSiteFinder()
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it has met a tensor."""
         return tensor in self._registers
 
     def made(self, tensor: Tensor | None) -> bool:
@@ -92,10 +91,6 @@ class HostTape:
     def told(self, read: Callable[[], Any]) -> float:
         """Let replays compare what Python is told of draws; how many ways that may go."""
         self.operations.append(Operation(read, [], {}, [], read=read()))
-        return self._spread(read)
-
-    def _spread(self, read: Callable[[], Any]) -> float:
-        """The inverse of the share that the most frequent value has in so many further draws."""
         values = [draw.value for _, draw in self._draws]
         found: Counter[Any] = Counter()
         with contextlib.ExitStack() as stack:
@@ -107,6 +102,7 @@ class HostTape:
                 found[read()] += 1
         for (_, draw), value in zip(self._draws, values, strict=True):
             draw.value = value
+        # The inverse of the share that the most frequent value has in so many further draws.
         return _FURTHER_DRAWS / max(found.values())
 
     def made_by(

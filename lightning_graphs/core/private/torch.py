@@ -41,14 +41,14 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
     with torch.inference_mode(False):
         node = get_gradient_edge(leaf).node
     handles = node.register_hook(_nothing), node.register_prehook(_nothing)
-    tables = [getattr(handle, "hooks_dict_ref", lambda: None)() for handle in handles]
+    tables = [getattr(handle, "hooks_dict_ref", _nothing)() for handle in handles]
     for handle in handles:
         handle.remove()
     return any(table is None or len(table) > 0 for table in tables)
 
 
 def _nothing(*_: object) -> None:
-    """A hook that changes nothing."""
+    """A hook that changes nothing, and what stands for functions that torch lacks."""
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -160,12 +160,9 @@ def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[s
     return tables  # type: ignore[no-any-return]
 
 
-_attention = torch.backends.cuda
-attention_switches: tuple[Callable[[], bool], ...] = (
-    getattr(torch._C, "_get_flash_sdp_enabled", _attention.flash_sdp_enabled),
-    getattr(torch._C, "_get_mem_efficient_sdp_enabled", _attention.mem_efficient_sdp_enabled),
-    getattr(torch._C, "_get_cudnn_sdp_enabled", _attention.cudnn_sdp_enabled),
-    getattr(torch._C, "_get_math_sdp_enabled", _attention.math_sdp_enabled),
+attention_switches: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{switch}", getattr(torch.backends.cuda, switch))
+    for switch in (f"{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math"))
 )
 """Whether each kernel of attention may be used; the public functions take three times as long."""
 
@@ -212,8 +209,8 @@ def makes_own_graphs(compiled: object) -> bool:
 
 def current_autograd_node() -> Node | None:
     """The autograd node whose backward is running on this thread; None where nothing tells."""
-    getter = getattr(torch._C, "_current_autograd_node", None)
-    return getter() if getter is not None else None
+    getter: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", _nothing)
+    return getter()
 
 
 def demangle(symbol: str) -> str:
@@ -233,7 +230,7 @@ def generator_identity(generator: torch.Generator) -> int:
 
 def empty_host_cache() -> None:
     """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
-    getattr(torch._C, "_host_emptyCache", lambda: None)()
+    getattr(torch._C, "_host_emptyCache", _nothing)()
 
 
 def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
@@ -294,23 +291,29 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
     about streams that we chose.
     """
     graph = torch.autograd.graph
-    override = getattr(graph, "set_override_stale_capture_stream", None)
-    warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if override is not None:
-        override(True)
-    if warn is not None:
-        warn(False)
+    override = getattr(graph, "set_override_stale_capture_stream", _nothing)
+    warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
+    override(True)
+    warn(False)
     try:
         yield
     finally:
-        if override is not None:
-            override(False)
-        if warn is not None:
-            warn(True)
+        override(False)
+        warn(True)
 
 
 @contextlib.contextmanager
-def _answering(answer: Callable[[str], bool | None]) -> Iterator[None]:
+def replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Let another function stand in place of one of torch's while the body runs."""
+    original = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:
     """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
     truth = torch.cuda.is_current_stream_capturing
 
@@ -318,11 +321,7 @@ def _answering(answer: Callable[[str], bool | None]) -> Iterator[None]:
         found = answer(sys._getframe(1).f_globals.get("__name__", ""))
         return truth() if found is None else found
 
-    torch.cuda.is_current_stream_capturing = answered
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = truth
+    return replaced(torch.cuda, "is_current_stream_capturing", answered)
 
 
 def announced_as_cuda_capture() -> AbstractContextManager[None]:
@@ -351,8 +350,7 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     return _answering(answer)
 
 
-@contextlib.contextmanager
-def values_checked_on_device() -> Iterator[None]:
+def values_checked_on_device() -> AbstractContextManager[None]:
     """Let the device check the values of ``torch.distributions``, as in an exported program.
 
     They read on the host whether all are valid. A replay raises where an eager step would.
@@ -360,17 +358,12 @@ def values_checked_on_device() -> Iterator[None]:
     all_true = torch._is_all_true
 
     def checked(valid: Tensor) -> Any:
-        torch._assert_async(all_true(valid), _INVALID)
+        torch._assert_async(
+            all_true(valid), "values of a distribution do not satisfy its constraints"
+        )
         return True
 
-    torch._is_all_true = checked  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch._is_all_true = all_true
-
-
-_INVALID = "values of a distribution do not satisfy its constraints"
+    return replaced(torch, "_is_all_true", checked)
 
 
 def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
@@ -386,7 +379,7 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
 
     ``torch._foreach_clone`` is younger than the oldest supported torch.
     """
-    if len(tensors) < _WORTH_FOREACH:
+    if len(tensors) < 3:
         return [tensor.clone() for tensor in tensors]
     clone = getattr(torch, "_foreach_clone", None)
     if clone is not None:
@@ -394,9 +387,6 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
-
-
-_WORTH_FOREACH = 3
 
 
 def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
