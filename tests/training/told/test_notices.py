@@ -222,7 +222,7 @@ def test_the_same_refusal_of_many_modules_is_said_once(
     assert len(said) == 1
     whole, modules = fits[1].capture.report.fallbacks
     assert whole.startswith("cannot capture the whole step; capturing submodules instead: ")
-    observed = whole.splitlines()[1].removeprefix("  observed: ")
+    observed = whole.splitlines()[0].partition("not computed it yet: ")[2]
     assert "test_notices.py" in observed
     names = "`net`, `net.0`, `net.0.1` and 10 more"
     assert modules == f"{names} run eagerly for the same reason: {observed}"

@@ -90,7 +90,7 @@ def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[
 def test_an_option_under_both_names_is_an_error() -> None:
     with pytest.raises(OptionError, match="one name") as caught:
         GraphCapture(capture_after=2, min_repeats=3)
-    assert caught.value.observed == "capture_after=2, min_repeats=3"
+    assert caught.value.observed == "got capture_after=2 and min_repeats=3"
     assert caught.value.remedy.startswith("keep min_repeats")
 
 
