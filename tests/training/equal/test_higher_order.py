@@ -40,6 +40,14 @@ class Choosing(Net):
         return loss * scale
 
 
+class ChoosingWithGradients(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return torch.cond(loss > 1, torch.sin, torch.cos, (loss,))  # branch
+
+
+# torch's compiler asks for it where branches have gradients.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 class TestHigherOrderOperators:
     def test_the_doctor_sees_nothing_in_the_way_of_flex_attention(
         self, backend: str, tmp_path: Path
@@ -49,15 +57,17 @@ class TestHigherOrderOperators:
         assert fit.capture.report.diagnosis == Diagnosis(steps=3)
         compare(eager, fit, replayed=False)
 
-    def test_the_doctor_names_a_branch(self, backend: str, tmp_path: Path) -> None:
-        eager = prepare(backend, tmp_path, False, module=Choosing).run()
-        fit = examined(backend, tmp_path, module=Choosing)
-        (row,) = rows(fit, "control-flow")
-        assert row.line == line(Choosing.training_step, "branch")
+    @pytest.mark.parametrize("module", [Choosing, ChoosingWithGradients])
+    def test_the_doctor_names_a_branch(self, backend: str, tmp_path: Path, module: Any) -> None:
+        eager = prepare(backend, tmp_path, False, module=module).run()
+        fit = examined(backend, tmp_path, module=module)
+        row, *of_backward = rows(fit, "control-flow")
+        assert row.line == line(module.training_step, "branch")
+        assert len(of_backward) == (module is ChoosingWithGradients)
         compare(eager, fit, replayed=False)
 
     @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
-    @pytest.mark.parametrize("module", [Attending, Choosing])
+    @pytest.mark.parametrize("module", [Attending, Choosing, ChoosingWithGradients])
     @pytest.mark.parametrize("scope", ["step", "modules"])
     def test_a_capture_goes_on_or_is_refused_in_a_sentence(
         self, backend: str, tmp_path: Path, module: Any, scope: str
