@@ -242,7 +242,8 @@ class Annealed(Net):
 class Correlated(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         covariance = self.net[0].weight.T @ self.net[0].weight
-        return self.loss(batch) + MultivariateNormal(torch.zeros(8), covariance).rsample().mean()
+        noise = MultivariateNormal(torch.zeros(8), covariance, validate_args=True)  # Dynamo: False
+        return self.loss(batch) + noise.rsample().mean()
 
 
 class Coded(Net):
