@@ -1,10 +1,11 @@
 """The whole suite on the GPUs of a machine: every test file in a process of its own, side by side.
 
-    python tests/on_gpus.py [--jobs 26] [--seconds 400] [--logs DIRECTORY] [FILE ...]
+    python tests/on_gpus.py [--marked] [--jobs 26] [--seconds 400] [--logs DIRECTORY] [FILE ...]
 
 Prints a line for each file, the tests that failed, and the sums. Exits with 1 if anything failed,
-or was not done in time. Files that need two GPUs see all of them, and run from the beginning; the
-others see one. It works without pytest-timeout and pytest-xdist, too.
+or was not done in time. ``--marked`` leaves out the tests that need no GPU: any machine runs them,
+with ``pytest --every-row``. Files that need two GPUs see all of them, and run from the beginning;
+the others see one. It works without pytest-timeout and pytest-xdist, too.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ def takes_several(path: Path) -> bool:
     return path.relative_to(ROOT / "tests").as_posix() in OF_SEVERAL_GPUS
 
 
-def run(path: Path, gpu: int, logs: Path, until: float) -> Counter[str]:
+def run(path: Path, gpu: int, options: argparse.Namespace, until: float) -> Counter[str]:
     """One file on one GPU, or on all of them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if not takes_several(path):
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    log = logs / f"{path.relative_to(ROOT).as_posix().replace('/', '.')}.log"
+    log = options.logs / f"{path.relative_to(ROOT).as_posix().replace('/', '.')}.log"
     command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "gpu"] if options.marked else []
     started = time.monotonic()
     with log.open("w") as file:
         try:
@@ -60,7 +62,7 @@ def run(path: Path, gpu: int, logs: Path, until: float) -> Counter[str]:
             file.write("\n1 errors: not done in time\n")
     last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
     found = Counter({kind.rstrip("s"): int(count) for count, kind in _COUNT.findall(last)})
-    if not found:
+    if not found and "deselected" not in last:
         found["error"] = 1
     name = path.relative_to(ROOT)
     print(f"{name}: {last} [{time.monotonic() - started:.0f} s]", flush=True)
@@ -70,6 +72,7 @@ def run(path: Path, gpu: int, logs: Path, until: float) -> Counter[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--marked", action="store_true", help="only the tests that need a GPU")
     parser.add_argument("--jobs", type=int, default=max(2, (os.cpu_count() or 4) * 4 // 5))
     parser.add_argument("--seconds", type=float, default=600, help="for all of them")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "suite")
@@ -81,7 +84,7 @@ def main() -> int:
     total: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         for found in pool.map(
-            lambda pair: run(*pair, options.logs, until), zip(files, gpus, strict=False)
+            lambda pair: run(*pair, options, until), zip(files, gpus, strict=False)
         ):
             total += found
     for log in sorted(options.logs.glob("*.log")):
