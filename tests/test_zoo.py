@@ -41,11 +41,14 @@ def zoo(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", ROWS)
 def test_an_architecture(zoo: Any, lab: Any, name: str) -> None:
     found = zoo.measure(name, lab)
-    assert (found["scope"], found["why"]) == ("whole step", "")
+    # A number that a scripted function makes: docs/versions.md.
+    old = name == "DebertaV2ForSequenceClassification" and torch.__version__ < "2.9"
+    assert found["scope"] == ("submodules" if old else "whole step")
+    assert old or found["why"] == ""
     assert found["repeatable"]
     assert found["differs"] == ""
     assert len(set(found["losses"])) == 11
-    assert found["replayed"] >= 5
+    assert found["replayed"] >= (1 if old else 5)
     assert "equal" in zoo.line(found)
 
 
