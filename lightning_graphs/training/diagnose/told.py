@@ -38,7 +38,7 @@ def _kind(kind: type) -> Any:
     """A class of such values."""
     methods = (WrapperDescriptorType, MethodDescriptorType)
     own: dict[str, Any] = {n: f for n, f in vars(kind).items() if isinstance(f, methods)}
-    own.pop("__getattribute__")
+    own.pop("__getattribute__", None)  # inherited from Python 3.13 on
     if kind in (str, bytes):  # what the other operand, float and int do with them
         own |= {"__radd__": lambda value, other: other + value, "__float__": float, "__int__": int}
     return type(kind.__name__, (Told, kind), {name: _telling(f) for name, f in own.items()})
