@@ -18,7 +18,7 @@ def line(function: Any, text: str) -> int:
 
 def examined(backend: str, root: Path, **options: Any) -> Fit:
     """A fit with the doctor."""
-    capture = {"doctor": True, **options.pop("capture", {})}
+    capture = {"diagnose": True, **options.pop("capture", {})}
     return prepare(backend, root, True, capture=capture, **options).run()
 
 

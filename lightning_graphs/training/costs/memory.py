@@ -43,6 +43,11 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
+def in_one_line(error: BaseException) -> str:
+    """The same, with the kind of error, which may say nothing more."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
+
 class NoRoomError(CaptureError):
     """A capture finds no memory, or none that it may take: a smaller one may."""
 

@@ -48,13 +48,14 @@ from lightning_graphs.training.diagnose.findings import (
     OBSERVER,
     OPTIMIZER,
 )
-from lightning_graphs.training.diagnose.told import BatchReads, read_by_torch
+from lightning_graphs.training.diagnose.told import BatchReads, Told
 from lightning_graphs.training.diagnose.watched import (
     Call,
     Observer,
+    Watched,
     WatchedNumbers,
     changes,
-    watched_in,
+    parts_of,
 )
 from lightning_graphs.training.guards.frozen import (
     COUNTER,
@@ -151,7 +152,8 @@ class Doctor:
         self._values = BatchValues()
         self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
-        self._earlier: dict[Hashable, list[Call]] = {}
+        # What steps have called, by the way they went, and which of them
+        self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
         self._before: tuple[Contents, ...] = ()  # what the last step found
         self._has_moved = False  # something in there did, in a step or between two
         self._judge_fit(reason, no_whole_step)
@@ -302,8 +304,11 @@ class Doctor:
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
-        read_by_torch((args, kwargs))
-        numbers = list(watched_in((args, kwargs)))
+        parts = list(parts_of((args, kwargs)))
+        for part in parts:
+            if isinstance(part, Told):
+                part.read()
+        numbers = [part for part in parts if isinstance(part, Watched)]
         ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
         if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
             return [number.value for number in numbers]
@@ -403,8 +408,10 @@ class Doctor:
 
     def _judge_returned(self, returned: Any) -> None:
         add, effect = self.diagnosis.add, self._effect
-        for number in watched_in(returned):
-            add(COUNTER, number.name, self._step, observed="it is returned", effect=effect)
+        self._reads.kept(returned, self._step)
+        for leaf in leaves_of(returned):
+            if isinstance(leaf, Watched):
+                add(COUNTER, leaf.name, self._step, observed="it is returned", effect=effect)
         if self._module.automatic_optimization:
             try:
                 loss_of(returned)
@@ -423,9 +430,12 @@ class Doctor:
         metrics = (f"self.{name}." for name, _ in self._metrics)
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
+        changed = list(attributes.changes())
+        for change in changed:
+            self._reads.kept(change.now, outside.site_of(change.name))
         found = [
             (STORED if whole or not isinstance(change.now, Tensor) else REBOUND, change.name)
-            for change in attributes.changes()
+            for change in changed
             if not (
                 change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
             )
@@ -465,14 +475,16 @@ class Doctor:
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
         way = signature.specs, signature.extra, tuple(self._numbers.told), self._reads.way
         is_followed = self._is_followed
-        for change in changes(self._earlier.get(way, calls), calls):
+        before, step = self._earlier.get(way, (calls, -1))
+        for change in changes(before, calls):
             site, what = change.site, change.what
             consequence = dynamic and change.whole
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
             backward = self._only_submodules and not site.line  # its forward has a line
             followed = is_followed and not change.whole  # C code reads whole ones
-            if not (consequence or others or backward or followed):
+            known = consequence or others or backward or followed
+            if not (known or self._reads.unseen(step, site)):
                 effect = _BETWEEN if site in self._between else "eager step"
                 add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
-            self._earlier[way] = calls
+            self._earlier[way] = calls, self.diagnosis.steps - 1

@@ -19,11 +19,11 @@ class Told:
 
     name: str
     value: Any
-    on_read: Callable[[str, Any], object]
+    on_read: Callable[[str], object]
 
     def read(self) -> Any:
         """The value itself, for somebody who looks at it."""
-        self.on_read(self.name, self.value)
+        self.on_read(self.name)
         return self.value
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
@@ -47,13 +47,6 @@ def _kind(kind: type) -> Any:
 _KINDS = {kind: _kind(kind) for kind in (str, bytes, int, float)}
 
 
-def read_by_torch(arguments: Any) -> None:
-    """Tell of the values among the arguments of a function, whose C code does not."""
-    for leaf in leaves_of(arguments):
-        if isinstance(leaf, Told):
-            leaf.read()
-
-
 class BatchReads:
     """What the observed steps read of the Python values in their batches."""
 
@@ -61,13 +54,13 @@ class BatchReads:
         self._observer = observer
         self._sites = sites
         self._first: dict[str, CallSite] = {}  # where each of them is read
-        self._steps: list[dict[str, Any]] = []  # what each step has read
+        self._given: list[dict[str, Any]] = []  # the values in the batch of each step
         self._is_over = False
 
     @property
     def way(self) -> Hashable:
         """What the last step has read: another one may go another way."""
-        return tuple(self._steps[-1].items())
+        return tuple((name, self._given[-1].get(name)) for name in self._first)
 
     @contextlib.contextmanager
     def of_step(self, batch: Any) -> Iterator[Any]:
@@ -75,7 +68,7 @@ class BatchReads:
 
         Its lists and dicts stay the same ones: hooks find there what the step does to them.
         """
-        self._steps.append({})
+        self._given.append({})
         self._is_over = False
         try:
             yield _each(batch, "batch", self._telling)
@@ -86,20 +79,34 @@ class BatchReads:
     def _telling(self, name: str, value: Any) -> Any:
         if type(value) not in _KINDS:
             return value
+        self._given[-1][name] = value
         told = _KINDS[type(value)](value)
         told.name, told.value, told.on_read = name, value, self._note
         return told
 
-    def _note(self, name: str, value: Any) -> None:
+    def _note(self, name: str) -> None:
         silent = self._is_over or self._observer.silent
         if not silent and (site := self._sites.here()).line:
             self._first.setdefault(name, site)
-            self._steps[-1][name] = value
+
+    def kept(self, value: Any, site: CallSite) -> None:
+        """Note what a step stores or returns: a replay would have to read that."""
+        for leaf in leaves_of(value):
+            if isinstance(leaf, Told):
+                self._first.setdefault(leaf.name, site)
+
+    def unseen(self, step: int, site: CallSite) -> bool:
+        """Whether code of C may have read numbers of the batch, others than in that step."""
+        then, now = self._given[step], self._given[-1]
+        numbers = [name for name, value in now.items() if type(value) in (int, float)]
+        moved = [name for name in numbers if then.get(name, now[name]) != now[name]]
+        self._first = {**dict.fromkeys(moved, site), **self._first}
+        return bool(moved)
 
     def judge(self, diagnosis: Diagnosis, moved: Set[str]) -> None:
         """Name the values that were others in other batches, where a step reads one."""
         read = [name for name in self._first if name in moved]
-        ways = [tuple(map(step.get, read)) for step in self._steps]
+        ways = [tuple(map(given.get, read)) for given in self._given]
         is_new = len(set(ways)) == len(ways) > 2
         of_read: Effect = "eager step" if is_new else "further graph"
         of_others: Effect = "left out unless it is read"

@@ -389,8 +389,7 @@ for _kind, _watched in _KINDS.items():
             setattr(_watched, f"__{_name}__", _made)
 
 
-def watched_in(value: Any) -> Iterator[Watched]:
-    """The watched numbers in the arguments of a call, also in slices."""
+def parts_of(value: Any) -> Iterator[Any]:
+    """The leaves among the arguments of a call, those of slices, too."""
     for leaf in leaves_of(value):
-        parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
-        yield from (part for part in parts if isinstance(part, Watched))
+        yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any, NoReturn
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -15,7 +16,7 @@ from lightning_graphs.core.arguments.contents import Contents, held_in_all
 from lightning_graphs.core.arguments.leaves import Constant, Unread
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import Node, flatten, substitute
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
@@ -107,8 +108,8 @@ class _UnreadValue(StandIn):
     which belongs to the signature, it is the value.
     """
 
-    def __init__(self, name: str, kind: type, read: dict[str, BatchValueRead]) -> None:
-        self._name, self._kind, self._read = name, kind, read
+    def __init__(self, name: str, kind: type, note: Callable[[str], BatchValueRead]) -> None:
+        self._name, self._kind, self._note = name, kind, note
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -119,13 +120,9 @@ class _UnreadValue(StandIn):
         return type(self) if ours else self._kind
 
     def refuse(self) -> NoReturn:
-        where = CallSiteFinder().here().describe()
-        error = _read([self._name], f"{self._name} is read at {where}")
-        self._read.setdefault(self._name, error)
-        raise error
+        raise self._note(self._name)
 
-    def now(self) -> NoReturn:
-        self.refuse()
+    now = refuse
 
     def __deepcopy__(self, memo: object) -> _UnreadValue:
         return self
@@ -196,13 +193,21 @@ def _moved_containers(name: str, before: Node | None, after: Node | None) -> Ite
 class UnreadValues:
     """The values of a batch that its signature leaves out, while its step is captured."""
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(self, signature: Signature, step: CallSite, caller: CodeType) -> None:
         self._read: dict[str, BatchValueRead] = {}
+        self._step = step  # the code that is captured
+        self._sites = CallSiteFinder(caller)  # which calls it
         self._stand_ins = {
-            name: _UnreadValue(name, leaf.kind, self._read)
+            name: _UnreadValue(name, leaf.kind, self._note)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)
             if isinstance(leaf, Unread)
         }
+
+    def _note(self, name: str) -> BatchValueRead:
+        site = self._sites.here()
+        how = "read at" if site.line else "stored or returned, in the code of"
+        error = _read([name], f"{name} is {how} {(site if site.line else self._step).describe()}")
+        return self._read.setdefault(name, error)
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
         """A copy of the batch with other tensors, and with stand-ins for these values."""

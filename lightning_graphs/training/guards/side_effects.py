@@ -16,7 +16,12 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import values_checked_on_device
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.training.costs.memory import first_line, is_out_of_memory, no_room
+from lightning_graphs.training.costs.memory import (
+    first_line,
+    in_one_line,
+    is_out_of_memory,
+    no_room,
+)
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.interception import replaced
@@ -57,11 +62,9 @@ def effects_refused(
     trainer: Trainer, own: OwnCode, values: OutsideValues, what: str
 ) -> Iterator[None]:
     """Refuse what the body, code under capture, does or stores outside of its module; undo it."""
-    refused: list[CaptureError] = []
 
     def refuse(name: str, site: CallSite) -> None:
-        refused.append(SIDE_EFFECT.refused(f"{name} is used at {site.describe()}"))
-        raise refused[-1]
+        raise SIDE_EFFECT.refused(f"{name} is used at {site.describe()}")
 
     def refuse_stored(names: Sequence[str]) -> None:
         line = values.named_at(names[0])
@@ -73,8 +76,6 @@ def effects_refused(
                 yield
         finally:
             values.empty_caches()
-        if refused:  # caught in an `except` of the code's own
-            raise refused[-1]
 
 
 @contextlib.contextmanager
@@ -141,19 +142,35 @@ class RaisedInCapture(CaptureError):
 
 @contextlib.contextmanager
 def code_captured(what: str) -> Iterator[None]:
-    """Make a refusal of whatever the body, the capture of what is named so, raises."""
+    """Make a refusal of whatever the body, the capture of what is named so, raises.
+
+    What is refused stays refused where an `except` in the captured code goes on without it: in an
+    eager step, and so in a replay, there would have been nothing to go on from.
+    """
+    make, refused = CaptureError.__init__, list[CaptureError]()
+
+    def noted(error: CaptureError, *parts: Any, **named: Any) -> None:
+        make(error, *parts, **named)
+        refused.append(error)
+
     try:
-        with values_checked_on_device():
+        with values_checked_on_device(), replaced(CaptureError, "__init__", noted):
             yield
+        if refused:
+            raise refused[0]
     except GraphError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise no_room(what, first_line(error)) from error
+        if refused:  # what the code makes of its refusal
+            raise refused[0] from error
         site = CallSiteFinder().of_exception(error)
         raise RaisedInCapture(
             f"{what} must run without an error.",
-            f"{type(error).__name__}: {error}, at {site.describe()}",
+            f"{in_one_line(error)}, at {site.describe()}",
             "correct the line, if it raises in an eager step, too; else only pass on or log the "
             "value: some, such as those of metrics, are not there during a capture",
         ) from error
+    finally:
+        refused.clear()  # their tracebacks hold this frame, and what the captured code holds

@@ -292,8 +292,10 @@ class CapturedStores:
         self._slots: list[tuple[str, int]] = []
         known: dict[int, int] = {}
         for leaf in leaves_of([value for _, value in self._outgoing]):
-            if not isinstance(leaf, Tensor):
-                if not (is_plain(leaf) or isinstance(leaf, StandIn)):
+            if isinstance(leaf, StandIn):
+                leaf.now()  # or a refusal, where no replay has the value
+            elif not isinstance(leaf, Tensor):
+                if not is_plain(leaf):
                     raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
             elif id(leaf) in given:
                 self._slots.append(("given", given[id(leaf)]))

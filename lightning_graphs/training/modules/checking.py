@@ -14,7 +14,7 @@ from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
 from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
-from lightning_graphs.training.costs.memory import is_out_of_memory
+from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.modules.capture import as_observed
@@ -122,7 +122,7 @@ class _CallRun:
                 raise
             raise CaptureError(
                 "A graphed module must run by itself, so that its graphs can be verified.",
-                f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                in_one_line(error),
                 "capture a module that has this one inside, if a hook before the forward prepares "
                 "something for it; or leave this one eager (exclude=[...])",
             ) from error

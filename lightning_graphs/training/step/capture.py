@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.callsite import definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.recording import ArenaFull, HostRecording
@@ -116,7 +117,8 @@ class StepCapture(StepBody):
         capture. Where none does, all is as before, but for a gradient reducer that waits for
         the rest of a backward pass. None: it could be captured, but costs more than it saves.
         """
-        unread = UnreadValues(signature)
+        step = definition_of(self.module.training_step)
+        unread = UnreadValues(signature, step, StepCapture.capture.__code__)
         self._refuse_looks_at_shards()
         while True:
             self._asked.clear()

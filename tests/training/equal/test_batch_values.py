@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.training.examined import examined, rows
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 
@@ -295,17 +296,6 @@ class Keeping(Net):
         return self.loss(batch)
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_a_value_that_is_kept(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=Keeping, data=tasks, validation=0,
-        capture={"scope": "auto", "on_failure": "eager"},
-    )  # fmt: skip
-    compare(eager, captured, replayed=False)
-    assert captured.module.paths == eager.module.paths
-    assert captured.statistics.replayed > 0
-
-
 class Returning(Net):
     """Returns what is in its batch."""
 
@@ -321,14 +311,24 @@ class Returning(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_a_value_that_is_returned(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=Returning, data=lambda: tasks(32), validation=0,
-        capture={"scope": "auto", "on_failure": "eager"},
-    )  # fmt: skip
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("module", [Keeping, Returning])
+def test_a_value_that_is_kept_or_returned(
+    backend: str, tmp_path: Path, module: Any, verify: bool
+) -> None:
+    options: dict[str, Any] = {"module": module, "data": lambda: tasks(32), "validation": 0}
+    capture = {"scope": "auto", "on_failure": "eager", "verify": verify}
+    eager, captured = fit_twice(backend, tmp_path, capture=capture, **options)
     compare(eager, captured, replayed=False)
     assert captured.module.paths == eager.module.paths
     assert captured.statistics.replayed > 0
+    (said,) = captured.statistics.fallbacks
+    place = f"{__file__}:{module.training_step.__code__.co_firstlineno} in training_step"
+    assert f'batch["path"] is stored or returned, in the code of {place}' in said
+    watched = examined(backend, tmp_path, **options)
+    (row,) = rows(watched, "batch-value")[:1]
+    assert (row.operator, row.effect) == ('batch["path"]', "eager step")
+    assert (row.function, watched.module.paths) == ("training_step", eager.module.paths)
 
 
 def test_hooks_see_the_values_of_their_batch(backend: str, tmp_path: Path) -> None:

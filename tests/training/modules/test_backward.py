@@ -239,6 +239,7 @@ def test_the_remedy_helps(backend: str, tmp_path: Path) -> None:
     [
         (torch.OutOfMemoryError("no more"), "needs memory of its own, .*no more"),
         (KeyError("lost"), "must run without an error.*KeyError: 'lost'"),
+        (ValueError("lost\nand more"), r"ValueError: lost, at \S+test_backward.py"),
     ],
 )
 def test_what_is_raised_by_capturing_the_update_is_a_refusal(

@@ -263,6 +263,37 @@ class Catching(Net):
             return loss
 
 
+class Trying(Net):
+    """Goes on where something that a replay lacks is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        try:
+            return loss * self.scale(loss.detach())
+        except Exception:
+            return loss
+
+
+class TryingMetric(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return 2 * self.mean(loss)
+
+
+class TryingGradient(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return 1 + self.net[0].weight.grad.abs().mean()
+
+
+class TryingIterator(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return next(self.scales)
+
+
 class Box:
     """Holds what cannot be stored again."""
 
@@ -514,6 +545,29 @@ class TestAgreement:
         found = agreed(tmp_path, module=module, capture=capture)
         assert [(row.operator, row.function) for row in found] == [(operator, leave.__name__)]
 
+    @pytest.mark.parametrize(
+        ("module", "row", "what"),
+        [
+            (TryingMetric, "aten.mul.Tensor", "the value of metric `mean` is used at"),
+            (TryingGradient, ".grad of a parameter is read", ".grad of a parameter is read at"),
+            (TryingIterator, "self.scales", "self.scales, an iterator, is read at"),
+        ],
+    )
+    def test_what_an_except_has_caught_stays_refused(
+        self, tmp_path: Path, module: Any, row: str, what: str
+    ) -> None:
+        options: dict[str, Any] = {"module": module, "validation": 0}
+        eager = prepare("emulated", tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
+        assert what in fit.statistics.fallbacks[0]
+        assert __file__ in fit.statistics.fallbacks[0]
+        found = examined("emulated", tmp_path, **options).capture.report.diagnosis
+        assert found is not None
+        assert row in [finding.operator for finding in found.obstacles]
+
     @pytest.mark.parametrize("module", [Listing, ListingLabels])
     def test_numbers_in_a_list_of_tensors_do_not_stand_still(
         self, backend: str, tmp_path: Path, module: Any
@@ -657,6 +711,34 @@ class TestAgreement:
         row = rows(watched, "batch-value")[0]
         assert row.effect == "further graph"
         assert row.line == line(Sorting.training_step, "read")
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda n, loss: loss[:n].sum(),  # slice
+            lambda n, loss: sum(loss.mean() for _ in range(n)),  # range
+            lambda n, loss: loss.sum() * (0.5 * n),  # float
+        ],
+        ids=["slice", "range", "float"],
+    )
+    def test_numbers_in_the_batch_that_code_of_c_reads(
+        self, backend: str, tmp_path: Path, read: Callable[[Any, Tensor], Any]
+    ) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return read(batch["n"], (self.net(batch["x"]) ** 2).mean(-1))
+
+        data = [{**batch, "n": (6, 4, 6, 4, 5)[i % 5]} for i, batch in enumerate(batches(40))]
+        options: dict[str, Any] = {"module": Reading, "data": lambda: data, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        compare(eager, prepare(backend, tmp_path, True, **options).run())
+        watched = examined(backend, tmp_path, capture={"warmup_steps": 4}, **options)
+        compare(eager, watched, replayed=False)
+        found = watched.capture.report.diagnosis
+        assert found is not None
+        (row,) = found.findings
+        assert (row.kind, row.operator) == ("batch-value", 'batch["n"]')
+        assert (row.effect, row.line) == ("further graph", read.__code__.co_firstlineno)
 
     def test_hooks_find_the_batch_as_the_step_has_left_it(
         self, backend: str, tmp_path: Path

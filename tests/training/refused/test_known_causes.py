@@ -111,7 +111,7 @@ def test_the_remedy_is_that_of_the_call_and_it_helps(
     with pytest.warns(UserWarning, match=remedy):
         eager = prepare(backend, tmp_path, True, capture=options, module=refused).run()
     assert eager.statistics.replayed == 0
-    found = examined(backend, tmp_path, module=refused).capture.diagnosis
+    found = examined(backend, tmp_path, module=refused).capture.report.diagnosis
     assert found is not None
     assert found.obstacles
     assert all(remedy in row.remedy for row in found.obstacles)
