@@ -201,7 +201,7 @@ def rmsprop(module: LightningModule) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(module.parameters(), lr=2**-7)
 
 
-STEP: dict[str, Any] = {"scope": "step", "warmup_steps": 1, "capture_after": 0}
+STEP: dict[str, Any] = {"scope": "step", "warmup_steps": 1, "min_repeats": 0}
 MODULES = {**STEP, "scope": "modules"}
 # The steps: 0 warms up; a whole step is captured, verified and replayed in 1, submodules are
 # observed in 1 and the rest follows in 2. The last of six is another shape.
@@ -210,17 +210,17 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], range, dict[str, A
     # The first window makes the state of the optimizer.
     "step, accumulated": (Logging, STEP, range(2, 4), {"accumulate_grad_batches": 2}),
     "step, eager optimizer": (lambda: Logging(rmsprop), STEP, range(1, 2), {}),  # type: ignore[dict-item]
-    "step, another shape": (Logging, {**STEP, "capture_after": 1}, range(5, 6), {}),
+    "step, another shape": (Logging, {**STEP, "min_repeats": 1}, range(5, 6), {}),
     "step, another shape, accumulated": (
         Logging,
-        {**STEP, "capture_after": 1},
+        {**STEP, "min_repeats": 1},
         range(5, 6),
         {"accumulate_grad_batches": 3},
     ),
     "modules": (Parts, MODULES, range(1, 3), {}),
     "modules, accumulated": (Parts, MODULES, range(1, 3), {"accumulate_grad_batches": 2}),
     "modules, eager optimizer": (lambda: Parts(rmsprop), MODULES, range(1, 3), {}),  # type: ignore[dict-item]
-    "modules, another shape": (Parts, {**MODULES, "capture_after": 1}, range(5, 6), {}),
+    "modules, another shape": (Parts, {**MODULES, "min_repeats": 1}, range(5, 6), {}),
     "modules, manual": (Manual, MODULES, range(1, 3), {}),
     "auto": (Logging, {**STEP, "scope": "auto"}, range(1, 2), {}),
     "auto, modules": (Parts, {**STEP, "scope": "auto"}, range(1, 4), {}),

@@ -104,7 +104,7 @@ class TestInAFit:
             tmp_path,
             True,
             max_epochs=3,
-            capture={"only_if_faster": True, "capture_after": 2},
+            capture={"only_if_faster": True, "min_repeats": 2},
         )
         taken_over: list[bool] = []
 
@@ -136,7 +136,7 @@ class TestInAFit:
         replay: float,
         gate: bool,
     ) -> None:
-        fit = prepare(backend, tmp_path, True, capture={"only_if_faster": gate, "capture_after": 2})
+        fit = prepare(backend, tmp_path, True, capture={"only_if_faster": gate, "min_repeats": 2})
         given(monkeypatch, fit, 1.0, replay).run()
         assert (fit.statistics.eager, fit.statistics.replayed) == (5, 15)
         assert fit.statistics.fallbacks == []
@@ -177,7 +177,7 @@ class TestInAFit:
     def test_a_rehearsal_is_not_judged(
         self, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fit = prepare(backend, tmp_path, True, capture={"only_if_faster": True, "capture_after": 2})
+        fit = prepare(backend, tmp_path, True, capture={"only_if_faster": True, "min_repeats": 2})
         given(monkeypatch, fit, 1.0, 9.0, meaningful=False).run()
         assert fit.statistics.replayed == 15
         assert fit.capture.report.verdict == ""

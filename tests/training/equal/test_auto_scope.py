@@ -85,7 +85,7 @@ def test_submodules_where_the_step_reads_a_value(
 
 @SAYS
 def test_submodules_begin_with_the_next_step(backend: str, tmp_path: Path) -> None:
-    capture = {**AUTO, "capture_after": 0, "warmup_steps": 1}
+    capture = {**AUTO, "min_repeats": 0, "warmup_steps": 1}
     _, captured = fit_twice(backend, tmp_path, module=Counted, capture=capture, validation=0)
     # One warm-up step, one whose capture failed, one that was observed; the rest is replayed.
     assert captured.statistics.eager == 3

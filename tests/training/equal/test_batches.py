@@ -254,11 +254,11 @@ def test_several_lengths_get_a_graph_each(backend: str, tmp_path: Path) -> None:
     assert 'batch["x"]: f32[' in captured.statistics.recaptures[0]
 
 
-@pytest.mark.parametrize(("capture_after", "captures"), [(0, 2), (1, 2), (5, 1)])
-def test_capture_after(backend: str, tmp_path: Path, capture_after: int, captures: int) -> None:
+@pytest.mark.parametrize(("min_repeats", "captures"), [(0, 2), (1, 2), (5, 1)])
+def test_capture_after(backend: str, tmp_path: Path, min_repeats: int, captures: int) -> None:
     eager, captured = fit_twice(
         backend, tmp_path, data=lengths(8, 8, 8, 8, 4), max_epochs=5,
-        capture={"capture_after": capture_after},
+        capture={"min_repeats": min_repeats},
     )  # fmt: skip
     compare(eager, captured)
     assert captured.statistics.captures == captures
@@ -266,7 +266,7 @@ def test_capture_after(backend: str, tmp_path: Path, capture_after: int, capture
 
 def test_warmup_steps(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(
-        backend, tmp_path, capture={"warmup_steps": 7, "capture_after": 0}, max_epochs=2
+        backend, tmp_path, capture={"warmup_steps": 7, "min_repeats": 0}, max_epochs=2
     )
     compare(eager, captured)
     assert (captured.statistics.eager, captured.statistics.replayed) == (7, 13)
@@ -276,7 +276,7 @@ def test_warmup_steps(backend: str, tmp_path: Path) -> None:
 def test_no_graph_goes_for_one_that_is_used_no_more(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(
         backend, tmp_path, data=lengths(4, 8, 4, 8, 12, 12, 4, 8, 12), max_epochs=4,
-        capture={"max_graphs": 2, "capture_after": 0},
+        capture={"max_graphs": 2, "min_repeats": 0},
     )  # fmt: skip
     compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 2
@@ -289,7 +289,7 @@ def test_no_graph_goes_for_one_that_is_used_no_more(backend: str, tmp_path: Path
 def test_a_graph_goes_for_one_that_is_used_much_more(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(
         backend, tmp_path, data=lengths(4, 4, 8, *[12] * 40), max_epochs=1,
-        capture={"max_graphs": 2, "capture_after": 0, "warmup_steps": 1},
+        capture={"max_graphs": 2, "min_repeats": 0, "warmup_steps": 1},
     )  # fmt: skip
     compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 3
@@ -384,10 +384,10 @@ class Scaled(Net):
         return loss * batch.scale
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("kind", [Stamped, StampedDict, StampedUserDict, ItemsAreAttributes])
 def test_attributes_of_containers(
-    backend: str, tmp_path: Path, kind: Callable[..., Any], verify: str
+    backend: str, tmp_path: Path, kind: Callable[..., Any], verify: bool
 ) -> None:
     def data() -> list[Any]:
         return [kind(**batch) for batch in batches(16)]

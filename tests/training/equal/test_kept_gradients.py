@@ -62,7 +62,7 @@ class KeepsThemAtTheEnd(KeepsGradients):
 
 
 @pytest.mark.parametrize("data", [batches, two_shapes])
-@pytest.mark.parametrize("verify", ["first", "off", 3])
+@pytest.mark.parametrize("verify", [True, False, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [KeepsGradients, KeepsThemAtTheEnd])
 def test_gradients_that_are_kept_keep_their_values(

@@ -250,7 +250,7 @@ def logs_counters(self: Any, batch: Any, batch_idx: int) -> Any:
 def test_numbers_of_the_trainer(
     backend: str, tmp_path: Path, step: Any, warmup: int, scope: str
 ) -> None:
-    capture = {**SCOPES[scope], "warmup_steps": warmup, "capture_after": 1, "on_failure": "eager"}
+    capture = {**SCOPES[scope], "warmup_steps": warmup, "min_repeats": 1, "on_failure": "eager"}
     eager, captured = fit_twice(
         backend, tmp_path, module=scheduled(step), max_epochs=3, capture=capture, validation=0
     )
@@ -299,7 +299,7 @@ def test_numbers_that_are_used_are_refused(backend: str, tmp_path: Path, step: A
         module=scheduled(step),
         max_epochs=3,
         validation=0,
-        capture={"warmup_steps": 1, "capture_after": 1},
+        capture={"warmup_steps": 1, "min_repeats": 1},
     )
 
 

@@ -84,7 +84,7 @@ class Averaged(Net):
 PLACES = ["attribute", "list", "dict", "object", "global", "module in a list"]
 
 
-@pytest.mark.parametrize("verify", ["first", "off", 4])
+@pytest.mark.parametrize("verify", [True, False, 4])
 @pytest.mark.parametrize("capture", [{"scope": "step"}, named("block")])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_tensor_that_is_written(
@@ -111,7 +111,7 @@ def test_a_tensor_that_is_written_where_something_was_compiled(
 ) -> None:
     """Then a capture begins with a pass of its own."""
     monkeypatch.setattr(capture, "has_compiled_anything", lambda: True)
-    modules = named("block", verify="off")
+    modules = named("block", verify=False)
     fits = fit_twice(
         backend, tmp_path, module=lambda: Averaged(place), capture=modules, validation=0
     )
@@ -136,9 +136,9 @@ class Jittered(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 def test_a_step_that_draws_from_a_global_generator_runs_eagerly(
-    backend: str, tmp_path: Path, verify: str
+    backend: str, tmp_path: Path, verify: bool
 ) -> None:
     def module() -> Jittered:
         DRAWING.bit_generator.state = np.random.default_rng(7).bit_generator.state

@@ -70,10 +70,10 @@ class Settings(Net):
         return nn.functional.cross_entropy(self.head(hidden).float(), batch["y"])
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("capture", [{"scope": "step"}, named("block")])
 def test_an_object_whose_values_change(
-    backend: str, tmp_path: Path, capture: dict[str, Any], verify: str
+    backend: str, tmp_path: Path, capture: dict[str, Any], verify: bool
 ) -> None:
     capture = {**capture, "verify": verify}
     eager, captured = fit_twice(backend, tmp_path, module=Settings, capture=capture, validation=0)
@@ -126,7 +126,7 @@ def test_a_step_that_stores_in_an_object_of_its_batch_runs_eagerly(
         counters.append(Counter())
         return [{**batch, "counter": counters[-1]} for batch in batches()]
 
-    capture = {"on_failure": "eager", "capture_after": 0}
+    capture = {"on_failure": "eager", "min_repeats": 0}
     eager, captured = fit_twice(
         backend, tmp_path, module=CountedInTheBatch, data=data, capture=capture, validation=0
     )
@@ -215,10 +215,10 @@ class Remembering(LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_layers_that_fill_a_cache_run_eagerly(
-    backend: str, tmp_path: Path, frozen: bool, verify: str
+    backend: str, tmp_path: Path, frozen: bool, verify: bool
 ) -> None:
     capture = {**named("gpt.transformer.h.*"), "on_failure": "eager", "verify": verify}
     eager, captured = fit_twice(
@@ -287,10 +287,10 @@ STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("place", STREAMS)
 def test_an_iterator_inside_of_something_is_refused(
-    backend: str, tmp_path: Path, place: str, verify: str
+    backend: str, tmp_path: Path, place: str, verify: bool
 ) -> None:
     eager, captured = fit_twice(
         backend,

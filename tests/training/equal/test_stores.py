@@ -113,7 +113,7 @@ def data(sizes: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off", 4])
+@pytest.mark.parametrize("verify", [True, False, 4])
 @pytest.mark.parametrize("sizes", [RUNS, TURNS], ids=["runs", "turns"])
 @pytest.mark.parametrize("scope", ["step", "modules", "auto"])
 @pytest.mark.parametrize("block", [Block, ReadAgain, ByProperty, Inside, ReadBefore])
@@ -164,8 +164,8 @@ class Twice(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
-def test_two_calls_in_a_step(backend: str, tmp_path: Path, verify: str) -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_two_calls_in_a_step(backend: str, tmp_path: Path, verify: bool) -> None:
     modules = []
 
     def module() -> Twice:
@@ -178,8 +178,8 @@ def test_two_calls_in_a_step(backend: str, tmp_path: Path, verify: str) -> None:
     assert modules[1].found == modules[0].found
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
-def test_calls_without_autograd(backend: str, tmp_path: Path, verify: str) -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_calls_without_autograd(backend: str, tmp_path: Path, verify: bool) -> None:
     modules = []
 
     class Validated(Reader):
@@ -195,7 +195,7 @@ def test_calls_without_autograd(backend: str, tmp_path: Path, verify: str) -> No
         modules.append(Validated(Block))
         return modules[-1]
 
-    capture = named("block", "net", verify=verify, eval_graphs=True)
+    capture = named("block", "net", verify=verify, validation=True)
     fits = fit_twice(backend, tmp_path, module=module, capture=capture, max_epochs=4)
     compare(*fits)
     assert modules[1].found == modules[0].found
@@ -358,7 +358,7 @@ class Moded(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off", 4])
+@pytest.mark.parametrize("verify", [True, False, 4])
 def test_a_refused_capture_sets_nothing_later(backend: str, tmp_path: Path, verify: Any) -> None:
     capture = {"scope": "step", "verify": verify}
     fits = followed(backend, tmp_path, Moded, capture, data=lambda: data([6] * 6 + [8] * 14))
@@ -387,7 +387,7 @@ class Flipping(Reader):
         self.block.samples = 3
 
 
-@pytest.mark.parametrize("verify", ["first", "off", 4])
+@pytest.mark.parametrize("verify", [True, False, 4])
 def test_a_call_that_is_not_replayed_sets_by_itself(
     backend: str, tmp_path: Path, verify: Any
 ) -> None:
@@ -450,9 +450,9 @@ class Told(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 def test_what_a_submodule_changes_in_its_parent_is_refused(
-    backend: str, tmp_path: Path, verify: str
+    backend: str, tmp_path: Path, verify: bool
 ) -> None:
     fits = followed(backend, tmp_path, Told, named("block", "net", verify=verify))
     assert fits[1].statistics.modules == ["net"]

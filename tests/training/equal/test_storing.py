@@ -69,7 +69,7 @@ FEW = [
         {"trace": FullTrace},
         {"trace": GradientTrace, "gradient_clip_val": 0.1},
         {"precision": "bf16-mixed"},
-        {"capture": {"verify": "off"}},
+        {"capture": {"verify": False}},
         {"capture": {"verify": 4}},
     ],
     ids=["accumulated", "cut", "clipped", "bf16", "unverified", "verified"],
@@ -216,7 +216,7 @@ class Annealed(Weighted):
 
 
 @pytest.mark.parametrize("module", [Weighted, Branching, Annealed])
-@pytest.mark.parametrize("verify", ["first", 3])
+@pytest.mark.parametrize("verify", [True, 3])
 def test_numbers_that_steps_count_and_use(
     backend: str, tmp_path: Path, module: Any, verify: Any
 ) -> None:
@@ -373,7 +373,7 @@ class WithNumbers(Storing):
 
 
 @pytest.mark.parametrize("module", [Reset, InPlaceAndAnew, Alternating, WithNumbers])
-@pytest.mark.parametrize("verify", ["first", 3])
+@pytest.mark.parametrize("verify", [True, 3])
 def test_places_in_other_ways(backend: str, tmp_path: Path, module: Any, verify: Any) -> None:
     fit = fits_of(backend, tmp_path, module, {"on_failure": "eager", "verify": verify})
     assert fit.statistics.replayed > BATCHES

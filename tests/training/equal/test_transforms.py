@@ -90,7 +90,7 @@ class Transformed(Net):
 def test_calls_inside_of_a_transform(
     backend: str, tmp_path: Path, way: str, every: int, capture: dict[str, Any]
 ) -> None:
-    capture = {**capture, "on_failure": "eager", "verify": "off"}
+    capture = {**capture, "on_failure": "eager", "verify": False}
     fits = fit_twice(
         backend, tmp_path, module=lambda: Transformed(way, every), capture=capture, validation=0
     )

@@ -241,7 +241,7 @@ def test_exchanged(
     capture = {"scope": "step"} if scope == "step" else named("block")
     eager, captured = fit_twice(
         backend, tmp_path, module=module, callbacks=lambda: [At(change)],
-        capture={**capture, "verify": "off"}, validation=0, max_epochs=3,
+        capture={**capture, "verify": False}, validation=0, max_epochs=3,
     )  # fmt: skip
     compare(eager, captured)
     assert captured.statistics.replayed > 20
@@ -326,7 +326,7 @@ def test_settings_of_the_data(backend: str, tmp_path: Path, what: str) -> None:
 
     eager, captured = fit_twice(
         backend, tmp_path, module=Reading, callbacks=lambda: [At(lambda m: change(m.trainer))],
-        data=data, capture={"verify": "off"}, validation=0, max_epochs=3,
+        data=data, capture={"verify": False}, validation=0, max_epochs=3,
     )  # fmt: skip
     compare(eager, captured)
     assert captured.statistics.captures == 2
@@ -408,7 +408,7 @@ def test_values_of_code_that_runs_unseen(
     try:
         eager, captured = fit_twice(
             backend, tmp_path, module=Module, callbacks=lambda: [At(_weigh)],
-            capture={**capture, "verify": "off", "on_failure": "eager"}, validation=0, max_epochs=3,
+            capture={**capture, "verify": False, "on_failure": "eager"}, validation=0, max_epochs=3,
         )  # fmt: skip
     finally:
         sys.setprofile(before)

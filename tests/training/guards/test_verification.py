@@ -119,7 +119,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("verify", "expected"),
-    [("off", []), ("first", [5]), (1, list(range(5, 20))), (4, [5, 8, 12, 16])],
+    [(False, []), (True, [5]), (1, list(range(5, 20))), (4, [5, 8, 12, 16])],
 )
 def test_which_steps_are_verified(
     backend: str, tmp_path: Path, checks: list[int], verify: Any, expected: list[int]

@@ -256,7 +256,7 @@ def test_validation_runs_the_original_unless_asked_otherwise(
     _, captured = trained(backend, tmp_path, capture=choice, validation=4)
     assert not any("without autograd" in record.signature for record in captured.statistics.graphs)
     _, captured = trained(
-        backend, tmp_path / "graphs", capture={**choice, "eval_graphs": True}, validation=4
+        backend, tmp_path / "graphs", capture={**choice, "validation": True}, validation=4
     )
     records = {r.scope: r for r in captured.statistics.graphs if "without autograd" in r.signature}
     assert {f"module blocks.{i}" for i in range(3)} <= set(records)
@@ -410,10 +410,10 @@ class Recomputing(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("scope", ["auto", "step", "modules"])
 def test_dropout_that_is_recomputed_inside_is_right_or_refused(
-    backend: str, tmp_path: Path, scope: str, verify: str
+    backend: str, tmp_path: Path, scope: str, verify: bool
 ) -> None:
     capture: dict[str, Any] = {"scope": scope, "verify": verify, "on_failure": "eager"}
     if scope == "modules":

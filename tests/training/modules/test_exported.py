@@ -106,17 +106,17 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("eval_graphs", [False, True])
+@pytest.mark.parametrize("validation", [False, True])
 def test_hooks_find_modules_as_they_were_written(
-    backend: str, tmp_path: Path, look: str, eval_graphs: bool
+    backend: str, tmp_path: Path, look: str, validation: bool
 ) -> None:
     looks: list[Look] = []
 
     def callbacks() -> list[Callback]:
-        looks.append(Look([look], autograd=not eval_graphs))
+        looks.append(Look([look], autograd=not validation))
         return [looks[-1]]
 
-    capture = named("first", "second", "net", eval_graphs=eval_graphs)
+    capture = named("first", "second", "net", validation=validation)
     fits = fit_twice(
         backend, tmp_path, module=Layered, capture=capture, callbacks=callbacks,
         data=lambda: batches(14), max_epochs=1,
@@ -188,7 +188,7 @@ def test_graphs_for_validation_of_modules_inside_of_each_other(
         pairs = zip(batches(20), batches(20, size=4), strict=True)
         return [batch for pair in pairs for batch in pair]
 
-    capture = {"scope": "modules", "eval_graphs": True, "max_graphs": 8}
+    capture = {"scope": "modules", "validation": True, "max_graphs": 8}
     fits = fit_twice(
         backend, tmp_path, module=Inside, capture=capture, data=data, max_epochs=3, validation=6
     )

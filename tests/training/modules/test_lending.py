@@ -381,7 +381,7 @@ class UsingBoth(ReturningTwice):
 def test_gradients_of_a_tensor_that_is_returned_twice(
     backend: str, tmp_path: Path, taken: list[tuple[int, int]], module: type[Chain]
 ) -> None:
-    capture = {**CAPTURE, "verify": "off"}
+    capture = {**CAPTURE, "verify": False}
     compare(*fit_twice(backend, tmp_path, module=module, capture=capture))
     assert {in_place for _, in_place in taken} == {0}
 

@@ -163,7 +163,7 @@ class Rewriting(Net):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
     ("how", "writes"),
     [
@@ -173,7 +173,7 @@ class Rewriting(Net):
     ],
 )
 def test_outputs_that_share_memory_and_are_written(
-    backend: str, tmp_path: Path, how: str, writes: str, verify: str
+    backend: str, tmp_path: Path, how: str, writes: str, verify: bool
 ) -> None:
     fits = fit_twice(
         backend,
@@ -269,9 +269,9 @@ class Strided(Net):
 
 
 @pytest.mark.parametrize("modules", [["block"], ["block", "norm"], ["block", "norm", "after"]])
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 def test_gradients_in_other_strides_than_outputs(
-    backend: str, tmp_path: Path, modules: list[str], verify: str
+    backend: str, tmp_path: Path, modules: list[str], verify: bool
 ) -> None:
     capture = {"scope": "modules", "modules": modules, "verify": verify}
     compare(*fit_twice(backend, tmp_path, module=Strided, capture=capture, max_epochs=4))

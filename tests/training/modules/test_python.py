@@ -78,7 +78,7 @@ def test_an_attribute_that_changes_gets_other_graphs(
         backend,
         tmp_path,
         module=Gained,
-        capture={**named("net"), "eval_graphs": True},
+        capture={**named("net"), "validation": True},
         callbacks=lambda: [Change(what)],
         validation=4,
         max_epochs=3,
@@ -96,7 +96,7 @@ def test_an_attribute_that_moves_in_every_step_is_not_chased(
         backend,
         tmp_path,
         module=Gained,
-        capture={**named("net"), "eval_graphs": True},
+        capture={**named("net"), "validation": True},
         callbacks=lambda: [Change(what, always=True)],
         validation=4,
     )
@@ -318,10 +318,10 @@ class SettingBetween(Setting):
     when = 2
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("module", [Setting, SettingBetween])
 def test_what_a_step_sets_before_a_call(
-    backend: str, tmp_path: Path, module: Any, verify: str
+    backend: str, tmp_path: Path, module: Any, verify: bool
 ) -> None:
     capture = {**named("blocks.*"), "verify": verify}
     eager, captured = fit_twice(
@@ -397,7 +397,7 @@ def test_another_tensor_in_a_global_gets_another_graph(
     backend: str, tmp_path: Path, scope: str
 ) -> None:
     eager, captured = fit_twice(
-        backend, tmp_path, module=WithATable, capture={"scope": scope, "verify": "off"}
+        backend, tmp_path, module=WithATable, capture={"scope": scope, "verify": False}
     )
     compare(eager, captured)
     assert [line.partition(":")[0] for line in captured.statistics.recaptures] == ["TABLE"]
@@ -480,7 +480,7 @@ class Switching(Net):
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
 def test_switches_that_a_later_step_sets(backend: str, tmp_path: Path) -> None:
-    capture = named("block", "net", on_failure="eager", verify="off")
+    capture = named("block", "net", on_failure="eager", verify=False)
     eager, captured = fit_twice(backend, tmp_path, module=Switching, capture=capture)
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 0

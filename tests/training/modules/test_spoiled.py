@@ -91,7 +91,7 @@ def test_the_first_tensor_that_differs_is_named(
             tensor(sites[-1]).view(-1)[3] += 0.5  # type: ignore[union-attr]
 
     Spoiled(monkeypatch, spoil)
-    capture = verifying("net", verify="first")
+    capture = verifying("net", verify=True)
     captured = prepare(backend, tmp_path, True, module=Normalized, capture=capture)
     with pytest.raises(VerificationError, match=rf"at step 6, {name} differs by up to \S+; two"):
         captured.run()
@@ -132,7 +132,7 @@ def spoil_update(fit: Fit, monkeypatch: pytest.MonkeyPatch, since: int = 0) -> N
     Spoiled(monkeypatch, spoil)
 
 
-@pytest.mark.parametrize(("verify", "since", "step"), [("first", 0, 5), (4, 10, 12)])
+@pytest.mark.parametrize(("verify", "since", "step"), [(True, 0, 5), (4, 10, 12)])
 def test_a_wrong_optimizer_step_is_named(
     backend: str,
     tmp_path: Path,
@@ -155,7 +155,7 @@ def test_instead_of_a_wrong_optimizer_step_the_eager_one_is_taken(
 ) -> None:
     options: dict[str, Any] = {"module": Blocks, "validation": 0}
     eager = prepare(backend, tmp_path, False, **options).run()
-    capture = verifying("blocks.*", verify="first", on_failure="eager")
+    capture = verifying("blocks.*", verify=True, on_failure="eager")
     captured = prepare(backend, tmp_path, True, capture=capture, **options)
     spoil_update(captured, monkeypatch)
     message = r"the optimizer step runs eagerly: (?s:.*)parameter `head\.weight` differs"
@@ -244,7 +244,7 @@ def test_an_eager_run_without_memory(backend: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"module": with_middle(wide(Large)), "validation": 0}
     eager = prepare(backend, tmp_path, False, **options).run()
     captured = prepare(
-        backend, tmp_path, True, capture=verifying("blocks.*", verify="first"), **options
+        backend, tmp_path, True, capture=verifying("blocks.*", verify=True), **options
     )
     HIDDEN["left"] = 1.0
     with pytest.warns(UserWarning, match="a captured module was not verified: Tried to .* GiB\\.$"):

@@ -170,7 +170,7 @@ def _noting(check: Any, steps: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("verify", "calls", "updates"),
     [
-        ("first", [6], [5]),
+        (True, [6], [5]),
         (1, list(range(6, 20)), list(range(5, 20))),
         (4, [6, 8, 12, 16], [5, 8, 12, 16]),
     ],
@@ -195,7 +195,7 @@ def test_switched_off_nothing_runs_twice(
         raise AssertionError
 
     monkeypatch.setattr(Agreement, "compare", refuse)
-    capture = verifying("blocks.*", verify="off")
+    capture = verifying("blocks.*", verify=False)
     compare(*fit_twice(backend, tmp_path, module=Blocks, capture=capture, validation=0))
 
 
@@ -278,7 +278,7 @@ FIRST = r"at step 6, output of `blocks\.1` differs by up to"
 def test_a_hidden_counter_is_found_at_once(backend: str, tmp_path: Path) -> None:
     module = with_middle(wide(Counting))
     captured = prepare(
-        backend, tmp_path, True, module=module, capture=verifying("blocks.*", verify="first")
+        backend, tmp_path, True, module=module, capture=verifying("blocks.*", verify=True)
     )
     with pytest.raises(VerificationError, match=FIRST):
         captured.run()
@@ -288,7 +288,7 @@ def test_a_hidden_counter_is_found_at_once(backend: str, tmp_path: Path) -> None
 
 
 def test_an_argument_that_is_written_unseen_is_found(backend: str, tmp_path: Path) -> None:
-    capture = verifying("blocks.*", verify="first", on_failure="eager")
+    capture = verifying("blocks.*", verify=True, on_failure="eager")
     _, captured = warned(
         backend,
         tmp_path,
@@ -303,7 +303,7 @@ def test_an_argument_that_is_written_unseen_is_found(backend: str, tmp_path: Pat
 def test_a_write_past_the_dispatcher_is_found(tmp_path: Path) -> None:
     module = with_middle(wide(Writing))
     captured = prepare(
-        "emulated", tmp_path, True, module=module, capture=verifying("blocks.*", verify="first")
+        "emulated", tmp_path, True, module=module, capture=verifying("blocks.*", verify=True)
     )
     with pytest.raises(VerificationError, match=FIRST + " 1; two eager runs differ by up to 0"):
         captured.run()

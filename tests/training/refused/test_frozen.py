@@ -153,9 +153,9 @@ class Restarting(Net):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 def test_zeroing_that_drops_accumulated_gradients_is_refused(
-    backend: str, tmp_path: Path, verify: str
+    backend: str, tmp_path: Path, verify: bool
 ) -> None:
     capture = {"verify": verify}
     line = r"test_frozen.py:\d+ in training_step: self.zero_grad"
@@ -298,10 +298,10 @@ class Penalized(Net):
         return nn.functional.cross_entropy(output, y) + gradient.pow(2).sum()
 
 
-@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("scope", ["step", "auto"])
 def test_a_gradient_penalty_on_the_batch(
-    backend: str, tmp_path: Path, scope: str, verify: str
+    backend: str, tmp_path: Path, scope: str, verify: bool
 ) -> None:
     capture = {"scope": scope, "verify": verify}
     eager, captured = fit_twice(

@@ -412,7 +412,7 @@ def test_globals_that_a_graphed_submodule_reads_are_conditions(
     for graphs in (False, True):
         COUNT, SCALE, SETTINGS["weights"] = 0, 1.0, [1.0, 2.0]
         options: dict[str, Any] = {"module": WithReadingBlock}
-        options["capture"] = {"scope": "modules", "modules": ["block"], "verify": "off"}
+        options["capture"] = {"scope": "modules", "modules": ["block"], "verify": False}
         fits.append(prepare(backend, tmp_path, graphs, **options).run())
     compare(*fits)
     changes = fits[1].statistics.recaptures
@@ -637,7 +637,7 @@ def test_a_value_of_a_class_or_behind_an_attribute_is_a_condition(
         OfItsOwnClass.ratio, defaulting.__defaults__ = 1.0, ([1.0],)
         if "weights" in vars(Settings):
             del Settings.weights
-        options: dict[str, Any] = {"module": module, "capture": {"scope": "step", "verify": "off"}}
+        options: dict[str, Any] = {"module": module, "capture": {"scope": "step", "verify": False}}
         fits.append(prepare(backend, tmp_path, graphs, **options).run())
     compare(*fits)
     (found,) = fits[1].statistics.recaptures
@@ -721,7 +721,7 @@ def test_variables_of_one_name_are_conditions_each(
             if self.trainer.global_step == 12:
                 kinds[which].change(2.0)
 
-    capture = {"scope": "modules", "modules": ["blocks.*"], "verify": "off"}
+    capture = {"scope": "modules", "modules": ["blocks.*"], "verify": False}
     options: dict[str, Any] = {"module": Both, "capture": capture}
     _, captured = fits = [
         prepare(backend, tmp_path, graphs, **options).run() for graphs in (False, True)

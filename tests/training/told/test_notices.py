@@ -29,7 +29,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
 
 
 def taking_turns(*sizes: int, max_graphs: int, **options: Any) -> dict[str, Any]:
-    capture = {"max_graphs": max_graphs, "capture_after": 0, "warmup_steps": 1}
+    capture = {"max_graphs": max_graphs, "min_repeats": 0, "warmup_steps": 1}
     return {"data": lengths(*sizes), "capture": {**capture, **options}}
 
 
@@ -127,7 +127,7 @@ def test_an_attribute_that_keeps_changing_is_named_once(
 
 
 def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path) -> None:
-    capture = {"max_graphs": 1, "warmup_steps": 1, "capture_after": 0}
+    capture = {"max_graphs": 1, "warmup_steps": 1, "min_repeats": 0}
     eager, captured = fit_twice(
         backend, tmp_path, module=moving(21), data=lambda: lengths(*[4] * 100)(), max_epochs=1,
         capture=capture,
@@ -270,7 +270,7 @@ class Replaced(Net):
 def test_the_same_reason_to_capture_again_is_said_once(
     backend: str, tmp_path: Path, lines: Lines, scope: str
 ) -> None:
-    capture = {"scope": scope, "on_failure": "eager", "capture_after": 0}
+    capture = {"scope": scope, "on_failure": "eager", "min_repeats": 0}
     fits = fit_twice(
         backend, tmp_path, module=Replaced, data=lambda: batches(60), max_epochs=1, capture=capture
     )

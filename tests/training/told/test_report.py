@@ -90,7 +90,7 @@ class TestOfAFit:
     def test_a_signature_captured_again_keeps_its_record(
         self, backend: str, tmp_path: Path
     ) -> None:
-        fit = fitted(backend, tmp_path, capture={"capture_after": 0}, module=Thawing)
+        fit = fitted(backend, tmp_path, capture={"min_repeats": 0}, module=Thawing)
         report = fit.capture.report
         assert sum(record.captures for record in report.graphs) == fit.statistics.captures > 2
         assert sum(record.replays for record in report.graphs) == report.replayed
