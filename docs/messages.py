@@ -19,7 +19,7 @@ OBSTACLE = "Obstacle"
 PRINTERS = ("rank_zero_warn", "rank_zero_info")
 """What prints a sentence in the end."""
 
-CARRIERS = ("Decision", "Verdict", "_left_out")
+CARRIERS = ("Verdict", "_left_out")
 """Classes and functions that take sentences which are printed somewhere else."""
 
 REASONS = ("reason", "obstacle", "missed")

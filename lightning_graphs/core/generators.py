@@ -10,8 +10,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.obstacles import SET_GENERATOR
-from lightning_graphs.core.private.torch import replaced
 
 
 class HostGenerator(Protocol):

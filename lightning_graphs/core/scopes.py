@@ -17,7 +17,7 @@ _LABEL = "lightning_graphs.scope"
 def _label_unlabelled(value: object, scope: str) -> None:
     """Write ``scope`` on every autograd node behind ``value`` that has no label yet."""
     # torch declares `metadata`, a dict, as a method.
-    pending: list[Any] = [leaf.grad_fn for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
+    pending: list[Any] = [tensor.grad_fn for tensor in leaves_of(value, Tensor)]
     while pending:
         node = pending.pop()
         if node is not None and _LABEL not in node.metadata:

@@ -32,6 +32,7 @@ from lightning_graphs.training.options import (
     OptionError,
     Options,
     in_present_names,
+    warn_of_old_name,
 )
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
@@ -130,11 +131,7 @@ class GraphCapture(Callback):
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The old name of ``report.diagnosis``."""
-        rank_zero_warn(
-            "GraphCapture: diagnosis is the old name, which goes in 0.2; write report.diagnosis",
-            category=FutureWarning,
-            stacklevel=stacklevel_of_user(),
-        )
+        warn_of_old_name("diagnosis", "report.diagnosis")
         return self._statistics.diagnosis
 
     @override
@@ -208,7 +205,10 @@ class GraphCapture(Callback):
         self._release()
         self._statistics = Statistics()
         if self.options.diagnose or not self._is_active(trainer, pl_module):
-            self._count_eager(trainer)
+            # No runner counts: all batches are eager, as the loop knows at the end of the fit
+            statistics, loop = self._statistics, trainer.fit_loop.epoch_loop
+            first = loop.total_batch_idx
+            self._fit.callback(lambda: setattr(statistics, "eager", loop.total_batch_idx - first))
             if self.options.diagnose:
                 self._observe(trainer, pl_module)
             return
@@ -256,12 +256,6 @@ class GraphCapture(Callback):
         self._retry, self._reporter = retry, reporter
         steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
-
-    def _count_eager(self, trainer: Trainer) -> None:
-        """Count all batches of the fit as eager, at its end: no runner does."""
-        statistics, loop = self._statistics, trainer.fit_loop.epoch_loop
-        first = loop.total_batch_idx
-        self._fit.callback(lambda: setattr(statistics, "eager", loop.total_batch_idx - first))
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         from lightning_graphs.training.diagnose.doctor import Doctor

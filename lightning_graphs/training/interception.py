@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_graphs.core.arguments.contents import bind, bound
 from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.core.arguments.values import replaced as replaced
 from lightning_graphs.training.guards.own_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
@@ -56,21 +56,6 @@ def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStac
     for name in NAMES:
         stack.enter_context(replaced(strategy, name, getattr(handler, name)))
     return stack
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an object, a class or a module of Python have another member for a while.
-
-    Of objects it is set beside their class, past ``nn.Module.__setattr__``.
-    """
-    table = owner if isinstance(owner, type) else vars(owner)
-    before = bound(table, name)
-    bind(table, name, value)
-    try:
-        yield
-    finally:
-        bind(table, name, before)
 
 
 def nothing(*_: Any, **__: Any) -> None:

@@ -61,10 +61,9 @@ class Notices:
         say = read is None and not moved
         is_time = self._waiting.add(signature, why_not, is_new=is_new, at_once=at_once, say=say)
         if moved and is_time:
-            line = named_at(moved[0].partition(": ")[0], codes)
             read = CaptureError(
                 "A graph would freeze an attribute or a global variable, which keeps changing.",
-                "; ".join(moved) + line,
+                "; ".join(moved) + named_at(moved[0], codes),
                 "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
                 "and fill_(...) on it in on_train_batch_start",
             )

@@ -64,13 +64,13 @@ def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> di
             options[name] = new
             written[name] = f"{name}={value!r}"
     for name, text in written.items():
-        rank_zero_warn(
-            f"GraphCapture: {text} is the old name, which goes in 0.2; write "
-            f"{name}={options[name]!r}",
-            category=FutureWarning,
-            stacklevel=stacklevel_of_user(),
-        )
+        warn_of_old_name(text, f"{name}={options[name]!r}")
     return options
+
+
+def warn_of_old_name(written: str, present: str) -> None:
+    what = f"GraphCapture: {written} is the old name, which goes in 0.2; write {present}"
+    rank_zero_warn(what, category=FutureWarning, stacklevel=stacklevel_of_user())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,8 +33,8 @@ from lightning_graphs.training.interception import StepHandler, StrategyCalls, n
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.step.body import loss_of, scaler_of
-from lightning_graphs.training.step.optimizers import CapturableOptimizer
+from lightning_graphs.training.step.body import loss_of
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.state import Gradients, Kept, StepState
 
@@ -249,7 +249,7 @@ class EagerRetry:
     def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         held = self.runner.held
         if self._retries and self._begin is None and held:
-            size = sum(t.numel() for t in leaves_of(args) if isinstance(t, Tensor))
+            size = sum(t.numel() for t in leaves_of(args, Tensor))
             beside = held, self._statistics.captures
             largest, times = self._fits.get(beside, _NONE_YET)
             is_large = size > largest or (size == largest and times < SETTLED)

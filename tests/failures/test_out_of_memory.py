@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_graphs.core.arguments.contents import bind, bound
+from lightning_graphs.core.arguments.values import bind, bound
 from lightning_graphs.core.backends.emulated import EmulatedGraph
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.training import retry

@@ -17,6 +17,8 @@ from lightning_graphs.core.arguments.values import (
     Absence,
     ArrayValue,
     attributes_of,
+    bind,
+    bound,
     called_with,
     entries,
     in_slot,
@@ -183,27 +185,6 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, set):
         return bool(now == before)
     return len(now) == len(before) and all(map(is_, now, before))
-
-
-def bound(owner: Any, key: Any) -> Any:
-    """What is in a dict or a class under a key, or in a slot of an object."""
-    if isinstance(owner, (dict, type)):
-        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
-    return in_slot(owner, key)
-
-
-def bind(owner: Any, key: Any, value: Any) -> None:
-    """Let this be there, past the ``__setattr__`` of a frozen class."""
-    kind: Any = type if isinstance(owner, type) else object
-    if isinstance(owner, dict):
-        if value is Absence.ABSENT:
-            owner.pop(key, None)
-        else:
-            owner[key] = value
-    elif value is Absence.ABSENT:
-        kind.__delattr__(owner, key)
-    else:
-        kind.__setattr__(owner, key, value)
 
 
 def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:

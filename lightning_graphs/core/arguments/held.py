@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
-from lightning_graphs.core.arguments.contents import Contents, bind
+from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.arguments.values import bind
 from lightning_graphs.core.callsite import codes_in
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.private.torch import tables_of

@@ -89,11 +89,11 @@ def flatten(
     return Node(kind, frozen_context(kind, opened), children, tuple(labels))
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """The leaves of a value, depth first."""
+def leaves_of(value: Any, kind: type = object) -> list[Any]:
+    """The leaves of a value that are of some kind, depth first."""
     found: list[tuple[str, Any]] = []
     flatten(value, "", found)
-    return [leaf for _, leaf in found]
+    return [leaf for _, leaf in found if isinstance(leaf, kind)]
 
 
 def substitute(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 import sys
 import weakref
@@ -194,6 +195,42 @@ def called_with(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif not isinstance(value.__self__, ModuleType):
         yield ".__self__", value.__self__
+
+
+def bound(owner: Any, key: Any) -> Any:
+    """What is in a dict or a class under a key, or in a slot of an object."""
+    if isinstance(owner, (dict, type)):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
+    return in_slot(owner, key)
+
+
+def bind(owner: Any, key: Any, value: Any) -> None:
+    """Let this be there, past the ``__setattr__`` of a frozen class."""
+    kind: Any = type if isinstance(owner, type) else object
+    if isinstance(owner, dict):
+        if value is Absence.ABSENT:
+            owner.pop(key, None)
+        else:
+            owner[key] = value
+    elif value is Absence.ABSENT:
+        kind.__delattr__(owner, key)
+    else:
+        kind.__setattr__(owner, key, value)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object, a class or a module of Python have another member for a while.
+
+    Of objects it is set beside their class, past ``nn.Module.__setattr__``.
+    """
+    table = owner if isinstance(owner, type) else vars(owner)
+    before = bound(table, name)
+    bind(table, name, value)
+    try:
+        yield
+    finally:
+        bind(table, name, before)
 
 
 def walk(

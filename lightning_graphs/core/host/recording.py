@@ -27,8 +27,9 @@ from lightning_graphs.core.host.half import (
     numbers,
     shape,
 )
-from lightning_graphs.core.host.tape import REMEDY, RULE, HostTape, memory_of
+from lightning_graphs.core.host.tape import REMEDY, RULE, HostTape
 from lightning_graphs.core.private.modes import out_of_sight, run_kernel
+from lightning_graphs.core.private.torch import memory_of
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten

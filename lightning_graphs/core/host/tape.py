@@ -19,7 +19,7 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import HostGenerator
 from lightning_graphs.core.host.half import READS, Draw, Operation, Register, copy_in, shape
 from lightning_graphs.core.private.modes import out_of_sight
-from lightning_graphs.core.private.torch import generator_identity, storage_uses
+from lightning_graphs.core.private.torch import generator_identity, memory_of, storage_uses
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
@@ -263,9 +263,3 @@ def _kept_of(born: list[Tensor]) -> list[tuple[int, ...]]:
         if storage_uses(storage) > uses[storage._cdata] + 1 or sys.getrefcount(tensor) > 4:
             kept.append(tuple(tensor.shape))
     return kept
-
-
-def memory_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, as long as that is alive."""
-    address: int = tensor.untyped_storage()._cdata
-    return address

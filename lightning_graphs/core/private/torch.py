@@ -21,6 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_graphs.core.arguments.values import replaced
+
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
 
@@ -49,6 +51,12 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
 
 def _nothing(*_: object) -> None:
     """A hook that changes nothing, and what stands for functions that torch lacks."""
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, as long as that is alive."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
@@ -300,17 +308,6 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
     finally:
         override(False)
         warn(True)
-
-
-@contextlib.contextmanager
-def replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Let another function stand in place of one of torch's while the body runs."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:

@@ -121,7 +121,7 @@ class StepTiming:
         """Run it; a step begins here."""
         self._open = None
         if not self._verified():
-            tensors = [leaf for leaf in leaves_of(args[:1]) if isinstance(leaf, Tensor)]
+            tensors = leaves_of(args[:1], Tensor)
             shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
             batch, counted = (shapes, self._stepping), _counted(self._statistics)
             self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder, definition_of
+from lightning_graphs.core.callsite import (
+    CallSite,
+    CallSiteFinder,
+    definition_of,
+    frames_from,
+    site_naming,
+)
 from lightning_graphs.core.host.recording import FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
@@ -39,15 +46,7 @@ from lightning_graphs.core.private.torch import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
-from lightning_graphs.training.diagnose.findings import (
-    CHANGING_NUMBER,
-    CHANGING_SHAPE,
-    CONFIGURATION,
-    HOOK,
-    NO_WHOLE_STEP,
-    OBSERVER,
-    OPTIMIZER,
-)
+from lightning_graphs.training.diagnose import findings
 from lightning_graphs.training.diagnose.told import BatchReads, Told
 from lightning_graphs.training.diagnose.watched import (
     Call,
@@ -93,7 +92,7 @@ from lightning_graphs.training.host.places import place_of, trained_parameters
 from lightning_graphs.training.interception import StrategyCalls, intercepted, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.step.body import loss_of, scaler_of
+from lightning_graphs.training.step.body import loss_of
 from lightning_graphs.training.step.capture import refuse_iterator
 from lightning_graphs.training.step.optimizers import capture_obstacle
 from lightning_graphs.training.step.transfer import copies_on_host
@@ -165,15 +164,14 @@ class Doctor:
             return
         self._finished = True
         self._methods.close()
-        changing = {} if self._is_followed else self._logs.changing
-        for name, site in changing.items():
+        for name, site in () if self._is_followed else self._logs.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         if not self._only_submodules:
             self._reads.judge(self.diagnosis, self._values.unread)
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
-            self.diagnosis.add(CHANGING_SHAPE, "batch", observed=change[:400])
+            self.diagnosis.add(findings.CHANGING_SHAPE, "batch", observed=change[:400])
         if self._trainer.is_global_zero:
             print(self.diagnosis)
 
@@ -219,9 +217,8 @@ class Doctor:
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Leave the step to the strategy: whether it can be captured is known without running."""
-        if not takes_no_closure(closure):
-            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
-        with self._observer.looking_away():
+        steps = takes_no_closure(closure)
+        with self._observer.looking_away() if steps else contextlib.nullcontext():
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -262,14 +259,11 @@ class Doctor:
     @property
     def _is_inside(self) -> bool:
         """Whether the forward of a submodule is running, and not the step around them."""
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code is not Doctor._run.__code__:
-            if frame.f_code.co_name == "forward":
-                owner = frame.f_locals.get("self")
-                if isinstance(owner, nn.Module) and owner is not self._module:
-                    return True
-            frame = frame.f_back
-        return False
+        step = takewhile(
+            lambda f: f.f_code is not Doctor._run.__code__, frames_from(sys._getframe(1))
+        )
+        owners = (f.f_locals.get("self") for f in step if f.f_code.co_name == "forward")
+        return any(isinstance(o, nn.Module) and o is not self._module for o in owners)
 
     @property
     def _effect(self) -> Effect:
@@ -278,8 +272,8 @@ class Doctor:
     def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._logged += [(t, version_of(t), self._sites.here()) for t in given]
+            given, site = leaves_of((args, kwargs), Tensor), self._sites.here()
+            self._logged += [(tensor, version_of(tensor), site) for tensor in given]
             with self._observer.looking_away():
                 result = function(*args, **kwargs)
                 self._observer.forbid(result)
@@ -293,22 +287,20 @@ class Doctor:
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
         made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
+        effect, where = self._effect, ""
         if (made or self._observer.answered) and self._has_host_half:
             if obstacle is DRAWN:
                 return  # replays draw, too
-            self.diagnosis.add(obstacle, operator, site, effect="runs ahead of the graph")
+            effect = "runs ahead of the graph"
         elif not site.line:
-            self.diagnosis.add(obstacle, operator, site, observed="in the backward pass")
-        else:
-            self.diagnosis.add(obstacle, operator, site, effect=self._effect)
+            effect, where = "eager step", "in the backward pass"
+        self.diagnosis.add(obstacle, operator, site, observed=where, effect=effect)
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
-        parts = list(parts_of((args, kwargs)))
-        for part in parts:
-            if isinstance(part, Told):
-                part.read()
-        numbers = [part for part in parts if isinstance(part, Watched)]
+        for told in parts_of((args, kwargs), Told):
+            told.read()
+        numbers = parts_of((args, kwargs), Watched)
         ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
         if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
             return [number.value for number in numbers]
@@ -362,36 +354,35 @@ class Doctor:
         """What shows before a step is taken."""
         trainer, module, add = self._trainer, self._module, self.diagnosis.add
         if reason:
-            add(CONFIGURATION, "Trainer", observed=reason)
+            add(findings.CONFIGURATION, "Trainer", observed=reason)
         if no_whole_step and not self._only_submodules:
-            add(NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
+            add(findings.NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
         elif no_whole_step:
             because = f"the whole step cannot be one, because {no_whole_step}"
             names = json.dumps([name for name, _ in module.named_children()])
             code = f'GraphCapture(scope="modules", modules={names})'
-            obstacle = replace(NO_WHOLE_STEP, code=code)
+            obstacle = replace(findings.NO_WHOLE_STEP, code=code)
             add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
         configured = definition_of(module.configure_optimizers)
         for optimizer in trainer.optimizers:
-            scaled = scaler_of(trainer.precision_plugin) is not None
-            target = "cpu" if self._rehearsal else "cuda"
-            if why := capture_obstacle(module, optimizer, target, scaled=scaled):
-                name = type(optimizer).__name__
-                add(OPTIMIZER, name, configured, observed=why, effect="eager optimizer step")
+            name, target = type(optimizer).__name__, "cpu" if self._rehearsal else "cuda"
+            effect: Effect = "eager optimizer step"
+            if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin):
+                add(findings.OPTIMIZER, name, configured, observed=why, effect=effect)
         for path, child in module.named_modules():
             if self._rehearsal and is_compiled(child):
                 add(COMPILED, path or "self")
             for hook in module_hooks(child) if self._only_submodules else ():
                 site = definition_of(hook)
                 if not self._sites.is_library(site.file):
-                    add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
+                    add(findings.HOOK, f"hook of {path or 'self'}", site, effect="further graph")
         observers = Observers.of(trainer, module)
         owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
         for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
             kind, _, method = name.rpartition(".")
             owner = next(owner for owner in owners if type(owner).__name__ == kind)
             site = definition_of(getattr(owner, method))
-            add(OBSERVER, name, site, effect="further graph")
+            add(findings.OBSERVER, name, site, effect="further graph")
 
     def _judge_batch(self, batch: Any) -> list[Tensor]:
         """Look at a batch; the tensors in it of which the host has a copy."""
@@ -409,9 +400,8 @@ class Doctor:
     def _judge_returned(self, returned: Any) -> None:
         add, effect = self.diagnosis.add, self._effect
         self._reads.kept(returned, self._step)
-        for leaf in leaves_of(returned):
-            if isinstance(leaf, Watched):
-                add(COUNTER, leaf.name, self._step, observed="it is returned", effect=effect)
+        for number in leaves_of(returned, Watched):
+            add(COUNTER, number.name, self._step, observed="it is returned", effect=effect)
         if self._module.automatic_optimization:
             try:
                 loss_of(returned)
@@ -430,28 +420,26 @@ class Doctor:
         metrics = (f"self.{name}." for name, _ in self._metrics)
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer), not self._only_submodules
-        changed = list(attributes.changes())
-        for change in changed:
-            self._reads.kept(change.now, outside.site_of(change.name))
-        found = [
-            (STORED if whole or not isinstance(change.now, Tensor) else REBOUND, change.name)
-            for change in changed
-            if not (
-                change.name.startswith(ours) or (whole and place_of(change, attributes, trained))
-            )
-        ]
+        found = []
+        for change in attributes.changes():
+            self._reads.kept(change.now, site_naming(change.name, outside.codes))
+            stored = whole and place_of(change, attributes, trained)  # by replays, too
+            if not (stored or change.name.startswith(ours)):
+                bound_anew = isinstance(change.now, Tensor) and not whole
+                found.append((REBOUND if bound_anew else STORED, change.name))
         found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
         found += [(DRAWN, name) for name in iterators_in(self._module, outside.words)]
         bound = bound_by_hooks(self._module)
         for obstacle, name in found:
-            site = site if (site := outside.site_of(name)).line else self._step
+            site = site_naming(name, outside.codes)
+            site = site if site.line else self._step
             in_step = self._only_submodules and site.function == "training_step"
             if new := bound.get(name.removeprefix("self.")):
                 remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
                 obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
-        for name in [name for name in generators.drawn() if name not in self._drawn]:
-            self.diagnosis.add(DRAWN, name, self._step)  # by whom is not known
+        for name in sorted({*generators.drawn()} - self._drawn):  # by whom is not known
+            self.diagnosis.add(DRAWN, name, self._step)
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
             if id(tensor) not in state and version_of(tensor) != version:
@@ -471,13 +459,13 @@ class Doctor:
             return
         told = self._observer.told if self._has_host_half else ()
         signature = replace(self._signatures[-1], extra=tuple(told))
-        self._signatures[-1], add, calls = signature, self.diagnosis.add, [*self._observer.calls]
+        self._signatures[-1], calls = signature, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
         way = signature.specs, signature.extra, tuple(self._numbers.told), self._reads.way
         is_followed = self._is_followed
         before, step = self._earlier.get(way, (calls, -1))
         for change in changes(before, calls):
-            site, what = change.site, change.what
+            site = change.site
             consequence = dynamic and change.whole
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
             backward = self._only_submodules and not site.line  # its forward has a line
@@ -485,6 +473,7 @@ class Doctor:
             known = consequence or others or backward or followed
             if not (known or self._reads.unseen(step, site)):
                 effect = _BETWEEN if site in self._between else "eager step"
-                add(CHANGING_NUMBER, change.operator, site, observed=what, effect=effect)
+                row = findings.CHANGING_NUMBER, change.operator, site
+                self.diagnosis.add(*row, observed=change.what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
             self._earlier[way] = calls, self.diagnosis.steps - 1

@@ -91,9 +91,8 @@ class BatchReads:
 
     def kept(self, value: Any, site: CallSite) -> None:
         """Note what a step stores or returns: a replay would have to read that."""
-        for leaf in leaves_of(value):
-            if isinstance(leaf, Told):
-                self._first.setdefault(leaf.name, site)
+        for told in leaves_of(value, Told):
+            self._first.setdefault(told.name, site)
 
     def unseen(self, step: int, site: CallSite) -> bool:
         """Whether code of C may have read numbers of the batch, others than in that step."""

@@ -128,7 +128,7 @@ class Observer(Recorder):
 
     def forbid(self, value: Any) -> None:
         """Note wherever a tensor in ``value``, the result of a metric, is used."""
-        tensors = (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+        tensors = leaves_of(value, Tensor)
         self._forbidden.update(self.know(tensor, born=True).id for tensor in tensors)
 
     def refuse(self, operator: str, obstacle: Obstacle) -> None:
@@ -389,7 +389,8 @@ for _kind, _watched in _KINDS.items():
             setattr(_watched, f"__{_name}__", _made)
 
 
-def parts_of(value: Any) -> Iterator[Any]:
-    """The leaves among the arguments of a call, those of slices, too."""
-    for leaf in leaves_of(value):
-        yield from (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+def parts_of(value: Any, kind: type) -> list[Any]:
+    """What is of some kind among the arguments of a call, also in slices."""
+    found = leaves_of(value)
+    inside = [part for s in found if type(s) is slice for part in (s.start, s.stop, s.step)]
+    return [part for part in (*found, *inside) if isinstance(part, kind)]

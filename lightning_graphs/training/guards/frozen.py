@@ -135,9 +135,8 @@ class FrozenNumber(StandIn):
 
 def refuse_stand_ins(value: Any) -> None:
     """Refuse a value with something in it that a captured step does not have."""
-    for leaf in leaves_of(value):
-        if isinstance(leaf, StandIn):
-            leaf.refuse()
+    for leaf in leaves_of(value, StandIn):
+        leaf.refuse()
 
 
 def present(value: Any) -> Any:

@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from lightning_graphs.core.arguments.contents import Contents, bound
-from lightning_graphs.core.arguments.values import Absence, is_object, value_of_class
-from lightning_graphs.core.callsite import CallSite, codes_in, named_at, site_naming
+from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.arguments.values import Absence, bound, is_object, value_of_class
+from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.training.guards.held_values import held_in, held_in_value
 from lightning_graphs.training.guards.own_code import (
@@ -56,7 +56,7 @@ class OutsideValues:
         self._functions: defaultdict[CodeType, dict[FunctionType, None]] = defaultdict(dict)
         self._caches: dict[Any, int] = {}
         self._known: set[CodeType] = set()
-        self._codes: list[CodeType] = []
+        self.codes: list[CodeType] = []  # of the author's functions that ran
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
         self.contents = Contents()  # of all that is found
         self._classes = self.contents.classes
@@ -110,7 +110,7 @@ class OutsideValues:
             return
         codes = list(codes_in(code))
         self._known.update(codes)
-        self._codes += codes
+        self.codes += codes
         names = dict.fromkeys(name for part in codes for name in part.co_names)
         self.words.update(names)
         for name in names:  # attributes among them may have the name of a global variable
@@ -152,7 +152,7 @@ class OutsideValues:
             if self._own.has_module(base.__module__):
                 for value in list(vars(base).values()):
                     self._assume(value)
-        given = [part for code in self._codes for part in code.co_consts if type(part) is tuple]
+        given = [part for code in self.codes for part in code.co_consts if type(part) is tuple]
         return self.words | {word for names in given for word in names if isinstance(word, str)}
 
     def _add(
@@ -222,13 +222,9 @@ class OutsideValues:
 
     # ------------------------------------------------------------------ what they have changed
 
-    def site_of(self, name: str) -> CallSite:
-        """The author's line that binds a name, or else the first one that reads it."""
-        return site_naming(name, self._codes)
-
-    def named_at(self, name: str) -> str:
-        """Where that is, to follow a name in a message; empty where no line has it."""
-        return named_at(name, self._codes)
+    def listed(self, names: Sequence[str]) -> str:
+        """Some names for a message, with the author's line of the first one."""
+        return ", ".join(names[:3]) + named_at(names[0], self.codes)
 
     def empty_caches(self) -> None:
         """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
@@ -244,7 +240,7 @@ class OutsideValues:
 
     def read_into(self, reads: AttributeReads) -> None:
         """Let a capture that was followed depend on all of this."""
-        reads.codes.update(dict.fromkeys(self._codes))
+        reads.codes.update(dict.fromkeys(self.codes))
         for value in self._values():
             reads.add(*value)
         reads.read(self.words)

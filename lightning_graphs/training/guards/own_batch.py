@@ -108,8 +108,8 @@ class _UnreadValue(StandIn):
     which belongs to the signature, it is the value.
     """
 
-    def __init__(self, name: str, kind: type, note: Callable[[str], BatchValueRead]) -> None:
-        self._name, self._kind, self._note = name, kind, note
+    def __init__(self, name: str, kind: type, refuse: Callable[[str], NoReturn]) -> None:
+        self._name, self._kind, self._refuse_read = name, kind, refuse
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -120,7 +120,7 @@ class _UnreadValue(StandIn):
         return type(self) if ours else self._kind
 
     def refuse(self) -> NoReturn:
-        raise self._note(self._name)
+        self._refuse_read(self._name)
 
     now = refuse
 
@@ -198,16 +198,17 @@ class UnreadValues:
         self._step = step  # the code that is captured
         self._sites = CallSiteFinder(caller)  # which calls it
         self._stand_ins = {
-            name: _UnreadValue(name, leaf.kind, self._note)
+            name: _UnreadValue(name, leaf.kind, self._refuse)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)
             if isinstance(leaf, Unread)
         }
 
-    def _note(self, name: str) -> BatchValueRead:
+    def _refuse(self, name: str) -> NoReturn:
         site = self._sites.here()
         how = "read at" if site.line else "stored or returned, in the code of"
         error = _read([name], f"{name} is {how} {(site if site.line else self._step).describe()}")
-        return self._read.setdefault(name, error)
+        self._read.setdefault(name, error)
+        raise error
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
         """A copy of the batch with other tensors, and with stand-ins for these values."""

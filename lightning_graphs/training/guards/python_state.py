@@ -15,8 +15,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.arguments.contents import Contents, bind, is_still
-from lightning_graphs.core.arguments.values import Absence, HeldValues, is_plain, value_of_class
+from lightning_graphs.core.arguments.contents import Contents, is_still
+from lightning_graphs.core.arguments.values import (
+    Absence,
+    HeldValues,
+    bind,
+    is_plain,
+    value_of_class,
+)
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
@@ -191,7 +197,8 @@ class AttributeReads(HeldValues):
         table = object.__getattribute__(owner, "__dict__")
         of_class = value_of_class(kind, key)
         is_method = isinstance(of_class, _METHODS)
-        if key not in table and (not (is_plain(of_class) or is_method) or _is_inherited(kind, key)):
+        is_everywhere = of_class is value_of_class(LightningModule, key)
+        if key not in table and (is_everywhere or not (is_plain(of_class) or is_method)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
         _refuse_iterators(name, value)
@@ -246,11 +253,6 @@ def _refuse_iterators(name: str, value: Any) -> None:
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
     """What is set in a module or its class: an exception for what is in neither costs too much."""
     return own.get(key, of_class.get(key, Absence.ABSENT))
-
-
-def _is_inherited(kind: type, key: str) -> bool:
-    """Whether every module of Lightning has this attribute, and so not by its author."""
-    return value_of_class(kind, key) is value_of_class(LightningModule, key)
 
 
 class Attributes(Contents):

@@ -67,8 +67,7 @@ def effects_refused(
         raise SIDE_EFFECT.refused(f"{name} is used at {site.describe()}")
 
     def refuse_stored(names: Sequence[str]) -> None:
-        line = values.named_at(names[0])
-        raise STORED_OUTSIDE.refused(f"{what} changes {', '.join(names[:3])}{line}")
+        raise STORED_OUTSIDE.refused(f"{what} changes {values.listed(names)}")
 
     with values.contents.left(refuse_stored), values.followed():
         try:

@@ -12,7 +12,6 @@ from lightning_graphs.core.arguments.signature import KERNEL_CHOICES, KernelChoi
 from lightning_graphs.core.private.torch import (
     accumulation_hooks,
     gradient_hooks,
-    has_step_hooks,
     hook_tables,
     hooks_registered,
 )
@@ -62,11 +61,9 @@ class FitWatch:
             return "the trainer's precision was changed"
         if self._trainer.optimizers[0] is not self._optimizer:
             return "the optimizer was replaced"
-        if self._capturable is not None:
-            if self._capturable.replaced(self._trainer.current_epoch):
-                return "the optimizer's state or parameter groups were replaced"
-            if has_step_hooks(self._optimizer):
-                return "a step hook was registered on the optimizer"
+        epoch, capturable = self._trainer.current_epoch, self._capturable
+        if capturable is not None and (reason := capturable.reason_to_rebind(epoch)):
+            return reason
         if self._kept.look():
             self._kept.are_copied = True
             return "a gradient of an earlier step is kept, and is copied now"

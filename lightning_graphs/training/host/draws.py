@@ -152,8 +152,7 @@ def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _reader_of(data: Any) -> Callable[[], Any] | None:
     """What gives the present value of data with live numbers in it; None of other data."""
-    live = any(isinstance(leaf, LiveNumber) for leaf in leaves_of(data))
-    return partial(present, data) if live else None
+    return partial(present, data) if leaves_of(data, LiveNumber) else None
 
 
 def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:

@@ -220,8 +220,10 @@ class LogRecorder:
         refuse_stand_ins(arguments)
         device, now = self._module.device, _of_stand_in(value) or self.live(value)
         if now is None and isinstance(value, Number):
-            if self._numbers is not None:
-                self._numbers.refuse_changing(name)
+            site = None if self._numbers is None else self._numbers.changing.get(name)
+            if site is not None:
+                what = f"self.log({name!r}, ...) logged different numbers during warm-up"
+                raise LOGGED_NUMBER.refused(f"{what}, at {site.describe()}")
             value = _tensor_of(value, device)
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. On the host nothing would copy it again.
@@ -245,7 +247,7 @@ class LogRecorder:
 
         They are read after the whole step. Parameters and buffers have other values by then.
         """
-        own = [leaf.detach() for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
+        own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
         state = [local(t).untyped_storage().data_ptr() in self._state for t in own]
         own = [t.clone() if changes else t for t, changes in zip(own, state, strict=True)]
         place = f"{name} at {CallSiteFinder().here().describe()}"
@@ -329,13 +331,6 @@ class LoggedNumbers:
             self._values[name] = value
         with self._around():
             log(name, value, *args, **kwargs)
-
-    def refuse_changing(self, name: str) -> None:
-        if name in self.changing:
-            raise LOGGED_NUMBER.refused(
-                f"self.log({name!r}, ...) logged different numbers during warm-up, at "
-                f"{self.changing[name].describe()}"
-            )
 
 
 def _of_stand_in(value: Any) -> Callable[[], Any] | None:

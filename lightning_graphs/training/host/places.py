@@ -97,7 +97,9 @@ class Places:
         self._changed()
 
     @contextlib.contextmanager
-    def left(self, generators: Generators, named_at: Callable[[str], str]) -> Iterator[None]:
+    def left(
+        self, generators: Generators, listed: Callable[[Sequence[str]], str]
+    ) -> Iterator[None]:
         """Undo what the body leaves in attributes of modules and in random generators."""
         trained = trained_parameters(self._module.trainer)
         contents = Attributes(self._module)
@@ -119,11 +121,10 @@ class Places:
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
             names = sorted([*(c.name for c in changes), *(place.name for place, _ in moved)])
-            observed = f"training_step changes {', '.join(names[:3])}{named_at(names[0])}"
+            observed = f"training_step changes {listed(names)}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
-            line = named_at(drawn[0])
-            raise DRAWN.refused(f"training_step draws from {', '.join(drawn)}{line}")
+            raise DRAWN.refused(f"training_step draws from {listed(drawn)}")
 
     def capturing(self) -> CapturedStores | None:
         """What a capture finds in these places, and leaves there; None if there are none."""

@@ -175,8 +175,7 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         history = value.requires_grad and not isinstance(value, Parameter)
         return value.detach() if history else value
-    found = leaves_of(value)
-    tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    tensors = leaves_of(value, Tensor)
     return substitute(value, map(_detached, tensors)) if tensors else value
 
 
@@ -282,11 +281,10 @@ class CapturedStores:
     def _plan_copies(self, rebound: set[int]) -> None:
         position = 0
         for place, inside in zip(self._read, self._inside, strict=True):
-            for leaf in leaves_of(inside):
-                if isinstance(leaf, Tensor):
-                    if id(place) not in rebound or version_of(leaf) != self._versions[position]:
-                        self._written.append((leaf.detach(), position))
-                    position += 1
+            for leaf in leaves_of(inside, Tensor):
+                if id(place) not in rebound or version_of(leaf) != self._versions[position]:
+                    self._written.append((leaf.detach(), position))
+                position += 1
         given = {id(tensor): i for i, tensor in enumerate(self._own)}
         self._sources: list[Tensor] = []
         self._slots: list[tuple[str, int]] = []
@@ -321,7 +319,7 @@ class CapturedStores:
         tensors = self._call.match(list(map(_detached, raw)), {})
         if tensors is None or any(others):
             return False
-        self._raw = [leaf for leaf in leaves_of(raw) if isinstance(leaf, Tensor)]
+        self._raw = leaves_of(raw, Tensor)
         self._inputs.copy_in(tensors)
         return True
 

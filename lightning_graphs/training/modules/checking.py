@@ -142,7 +142,7 @@ class _CallRun:
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
         with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
             returned = forward(*args, **kwargs)
-            outputs = [leaf for leaf in leaves_of(returned) if isinstance(leaf, Tensor)]
+            outputs = leaves_of(returned, Tensor)
             with torch.autocast(self.device.type, enabled=False):
                 gradients = self._pull_back(outputs, tensors, direct=direct)
         module = f"of `{call.name}`"

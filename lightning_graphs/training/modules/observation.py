@@ -28,6 +28,7 @@ from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.private.torch import (
     current_autograd_node,
     in_transform,
+    memory_of,
     nodes_recorded,
     recorded_before,
     version_of,
@@ -222,7 +223,7 @@ class StepObserver:
         if not self._is_stepping() and current_autograd_node() is None:
             return None
         transformed = in_transform()
-        given = _tensors_in((args, kwargs))
+        given = leaves_of((args, kwargs), Tensor)
         args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
         parent = self._open[-1].call if self._open else None
         this = name, module, original, args, kwargs, self._device_type, parent
@@ -251,7 +252,7 @@ class StepObserver:
     def look_behind(self, loss: Any) -> None:
         """Ahead of a backward pass, see which arguments are used in their call and elsewhere."""
         users: dict[tuple[Node, int], list[Node]] = {edge: [] for edge in self._users}
-        for node in nodes_behind(_tensors_in(loss)) if users else ():
+        for node in nodes_behind(leaves_of(loss, Tensor)) if users else ():
             for edge in node.next_functions:
                 if edge in users:
                     users[edge].append(node)
@@ -267,7 +268,7 @@ class StepObserver:
 
     def _find_sources(self, call: ObservedCall) -> None:
         """Note which arguments other calls have returned or were given, unchanged since."""
-        arguments = _tensors_in((call.args, call.kwargs))
+        arguments = leaves_of((call.args, call.kwargs), Tensor)
         if not all(map(_has_address, arguments)):
             return  # such a call is no graph
         for i in set(alias_groups(arguments)):
@@ -294,7 +295,7 @@ class StepObserver:
         if in_transform():
             return
         self.observation.passes.append((call, "forward"))
-        tensors = _tensors_in(output)
+        tensors = leaves_of(output, Tensor)
         self._remember(begun, tensors)
         returned = {i: tensor for i, tensor in enumerate(tensors) if tensor.requires_grad}
         # An argument that is handed on has its gradient when the call that made it has.
@@ -307,13 +308,13 @@ class StepObserver:
 
     def _remember(self, begun: BegunCall, tensors: Sequence[Tensor]) -> None:
         """Know these outputs again where they are arguments of other calls."""
-        users = Counter(map(_memory, filter(_has_address, (*begun.given, *tensors))))
+        users = Counter(map(memory_of, filter(_has_address, (*begun.given, *tensors))))
         for i, tensor in enumerate(tensors):
             if not _has_address(tensor) or tensor.is_inference():
                 continue
             made = Seen(begun.call, i, tensor.detach(), version_of(tensor), returned=True)
             self._seen.setdefault(tensor.data_ptr(), []).append(made)
-            if users[_memory(tensor)] > 1:  # another output or an argument is in the same memory
+            if users[memory_of(tensor)] > 1:  # another output or an argument is in the same memory
                 self._shared.append(made)
 
     def _await_backward(self, call: ObservedCall, outputs: Mapping[int, Tensor]) -> None:
@@ -384,16 +385,8 @@ def _has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
 def _detached(tree: Any) -> Any:
     """The tree with leaves of their own for autograd; the same tensor stays the same tensor."""
-    tensors = _tensors_in(tree)
+    tensors = leaves_of(tree, Tensor)
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     return substitute(tree, [leaves[id(t)] for t in tensors])

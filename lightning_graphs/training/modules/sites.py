@@ -134,12 +134,9 @@ class Baked:
             if drawn := self._generators.drawn():
                 self._generators.restore()
         if changed:
-            line = self.outside.named_at(changed[0].partition(" ")[0])
-            names = ", ".join(changed[:3])
-            raise STORED.refused(f"the module's forward changes {names}{line}")
+            raise STORED.refused(f"the module's forward changes {self.outside.listed(changed)}")
         if drawn:
-            line = self.outside.named_at(drawn[0])
-            raise DRAWN.refused(f"the module's forward draws from {', '.join(drawn)}{line}")
+            raise DRAWN.refused(f"the module's forward draws from {self.outside.listed(drawn)}")
         return result
 
     def share(self, sites: Sequence[Site]) -> None:

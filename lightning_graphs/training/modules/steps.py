@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_graphs.core.callsite import named_at
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -241,7 +242,7 @@ class ModuleGraphs:
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
         steps = (step.baked for step in self._plans_of(kind))
         moved = (
-            line + baked.outside.named_at(line.partition(": ")[0])
+            line + named_at(line, baked.outside.codes)
             for baked in steps
             for line in moved_values(baked.values, baked.now())
         )

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.private.torch import has_step_hooks, same_pointers
+from lightning_graphs.core.private.torch import same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
@@ -23,14 +23,18 @@ from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,
 )
-from lightning_graphs.training.step.body import StepBody, scaler_of
+from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.capture import state_as_known
 from lightning_graphs.training.step.gradients import (
     AttachedGradients,
     PersistentGradients,
     gradients_set_aside,
 )
-from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.training.step.optimizers import (
+    CapturableOptimizer,
+    capture_obstacle,
+    scaler_of,
+)
 from lightning_graphs.training.verify.agreement import Agreement
 from lightning_graphs.training.verify.verification import Verification
 
@@ -69,10 +73,9 @@ class CapturedUpdate:
         self._bind()
 
     def _bind(self) -> None:
-        scaled = scaler_of(self._trainer.precision_plugin) is not None
-        device_type = self._pool.backend.device_type
-        obstacle = capture_obstacle(self._module, self.optimizer, device_type, scaled=scaled)
-        if scaled and self._observers.before_step:
+        plugin, device_type = self._trainer.precision_plugin, self._pool.backend.device_type
+        obstacle = capture_obstacle(self._module, self.optimizer, device_type, plugin)
+        if scaler_of(plugin) is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         if said := obstacle or self._moves.obstacle:
             self._statistics.note(f"the optimizer step runs eagerly: {said}")
@@ -126,14 +129,11 @@ class CapturedUpdate:
         plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
-        if capturable.replaced(self._trainer.current_epoch):
-            self._rebind("the optimizer's state or parameter groups were replaced")
-            return None
-        if not (same_pointers(*self._guard.places) or self._guard.bring_back()):
-            self._rebind("a parameter has moved")
-            return None
-        if has_step_hooks(self.optimizer):
-            self._rebind("a step hook was registered on the optimizer")
+        reason = capturable.reason_to_rebind(self._trainer.current_epoch)
+        if not (reason or same_pointers(*self._guard.places) or self._guard.bring_back()):
+            reason = "a parameter has moved"
+        if reason:
+            self._rebind(reason)
             return None
         numbers = capturable.hyper_parameters()
         if self._moves.are_too_many(numbers):

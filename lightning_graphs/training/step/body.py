@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import StrategyCalls, replaced
-from lightning_graphs.training.step.optimizers import CapturableOptimizer
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
 """The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it
@@ -52,12 +52,6 @@ def without_autocast_cache(plugin: Precision) -> Iterator[None]:
         yield
 
 
-def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
-    """The gradient scaler of ``precision="16-mixed"``."""
-    scaler: Any = getattr(plugin, "scaler", None)
-    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
-
-
 @dataclass(eq=False)
 class StepBody:
     """The step of one fit as Lightning does it, without the hooks."""
@@ -79,12 +73,11 @@ class StepBody:
         recorder: LogRecorder,
         places: Places,
         generators: Generators,
-        # Tells, to follow a name, which line of the author's has it
-        named_at: Callable[[str], str] = lambda _: "",
+        listed: Callable[[Sequence[str]], str] = ", ".join,  # tells the author's line of names, too
     ) -> Iterator[None]:
         """What is around a step that is captured, or compared with its graphs."""
         with (
-            places.left(generators, named_at),
+            places.left(generators, listed),
             unseen_by_ddp(self.trainer),
             recorder.recording(),
             torch.enable_grad(),

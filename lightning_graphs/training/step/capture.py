@@ -284,7 +284,7 @@ class StepCapture(StepBody):
         self._in_optimizer = number_places(*parts, number)
         with (
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            self.surrounded(recorder, self._learned.places, generators, outside.named_at),
+            self.surrounded(recorder, self._learned.places, generators, outside.listed),
             reads.watching(self.module),
             counters_watched(self.trainer, reads=reads, counter=number),
             rates_exchanged(*parts),

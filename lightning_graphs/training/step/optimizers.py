@@ -10,6 +10,7 @@ from operator import is_, itemgetter
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,8 +24,14 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 CUDA and on the CPU."""
 
 
+def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
+    """The gradient scaler of ``precision="16-mixed"``."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
 def capture_obstacle(
-    module: nn.Module, optimizer: Optimizer, device_type: str, *, scaled: bool
+    module: nn.Module, optimizer: Optimizer, device_type: str, plugin: Precision
 ) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__
@@ -45,7 +52,7 @@ def capture_obstacle(
         return None
     if _is_sharded(optimizer):
         return f"over DTensors only a fused step can be captured, and {name} here has none"
-    if scaled:
+    if scaler_of(plugin) is not None:
         return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
     if device_type == "cpu":
         return f"torch has no fused {name} on the CPU, and others read their step on the host"
@@ -201,6 +208,13 @@ class CapturableOptimizer:
         if self._known is not None:  # a parameter that was unfrozen has made its own
             self.remember_state()
         return False
+
+    def reason_to_rebind(self, epoch: int) -> str:
+        """Why no graph of its step is right any longer; empty as long as they are."""
+        if self.replaced(epoch):
+            return "the optimizer's state or parameter groups were replaced"
+        registered = has_step_hooks(self.optimizer)
+        return "a step hook was registered on the optimizer" if registered else ""
 
     def _holds(self, known: _Known) -> bool:
         for parameter, state, values in known:

@@ -37,10 +37,12 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
 from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.statistics import capture_cost, in_words
-from lightning_graphs.training.step.body import scaler_of
 from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
-from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.training.step.optimizers import (
+    CapturableOptimizer,
+    capture_obstacle,
+)
 from lightning_graphs.training.step.plan import StepPlan, without_values
 from lightning_graphs.training.verify.agreement import Agreement
 from lightning_graphs.training.verify.verification import Verification
@@ -106,10 +108,7 @@ class StepRunner:
         device_type = self._pool.backend.device_type
         # Once eager it stays so: it may be in the middle of its own step.
         obstacle = self._obstacle = self._obstacle or capture_obstacle(
-            self._module,
-            self._optimizer,
-            device_type,
-            scaled=scaler_of(self._trainer.precision_plugin) is not None,
+            self._module, self._optimizer, device_type, self._trainer.precision_plugin
         )
         self.capturable = None
         if obstacle is None:

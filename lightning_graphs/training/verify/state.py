@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.private.fsdp import local
-from lightning_graphs.training.step.body import scaler_of
+from lightning_graphs.training.step.optimizers import scaler_of
 from lightning_graphs.training.verify.differences import Result, difference, results_in
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -570,6 +571,6 @@ def test_rates_of_32_bits_step_no_parameters_of_64(dtype: torch.dtype, is_captur
     net = nn.Linear(2, 2, dtype=dtype)
     for kind in (torch.optim.AdamW, torch.optim.SGD):
         optimizer = kind(net.parameters(), lr=0.1)
-        obstacle = capture_obstacle(net, optimizer, "cuda", scaled=False)
+        obstacle = capture_obstacle(net, optimizer, "cuda", Precision())
         assert (obstacle is None) == is_captured
         assert is_captured or "float64" in str(obstacle)
