@@ -105,12 +105,9 @@ class FitReporter:
     """Times the first steps of a fit, draws the conclusion, and says how it went."""
 
     def __init__(self, fit: Fit, switch_off: Callable[[], None]) -> None:
-        self._ranks = fit.ranks
-        self._ranks.left = self.left
-        self._trainer = fit.trainer
-        self._options = fit.options
+        self._fit = fit
+        fit.ranks.left = self.left
         self._statistics = statistics = fit.statistics
-        self._handler = fit.retry
         self._switch_off = switch_off
         device = fit.trainer.strategy.root_device
         statistics.device = device.type
@@ -132,18 +129,18 @@ class FitReporter:
         if self._off_since is not None:
             return
         for name in NAMES:
-            vars(self._trainer.strategy)[name] = getattr(self._handler, name)
+            vars(self._fit.trainer.strategy)[name] = getattr(self._fit.retry, name)
         if self._stopwatch.meaningful:
             torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
         slower = not self._judge()
         rank_zero_info(summary_line(self._statistics.report()))
         if self._statistics.verdict:
             hint = ""
-            if slower and not self._options.only_if_faster:
+            if slower and not self._fit.options.only_if_faster:
                 hint = ". GraphCapture(only_if_faster=True) switches itself off then"
             rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
-        if slower and self._options.only_if_faster:
-            self._ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
+        if slower and self._fit.options.only_if_faster:
+            self._fit.ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
         self._log()
 
     def left(self, reason: str) -> None:
@@ -154,12 +151,12 @@ class FitReporter:
 
     def _is_verified(self) -> bool:
         """Whether the coming step is compared with the eager one, which takes time."""
-        every = self._options.verify
-        return type(every) is int and self._trainer.global_step % every == 0
+        every = self._fit.options.verify
+        return type(every) is int and self._fit.trainer.global_step % every == 0
 
     def _batches(self) -> int:
         """Index of the present micro-batch in the whole fit."""
-        return self._trainer.fit_loop.epoch_loop.total_batch_idx
+        return self._fit.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def _judge(self) -> bool:
         """Whether graphs pay off as far as one can tell; the verdict is kept."""
@@ -189,7 +186,7 @@ class FitReporter:
             statistics.note(statistics.waiting)
             return
         steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
-        options = self._options
+        options = self._fit.options
         waits = "" if options.min_repeats is None else f", min_repeats={options.min_repeats}"
         reason = (
             f"steps run eagerly: the fit ended after {steps}, before the first graph "
@@ -201,7 +198,7 @@ class FitReporter:
         rank_zero_info(f"GraphCapture:\n{render(self._statistics.report())}")
 
     def _log(self) -> None:
-        if self._options.log_metrics:
+        if self._fit.options.log_metrics:
             figures = self._statistics.report().metrics()
-            for logger in self._trainer.loggers:
-                logger.log_metrics(figures, step=self._trainer.global_step)
+            for logger in self._fit.trainer.loggers:
+                logger.log_metrics(figures, step=self._fit.trainer.global_step)

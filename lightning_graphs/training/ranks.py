@@ -162,7 +162,14 @@ class Ranks:
             finally:
                 del error, said  # their traceback holds this frame, and what callers hold
             undo(result)  # type: ignore[arg-type]
-            raise _elsewhere(worst, f"on rank {rank}: {told}", fix)
+            observed = f"on rank {rank}: {told}"
+            if worst == _NO_ROOM:
+                raise no_room("A captured step", observed)
+            raise CaptureError(
+                "A step must be captured on all ranks, and compute there what the eager step does.",
+                observed,
+                fix or "correct the error of that rank",
+            )
         return result  # type: ignore[return-value]
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
@@ -180,10 +187,3 @@ class Ranks:
         numbers = torch.tensor([*map(int, values)], device="cpu")
         torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
         return numbers.tolist()
-
-
-def _elsewhere(outcome: int, observed: str, remedy: str) -> CaptureError:
-    if outcome == _NO_ROOM:
-        return no_room("A captured step", observed)
-    rule = "A step must be captured on all ranks, and compute there what the eager step does."
-    return CaptureError(rule, observed, remedy or "correct the error of that rank")

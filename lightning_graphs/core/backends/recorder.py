@@ -40,7 +40,7 @@ from lightning_graphs.core.private.modes import (
     let_higher_order_operators_in,
     out_of_sight,
 )
-from lightning_graphs.core.private.torch import storage_reference
+from lightning_graphs.core.private.torch import is_strided, storage_reference
 from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError, ReplayError
 
@@ -71,8 +71,7 @@ def _dispatches(kind: type) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    strided = tensor.layout is torch.strided and not tensor.is_nested
-    return strided and not tensor.is_quantized and not _dispatches(type(tensor))
+    return is_strided(tensor) and not tensor.is_quantized and not _dispatches(type(tensor))
 
 
 @functools.cache

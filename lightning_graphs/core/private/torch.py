@@ -53,6 +53,11 @@ def _nothing(*_: object) -> None:
     """A hook that changes nothing, and what stands for functions that torch lacks."""
 
 
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is one piece of memory, unlike sparse and nested ones."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def memory_of(tensor: Tensor) -> int:
     """The identity of a tensor's storage, as long as that is alive."""
     identity: int = tensor.untyped_storage()._cdata

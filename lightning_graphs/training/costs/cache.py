@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +18,6 @@ _VALUES = 8
 """How many plans there are for one shape, at most: values that move on may never come back."""
 _RECENT = 1024
 """Sightings after which older ones count half."""
-
-
-@dataclass(slots=True)
-class _Kept(Generic[Plan]):
-    plan: Plan
-    shape: Hashable  # of its key
-    counted: int  # uses of it that sightings contain
 
 
 class PlanCache(Generic[Key, Plan]):
@@ -46,7 +38,8 @@ class PlanCache(Generic[Key, Plan]):
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
-        self._plans: OrderedDict[Key, _Kept[Plan]] = OrderedDict()
+        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._shapes: OrderedDict[Hashable, float] = OrderedDict()
         self._refused: OrderedDict[Key, int] = OrderedDict()
@@ -60,31 +53,29 @@ class PlanCache(Generic[Key, Plan]):
         return len(self._plans)
 
     def plans(self) -> list[Plan]:
-        return [kept.plan for kept in reversed(self._plans.values())]
+        return list(reversed(self._plans.values()))
 
     def find(self, fits: Callable[[Plan], bool]) -> Plan | None:
         """The first plan that fits, from the most recently used one on; see :meth:`get`."""
-        for key, kept in reversed(self._plans.items()):
-            if fits(kept.plan):
+        for key, plan in reversed(self._plans.items()):
+            if fits(plan):
                 self._plans.move_to_end(key)
-                return kept.plan
+                return plan
         return None
 
     def get(self, key: Key) -> Plan | None:
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
-        if key not in self._plans:
-            return None
-        self._plans.move_to_end(key)
-        return self._plans[key].plan
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        return self._plans.get(key)
 
     # ------------------------------------------------------------------ what is worth a plan
 
-    def see(self, key: Key) -> Hashable:
-        """Count a sighting of ``key``, for which there is no plan, and of its shape: that shape."""
-        shape = self._shape(key)
-        _count(self._shapes, shape)
+    def see(self, key: Key) -> int:
+        """Count a sighting of ``key``, for which there is no plan; how many there were."""
+        _count(self._shapes, self._shape(key))
         _count(self._seen, key)
-        return shape
+        return self._seen[key]
 
     def is_new(self, key: Key) -> bool:
         """Whether no step of this shape came before the one that was counted last."""
@@ -95,14 +86,15 @@ class PlanCache(Generic[Key, Plan]):
         self.why_not = ""
         if key in self._refused:
             return False
-        shape = self.see(key)
+        seen = self.see(key)
+        shape = self._shape(key)
         share = self._share(shape)
-        shapes = {kept.shape for kept in self._plans.values()}
+        shapes = {self._shape(other) for other in self._plans}
         # How many were refused or dropped, or gave way to another one of their shape
         lost = self._captures - len(shapes)
-        uses = self._past_uses + sum(map(self._uses, self.plans()))
+        uses = self._past_uses + sum(map(self._uses, self._plans.values()))
         moved = shape in shapes  # there are plans for it, for other values
-        self.why_not = self._investment.why_not(self._seen[key], share, lost, uses, moved=moved)
+        self.why_not = self._investment.why_not(seen, share, lost, uses, moved=moved)
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
             self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
@@ -126,10 +118,10 @@ class PlanCache(Generic[Key, Plan]):
         return share
 
     def _count_uses(self) -> None:
-        for kept in self._plans.values():
-            uses = self._uses(kept.plan)
-            self._shapes[kept.shape] = self._shapes.get(kept.shape, 0.0) + uses - kept.counted
-            kept.counted = uses
+        for key, plan in self._plans.items():
+            uses, shape = self._uses(plan), self._shape(key)
+            self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
+            self._counted[key] = uses
         if sum(self._shapes.values()) > _RECENT:
             for shape in self._shapes:
                 self._shapes[shape] /= 2.0
@@ -137,37 +129,36 @@ class PlanCache(Generic[Key, Plan]):
     def _has_room(self, shape: Hashable) -> bool:
         """Whether a plan may be added, in the place of one that is used much less if need be."""
         other = self._in_the_way(shape)
-        if other is None or self._plans[other].shape == shape:
+        if other is None or self._shape(other) == shape:
             return True
-        return self._shapes[shape] >= 2.0 * self._sightings(other) + self._investment.payback
-
-    def _sightings(self, key: Key) -> float:
-        """How often the shape of a plan was seen."""
-        return self._shapes.get(self._plans[key].shape, 0.0)
+        least = self._shapes.get(self._shape(other), 0.0)
+        return self._shapes[shape] >= 2.0 * least + self._investment.payback
 
     def _in_the_way(self, shape: Hashable) -> Key | None:
         """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""
         is_full = len(self._plans) >= self._capacity
-        same = [key for key, kept in self._plans.items() if kept.shape == shape]
+        same = [key for key in self._plans if self._shape(key) == shape]
         if same:
             return same[0] if is_full or len(same) >= _VALUES else None
-        return min(self._plans, key=self._sightings, default=None) if is_full else None
+        least = min(self._plans, key=lambda k: self._shapes.get(self._shape(k), 0.0), default=None)
+        return least if is_full else None
 
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
         if key in self._plans:
             self.drop(key)
-        shape = self._shape(key)
-        other = self._in_the_way(shape)
+        other = self._in_the_way(self._shape(key))
         if other is not None:
             self.drop(other)
         self._seen.pop(key, None)
         self._captures += 1
-        self._plans[key] = _Kept(plan, shape, self._uses(plan) + 1)  # the coming one was seen
+        self._plans[key] = plan
+        self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
 
     def drop(self, key: Key) -> None:
-        plan = self._plans.pop(key).plan
+        plan = self._plans.pop(key)
         self._past_uses += self._uses(plan)
+        del self._counted[key]
         self._release(plan)
 
     def refuse(self, key: Key) -> None:

@@ -28,6 +28,7 @@ from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.core.private.torch import (
     current_autograd_node,
     in_transform,
+    is_strided,
     memory_of,
     nodes_recorded,
     recorded_before,
@@ -269,7 +270,7 @@ class StepObserver:
     def _find_sources(self, call: ObservedCall) -> None:
         """Note which arguments other calls have returned or were given, unchanged since."""
         arguments = leaves_of((call.args, call.kwargs), Tensor)
-        if not all(map(_has_address, arguments)):
+        if not all(map(is_strided, arguments)):
             return  # such a call is no graph
         for i in set(alias_groups(arguments)):
             argument = arguments[i]
@@ -308,9 +309,9 @@ class StepObserver:
 
     def _remember(self, begun: BegunCall, tensors: Sequence[Tensor]) -> None:
         """Know these outputs again where they are arguments of other calls."""
-        users = Counter(map(memory_of, filter(_has_address, (*begun.given, *tensors))))
+        users = Counter(map(memory_of, filter(is_strided, (*begun.given, *tensors))))
         for i, tensor in enumerate(tensors):
-            if not _has_address(tensor) or tensor.is_inference():
+            if not is_strided(tensor) or tensor.is_inference():
                 continue
             made = Seen(begun.call, i, tensor.detach(), version_of(tensor), returned=True)
             self._seen.setdefault(tensor.data_ptr(), []).append(made)
@@ -343,7 +344,7 @@ class StepObserver:
                     call.partial = True
 
         def came(i: int, gradient: Tensor | None) -> None:
-            if gradient is not None and _has_address(gradient):  # cuDNN gives none of unused states
+            if gradient is not None and is_strided(gradient):  # cuDNN gives none of unused states
                 call.gradient_strides[i] = gradient.stride()
             if call.backwards == 1:  # it runs once the last of them has come
                 passes = self.observation.passes
@@ -378,11 +379,6 @@ class StepObserver:
         """End the observation, and let go of what it holds while a step still runs under it."""
         self.remove()
         self.observation = Observation()
-
-
-def _has_address(tensor: Tensor) -> bool:
-    """Whether a tensor is one piece of memory, unlike sparse and nested ones."""
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _detached(tree: Any) -> Any:

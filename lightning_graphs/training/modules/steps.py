@@ -91,12 +91,10 @@ class ModuleGraphs:
         self._patience = PATIENCE if words & _AGAIN else 0
         self._means = Means(module, own, pool, gradients.of, direct=direct)
         self._agreement = agreement
-        self._budget = agreement.budget
         # What decides over the calls while a step runs.
         self.stage = Stage(fit, replace(self._means, pool=apart), CallChecks(agreement))
         self._fit = fit
         self._device_type = pool.backend.device_type
-        self._statistics = fit.statistics
         self._choice = Choice(module, options)
         self._flags = FlagsReader(module)
         self._forwards: dict[nn.Module, Forward] = {}  # of modules that were ever observed
@@ -125,7 +123,7 @@ class ModuleGraphs:
         self.stage.means.pool.close()
 
     def _release(self, step: CapturedStep) -> None:
-        step.release(self._statistics)
+        step.release(self._fit.statistics)
         if not self._plans_of(step.kind):
             self._searches.pop(step.kind, None)
             self._cache.forget((step.kind, self._read(step.kind)))
@@ -158,14 +156,14 @@ class ModuleGraphs:
             self.held = "graphs" if len(self._cache) else ""
             if self._observed is not None:
                 self.held = "arguments"
-            self._statistics.eager += 1
+            self._fit.statistics.eager += 1
             stage.elsewhere = None
         else:
-            is_settled = step.uses >= (SETTLED if self._budget.is_tight else 1)
+            is_settled = step.uses >= (SETTLED if self._agreement.budget.is_tight else 1)
             self.held = "" if is_settled else "replays"
-            self._statistics.replayed += 1
-            if step.uses < SETTLED or self._budget.is_tight:
-                self._budget.settle()
+            self._fit.statistics.replayed += 1
+            if step.uses < SETTLED or self._agreement.budget.is_tight:
+                self._agreement.budget.settle()
             step.uses += 1
             stage.elsewhere = self._elsewhere
             step.begin()
@@ -321,12 +319,12 @@ class ModuleGraphs:
             self._patience = 0
         elif self._patience > 0:
             self._patience -= 1
-            self._statistics.note(
+            self._fit.statistics.note(
                 "steps run eagerly until one shows which module create_graph=True or "
                 f"retain_graph=True is about, {PATIENCE} steps at most"
             )
             return None
-        unsteady = self._choice.leave_out_unsteady(kind, observation, self._statistics.note)
+        unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.statistics.note)
         removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
         for forward in removed:
             forward.remove()
@@ -336,14 +334,14 @@ class ModuleGraphs:
         if search is not None and removed:
             del self._searches[kind]
             return None
-        calls = self._choice.first(observation, self._statistics.note)
+        calls = self._choice.first(observation, self._fit.statistics.note)
         if search is not None:
             key = (kind, observation.pattern(calls))
             known = any(s.key[:2] == key and s.baked.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:
-                    self._statistics.note(search.reason)
+                    self._fit.statistics.note(search.reason)
                 return None
             del self._searches[kind]
         with self._fit.investment.paying():
@@ -360,14 +358,14 @@ class ModuleGraphs:
         options = self._fit.options
         while calls and step is None:
             try:
-                self._budget.require_room("A captured module")
+                self._agreement.budget.require_room("A captured module")
                 sites, baked = capture_step(calls, observation, self._means)
-                self.stage.checks.check_new(sites, self._statistics)
+                self.stage.checks.check_new(sites, self._fit.statistics)
                 step = CapturedStep(kind, calls, observation, sites, baked)
             except NoRoomError as error:
                 if options.on_failure == "raise":
                     raise
-                self._statistics.note("a step runs eagerly", error)
+                self._fit.statistics.note("a step runs eagerly", error)
                 self._cache.refuse((kind, self._read(kind)))
                 return None
             except CallRefused as error:
@@ -381,7 +379,7 @@ class ModuleGraphs:
                     return None
                 self._choice.refuse(error.call.module)
                 calls = self._choice.calls(observation)
-                self._statistics.refused(error.call.name, error)
+                self._fit.statistics.refused(error.call.name, error)
         if step is None:
             self._cache.refuse((kind, self._read(kind)))
             if options.on_failure == "raise":
@@ -390,20 +388,20 @@ class ModuleGraphs:
                     "no submodule could be captured",
                     "write on_failure='eager' to train without graphs, and to read why for each",
                 )
-            self._statistics.note(
+            self._fit.statistics.note(
                 "steps run eagerly: no submodule of them could be captured. modules=[...] names "
                 "some, diagnose=True lists what is in the way"
             )
             return None
-        step.enter(self._statistics)
+        step.enter(self._fit.statistics)
         for call in calls:
             forward = self._graphed[call.module] = self._forwards[call.module]
             forward.is_graphed = True
-        self._statistics.captures += 1
-        self._statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
+        self._fit.statistics.captures += 1
+        self._fit.statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
         if self._last is not None:
             change = self._last.change(step)
-            self._statistics.recaptured(f"captured other graphs, because {change}", change)
+            self._fit.statistics.recaptured(f"captured other graphs, because {change}", change)
         self._cache.add(step.key, step)
         self._last = step
         return step
@@ -417,7 +415,7 @@ class ModuleGraphs:
                 raise
             self._choice.refuse(error.call.module)
             self._graphed.pop(error.call.module).remove()
-            self._statistics.refused(error.call.name, error)
+            self._fit.statistics.refused(error.call.name, error)
             # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
             return True
@@ -428,7 +426,7 @@ class ModuleGraphs:
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""
-        self._statistics.recaptured(f"recapturing, because {reason}", reason)
+        self._fit.statistics.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
         self._cache.clear()
         self._last = None

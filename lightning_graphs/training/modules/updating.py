@@ -57,11 +57,8 @@ class CapturedUpdate:
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
         self._fit = fit
-        self._trainer = fit.trainer
-        self._module = fit.module
         self._pool = fit.pool.beside()
         self._gradients = gradients
-        self._statistics = fit.statistics
         self._agreement = agreement
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
@@ -73,23 +70,23 @@ class CapturedUpdate:
         self._bind()
 
     def _bind(self) -> None:
-        plugin, device_type = self._trainer.precision_plugin, self._pool.backend.device_type
-        obstacle = capture_obstacle(self._module, self.optimizer, device_type, plugin)
+        plugin, device_type = self._fit.trainer.precision_plugin, self._pool.backend.device_type
+        obstacle = capture_obstacle(self._fit.module, self.optimizer, device_type, plugin)
         if scaler_of(plugin) is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         if said := obstacle or self._moves.obstacle:
-            self._statistics.note(f"the optimizer step runs eagerly: {said}")
+            self._fit.statistics.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
             return
-        self.capturable = CapturableOptimizer(self.optimizer, self._module.device)
+        self.capturable = CapturableOptimizer(self.optimizer, self._fit.module.device)
         if self.capturable.runs_other_kernel:
-            self._statistics.runs_fused(type(self.optimizer).__name__)
+            self._fit.statistics.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
         self._body = StepBody(
-            self._trainer,
-            self._module,
+            self._fit.trainer,
+            self._fit.module,
             self._fit.retry.own,
             self.optimizer,
             self.capturable,
@@ -99,7 +96,7 @@ class CapturedUpdate:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
-        if self._trainer.optimizers == [optimizer]:
+        if self._fit.trainer.optimizers == [optimizer]:
             self.optimizer = optimizer
             self._rebind("the optimizer was replaced")
 
@@ -109,14 +106,14 @@ class CapturedUpdate:
             return False
         hooked = bool(self._observers.before_step)
         if hooked:  # first: they may remove gradients, and move what a graph freezes
-            call_gradient_hooks(self._trainer, self._module, self.optimizer)
+            call_gradient_hooks(self._fit.trainer, self._fit.module, self.optimizer)
         plan = self._plan(self.capturable)
         if plan is None:
             if hooked:
                 self.optimizer.step()
             return hooked
         if not hooked:
-            announce_optimizer_step(self._trainer, self.optimizer)
+            announce_optimizer_step(self._fit.trainer, self.optimizer)
         self._moves.replays += 1
         self._replay(self.capturable, plan)
         return True
@@ -129,7 +126,7 @@ class CapturedUpdate:
         plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
-        reason = capturable.reason_to_rebind(self._trainer.current_epoch)
+        reason = capturable.reason_to_rebind(self._fit.trainer.current_epoch)
         if not (reason or same_pointers(*self._guard.places) or self._guard.bring_back()):
             reason = "a parameter has moved"
         if reason:
@@ -139,7 +136,7 @@ class CapturedUpdate:
         if self._moves.are_too_many(numbers):
             self._rebind()
             return None
-        trainer = self._trainer
+        trainer = self._fit.trainer
         with_gradient = tuple([p.grad is not None for p in self._parameters])
         if not any(with_gradient):
             return None  # there would be nothing in the graph
@@ -159,7 +156,7 @@ class CapturedUpdate:
             if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
                 raise
             self._cache.refuse(key)
-            self._statistics.note("the optimizer step runs eagerly", error)
+            self._fit.statistics.note("the optimizer step runs eagerly", error)
             return None
         return plan
 
@@ -170,7 +167,7 @@ class CapturedUpdate:
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
         with gradients_set_aside(self._parameters), state_as_known(self.optimizer), torch.no_grad():
             rates = capturable.live_rates()
-            with rates_exchanged(self._trainer, self.optimizer, rates):
+            with rates_exchanged(self._fit.trainer, self.optimizer, rates):
                 gradients.attach()
                 with self._pool.capture() as captured:
                     self._body.update()
@@ -179,7 +176,9 @@ class CapturedUpdate:
 
     def _rebind(self, reason: str = "") -> None:
         if reason:
-            self._statistics.recaptured(f"recapturing the optimizer step, because {reason}", reason)
+            self._fit.statistics.recaptured(
+                f"recapturing the optimizer step, because {reason}", reason
+            )
         self.close()
         self._bind()
 

@@ -119,7 +119,12 @@ class StepCapture(StepBody):
         """
         step = definition_of(self.module.training_step)
         unread = UnreadValues(signature, step, StepCapture.capture.__code__)
-        self._refuse_looks_at_shards()
+        if self._units is not None and self.observers.before_backward:
+            raise CaptureError(
+                "A captured step under FSDP2 cannot show parameters between forward and backward.",
+                f"{', '.join(self.observers.before_backward)} may read them",
+                "read parameters in on_after_backward or later",
+            )
         while True:
             self._asked.clear()
             self._fit.investment.tries_again()
@@ -161,14 +166,6 @@ class StepCapture(StepBody):
         self._conversions |= asked
         self._functions |= self._numbers.refused
         return known != (self._conversions, self._functions)
-
-    def _refuse_looks_at_shards(self) -> None:
-        if self._units is not None and self.observers.before_backward:
-            raise CaptureError(
-                "A captured step under FSDP2 cannot show parameters between forward and backward.",
-                f"{', '.join(self.observers.before_backward)} may read them",
-                "read parameters in on_after_backward or later",
-            )
 
     @code_captured("A captured step")
     def _captured(
@@ -233,7 +230,10 @@ class StepCapture(StepBody):
             unread.refuse_read()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
-            _reset_autograd(inputs.tensors, tensors)
+            # A step may ask for gradients of its batch, and has made that of static inputs
+            for static, given in zip(inputs.tensors, tensors, strict=True):
+                static.detach_().requires_grad_(given.requires_grad)
+                static.grad = None
         except BaseException:  # KeyboardInterrupt and the like, too
             segments.abandon()
             if self._units is not None:
@@ -362,13 +362,6 @@ def refuse_iterator(batch: Any) -> None:
             f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
             "write training_step(self, batch, batch_idx)",
         )
-
-
-def _reset_autograd(inputs: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
-    """Take back what a step that asks for gradients of its batch has made of static inputs."""
-    for own, given in zip(inputs, batch, strict=True):
-        own.detach_().requires_grad_(given.requires_grad)
-        own.grad = None
 
 
 @contextlib.contextmanager

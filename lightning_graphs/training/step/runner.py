@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from operator import methodcaller
 from typing import Any
 
@@ -67,18 +68,19 @@ class StepRunner:
         self._fit = fit
         self._successor = successor
         self._retry = fit.retry
-        self._progress = fit.progress
         self._trainer = fit.trainer
         self._module = fit.module
         self._calls = fit.retry.calls
-        self._pool = fit.pool
         self._statistics = fit.statistics
         self._ranks = fit.ranks
         self._investment = fit.investment
         options = fit.options
         self._agreement = Agreement(fit)
         self._cache: PlanCache[Signature, StepPlan] = PlanCache(
-            fit.investment, self._release, capacity=options.max_graphs, shape=without_values
+            fit.investment,
+            self._release,
+            capacity=options.max_graphs,
+            shape=lru_cache(without_values),  # which is asked for time and again in an eager step
         )
         self._notices = Notices(options, fit.statistics)
         self._captures_unseen = True
@@ -105,7 +107,7 @@ class StepRunner:
         if self._trainer.optimizers[0] is not self._optimizer:
             self._optimizer, self._obstacle = self._trainer.optimizers[0], None
         self._observers = Observers.of(self._trainer, self._module)
-        device_type = self._pool.backend.device_type
+        device_type = self._fit.pool.backend.device_type
         # Once eager it stays so: it may be in the middle of its own step.
         obstacle = self._obstacle = self._obstacle or capture_obstacle(
             self._module, self._optimizer, device_type, self._trainer.precision_plugin
@@ -139,7 +141,7 @@ class StepRunner:
 
     def _release_graphs(self, plan: StepPlan | None) -> None:
         for graph in () if plan is None else plan.graphs.values():
-            self._pool.release(graph)
+            self._fit.pool.release(graph)
 
     @property
     def held(self) -> str:
@@ -312,7 +314,7 @@ class StepRunner:
         self, args: tuple[Any, ...], conditions: Conditions
     ) -> tuple[Signature, list[Tensor]]:
         refuse_iterator(args[0])
-        modes = Modes.current(self._pool.backend.device_type)
+        modes = Modes.current(self._fit.pool.backend.device_type)
         extra = (conditions, *self._learned.places.signature())
         return self._values.signature(args[0], modes, extra)
 
@@ -333,7 +335,7 @@ class StepRunner:
             return self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
 
         try:
-            with self._investment.paying(), capture_cost(self._pool.backend) as cost:
+            with self._investment.paying(), capture_cost(self._fit.pool.backend) as cost:
                 plan = self._ranks.together(capture, self._release_graphs)
         except GraphError as error:
             if isinstance(error, BatchValueRead):
@@ -377,8 +379,8 @@ class StepRunner:
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._statistics.eager += 1
-        if self._progress is not None:
-            self._progress.mirrored = frozenset()
+        if self._fit.progress is not None:
+            self._fit.progress.mirrored = frozenset()
         if self._warmup_left > 0:
             self._warmup_left -= 1
             with self._learned.logged.watching(self._module):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_object
-from lightning_graphs.core.private.torch import version_of
+from lightning_graphs.core.private.torch import is_strided, version_of
 from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import is_profiled
 
@@ -122,12 +122,8 @@ def _needs_the_step_stream(leaf: Any) -> bool:
     object, cannot be recorded as in use by the step, and their memory would be given away early.
     """
     if isinstance(leaf, Tensor):
-        return leaf.is_cuda or not _is_strided(leaf)
+        return leaf.is_cuda or not is_strided(leaf)
     return hasattr(leaf, "to") or is_object(leaf)
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
@@ -146,6 +142,6 @@ def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]
         tensors, build = list(batch.values()), lambda moved: dict(zip(batch, moved, strict=True))
     else:
         return None
-    if all([type(t) is Tensor and t.device.type == "cpu" and _is_strided(t) for t in tensors]):
+    if all([type(t) is Tensor and t.device.type == "cpu" and is_strided(t) for t in tensors]):
         return tensors, build
     return None
