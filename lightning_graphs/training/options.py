@@ -141,23 +141,18 @@ OPTIONS = {field.name: field.default for field in fields(Options)}
 def _require_one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
     if (type(value), value) not in [(type(choice), choice) for choice in choices]:
         listed = ", ".join(map(repr, choices))
-        raise OptionError(
-            f"{name} must be one of {listed}.",
-            f"got {value!r}",
-            f"write {name}={choices[0]!r}, or another one of them",
-        )
+        allowed = " or ".join(f"{name}={choice!r}" for choice in choices)
+        raise OptionError(f"{name} must be one of {listed}.", f"got {value!r}", f"write {allowed}")
 
 
-def _require_names(name: str, value: object) -> None:
-    if (
-        not isinstance(value, Sequence)
-        or isinstance(value, str)
-        or not all(isinstance(entry, str) and entry for entry in value)
-    ):
+def _require_names(name: str, value: Any) -> None:
+    entries = value if isinstance(value, Sequence) and not isinstance(value, str) else [None]
+    if not all(isinstance(entry, str) and entry for entry in entries):
+        meant = value if isinstance(value, str) and value else "encoder.layers.*"
         raise OptionError(
             f"{name} must be a list of names of submodules, of patterns or of classes.",
             f"got {value!r}",
-            f'write {name}=["encoder.layers.*"]',
+            f"write {name}=[{meant!r}]",
         )
 
 

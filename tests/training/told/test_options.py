@@ -37,6 +37,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ),
     ("memory", "1.0", "write memory=0.35"),
     ("memory", True, "memory must be 'auto' or a number"),
+    ("modules", "encoder", r"must be a list .*\n  Fix: write modules=\['encoder'\]$"),
+    ("exclude", 3, r"must be a list .*\n  Fix: write exclude=\['encoder.layers.\*'\]$"),
+    ("validation", "yes", "\n  Fix: write validation=True or validation=False$"),
 ]
 
 
