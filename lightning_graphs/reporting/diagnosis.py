@@ -93,9 +93,8 @@ class Diagnosis:
 
         The first step fills caches and the like; it is never captured.
         """
-        once = 1 if self.steps > 1 else -1
-        blocking = [f for f in self.findings if f.effect not in get_args(_Remark)]
-        return [f for f in blocking if f.last_step != once]
+        remarks, once = get_args(_Remark), 1 if self.steps > 1 else -1
+        return [f for f in self.findings if f.effect not in remarks and f.last_step != once]
 
     def add(
         self,
@@ -147,7 +146,8 @@ class Diagnosis:
         observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
         lines = [f"GraphCapture, doctor: {self.summary} ({observed})"]
         groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
-        for finding in self.findings:
+        obstacles = self.obstacles
+        for finding in sorted(self.findings, key=lambda one: one not in obstacles):
             groups.setdefault((finding.rule, finding.remedy), []).append(finding)
         for findings in groups.values():
             first = findings[0]

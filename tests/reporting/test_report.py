@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from lightning_graphs.core.obstacles import HOST_DATA, HOST_READ
 from lightning_graphs.reporting import GraphRecord, Report, StepTime, render, summary_line
+from lightning_graphs.reporting.diagnosis import Diagnosis
 
 
 def example(**changes: Any) -> Report:
@@ -116,3 +118,11 @@ class TestTable:
             "graphs/replay_ms": 2.1,
             "graphs/speed_up": 2.5,
         }
+
+
+def test_the_doctor_names_what_is_in_the_way_before_its_remarks() -> None:
+    diagnosis = Diagnosis(steps=3)
+    diagnosis.add(HOST_DATA, "tensor", effect="runs ahead of the graph")
+    diagnosis.add(HOST_READ, "item")
+    said = str(diagnosis)
+    assert said.index("host-read: ") < said.index("host-data: ")

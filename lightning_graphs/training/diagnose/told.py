@@ -111,7 +111,7 @@ class BatchReads:
         of_others: Effect = "left out unless it is read"
         for names, effect in ((read, of_read), (sorted(moved - {*read}), of_others)):
             if names:
-                further = f"and {len(names) - 1} more" if names[1:] else ""
+                further = f"likewise {len(names) - 1} more" if names[1:] else ""
                 site = self._first.get(names[0])
                 diagnosis.add(BATCH_VALUE, names[0], site, observed=further, effect=effect)
 
