@@ -177,13 +177,12 @@ class FitReporter:
         self._log()
 
     def _explain(self) -> None:
-        """Give a reason where no step was replayed, and none was refused."""
+        """Give a reason where no step was replayed, or none any more, and none was refused."""
         statistics = self._statistics
         refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
-        if statistics.replayed or refused or not statistics.eager:
-            return
-        if statistics.waiting:
+        if statistics.waiting and not refused:
             statistics.note(statistics.waiting)
+        if statistics.waiting or statistics.replayed or refused or not statistics.eager:
             return
         steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
         options = self._fit.options

@@ -249,6 +249,7 @@ class Waiting(Generic[Kind]):
     def end(self) -> None:
         """Note that graphs are of use: what came before is forgotten."""
         self._in_a_row = self._new_in_a_row = 0
+        self._statistics.waiting = ""
 
     def add(
         self,
@@ -265,7 +266,7 @@ class Waiting(Generic[Kind]):
         before, self._before = self._before, kind
         is_time = at_once or self._in_a_row > self._tolerated
         is_time |= self._new_in_a_row >= FEW
-        if self._is_said or not (is_time or not self._statistics.replayed):
+        if self._is_said or not (self._in_a_row >= FEW or is_time or not self._statistics.replayed):
             return False
         changes = self._difference(before, kind) if before is not None else []
         further = f". The last two steps differ: {listed(changes)}" if changes else ""

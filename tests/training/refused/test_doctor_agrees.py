@@ -347,6 +347,17 @@ class Layered(Net):
         return self.loss({**batch, "x": self.layer(batch["x"])})
 
 
+class Averaging(Net):
+    """torch reads a number on the host, with no line of the author's in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.norm(batch["x"])})
+
+
 class Shuffling(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         order = list(range(8))
@@ -508,6 +519,12 @@ class TestAgreement:
         (said,) = fit.statistics.fallbacks
         where = f"in the code of {__file__}:{Layer.forward.__code__.co_firstlineno} in forward"
         assert f"`scale` is set to another tensor in every call, {where}" in said
+
+    def test_a_submodule_of_torch_is_not_said_to_fail_at_the_fit(self, tmp_path: Path) -> None:
+        capture = {"scope": "modules", "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, module=Averaging).run()
+        (said,) = [one for one in fit.statistics.fallbacks if "`norm` runs eagerly" in one]
+        assert "has not computed it yet: aten._local_scalar_dense.default\n  Fix: give" in said
 
     @pytest.mark.parametrize(
         ("module", "operator"),
@@ -690,7 +707,7 @@ class TestAgreement:
         assert watched.capture.report.diagnosis is not None
         (row,) = watched.capture.report.diagnosis.obstacles
         assert (row.kind, row.operator) == ("batch-value", 'batch["name"][0]')
-        assert (row.line, row.observed) == (line(Reading.training_step, "read"), "and 7 more")
+        assert (row.line, row.observed) == (line(Reading.training_step, "read"), "likewise 7 more")
         (said,) = fit.statistics.fallbacks
         assert f'batch["name"][0] is read at {row.file}:{row.line} in' in said
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,18 @@ def test_an_attribute_that_keeps_changing_is_named_once(
     assert "keep the value in a buffer that a hook fills" in reason
     assert len(lines("captured another graph")) <= 8
     assert captured.statistics.captures == (1 if every == 1 else 10)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_a_fit_that_ends_soon_after_its_first_graph_says_why(backend: str, tmp_path: Path) -> None:
+    fit = prepare(
+        backend, tmp_path, True, module=moving(1), data=lambda: lengths(*[8] * 20)(), max_epochs=1,
+        validation=0, capture={"warmup_steps": 1},
+    ).run()  # fmt: skip
+    report = fit.capture.report
+    assert (report.replayed, report.eager) == (1, 19)
+    (reason,) = report.fallbacks
+    assert re.search(r"The last two steps differ: self\.share: 0\.5\d* -> 0\.5", reason)
 
 
 def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path) -> None:
