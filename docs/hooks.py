@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ def obstacles_as_markdown(messages: Messages) -> str:
     lines = []
     for message in messages.obstacles:
         if not message.passed_on:
-            lines += [f"### {message.name}", "", markdown(message.rule), ""]
+            lines += [f"### {markdown(message.rule)}", "", f"`{message.name}`", ""]
             lines += [f"*Fix:* {markdown(message.remedy)}", "", "```py", message.code, "```", ""]
     return "\n".join(lines)
 
@@ -122,22 +121,6 @@ def filled(page: str) -> str:
             after = rest.partition(end)[2]
             page = f"{before}{begin}\n{text(Messages()).strip()}\n{end}{after}"
     return page
-
-
-_HEADING = re.compile(r"^### ([\w-]+)\n\n(.+)$", re.MULTILINE)
-"""A heading of the doctor's list, and the rule below it."""
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Hook of mkdocs: headings of one name get anchors that tell which rule they are about."""
-    names = Counter(name for name, _ in _HEADING.findall(markdown))
-
-    def named(found: re.Match[str]) -> str:
-        words = re.findall(r"[a-z]+", found[2].lower())[-6:]
-        anchor = f" {{#{'-'.join([found[1], *words])}}}" if names[found[1]] > 1 else ""
-        return f"### {found[1]}{anchor}\n\n{found[2]}"
-
-    return _HEADING.sub(named, markdown)
 
 
 _ROLE = re.compile(r":\w+:<code>~?([\w.]+)</code>")

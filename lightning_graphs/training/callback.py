@@ -87,7 +87,7 @@ class GraphCapture(Callback):
         log_metrics: Log the figures of the report as ``graphs/...``, after the first steps and at
             the end of the fit.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
-            and a table lists everything that stands in the way of a capture, with the line and
+            and a list names everything that stands in the way of a capture, with the line and
             the remedy. It is kept as ``report.diagnosis``.
 
     Raises:
