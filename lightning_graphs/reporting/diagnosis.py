@@ -146,8 +146,7 @@ class Diagnosis:
         observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
         lines = [f"GraphCapture, doctor: {self.summary} ({observed})"]
         groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
-        obstacles = self.obstacles
-        for finding in sorted(self.findings, key=lambda one: one not in obstacles):
+        for finding in sorted(self.findings, key=lambda one: one not in self.obstacles):
             groups.setdefault((finding.rule, finding.remedy), []).append(finding)
         for findings in groups.values():
             first = findings[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
-from textwrap import indent, shorten
+from textwrap import indent
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,8 @@ _TIMES_OF_A_REHEARSAL = (
     "nothing about a GPU."
 )
 _ROWS = 20
-_WIDEST = 48
+# Of long batches; what follows a semicolon (the place in an accumulation window) tells rows apart.
+_REST = re.compile(r"(?<=^[^;]{44})[^;]{5,}")
 
 
 def _number(value: float | None, form: str) -> str:
@@ -23,7 +25,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 _WORDS: dict[str, Callable[[GraphRecord], str]] = {
-    "signature": lambda r: shorten(r.signature, _WIDEST, placeholder=" ..."),
+    "signature": lambda r: _REST.sub("...", r.signature),
     "scope": lambda r: r.scope,
 }
 _SIZES: dict[str, Callable[[GraphRecord], str]] = {

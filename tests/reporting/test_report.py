@@ -12,6 +12,8 @@ from lightning_graphs.core.obstacles import HOST_DATA, HOST_READ
 from lightning_graphs.reporting import GraphRecord, Report, StepTime, render, summary_line
 from lightning_graphs.reporting.diagnosis import Diagnosis
 
+PARTS = ("zeroing", "neither zeroing nor stepping", "stepping")
+
 
 def example(**changes: Any) -> Report:
     """A report with everything in it."""
@@ -90,6 +92,18 @@ class TestTable:
             "2.100 ms a step instead of 5.250 ms (2.50x), 1 fallback"
         )
         assert real.metrics()["graphs/speed_up"] == 2.5
+
+    def test_the_parts_of_an_accumulation_window_have_rows_of_their_own(self) -> None:
+        batch = "batch[0] f32[16,32], batch[1] i64[16]"
+        parts = [GraphRecord(signature=f"{batch}; {part}, window of 4") for part in PARTS]
+        rows = render(example(graphs=tuple(parts))).splitlines()[1:4]
+        assert len({row.partition("  step")[0] for row in rows}) == 3
+
+    def test_a_long_batch_is_cut_and_what_follows_is_not(self) -> None:
+        batch = ", ".join(f"feature_{i} f32[16,32]" for i in range(9))
+        report = example(graphs=(GraphRecord(signature=f"{batch}; 2 calls"),))
+        row = render(report).splitlines()[1]
+        assert row.startswith("feature_0 f32[16,32], feature_1 f32[16,32], ...; 2 calls  step")
 
     def test_repr_is_one_short_line(self) -> None:
         assert repr(example()) == "<Report: 1200 replayed, 9 eager, 3 captures, 2.50x as fast>"
