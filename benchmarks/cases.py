@@ -107,7 +107,7 @@ def bert_with_a_padding_collator(tiny: bool) -> Case:
     """The texts of the demo, each batch padded to the multiple of 8 that its longest one needs."""
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
     from finetune_classifier import make_model, small_or_base, tokenizer_of
-    from stdlib_corpus import standard_library
+    from helpers.stdlib_corpus import standard_library
     from transformers import DataCollatorWithPadding
 
     corpus = standard_library(3 if tiny else 200)

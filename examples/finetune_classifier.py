@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from helpers.comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from helpers.stdlib_corpus import Corpus, Examples, from_csv, standard_library
+from helpers.tensors import InMemory, Rows
 from lightning.pytorch import LightningModule
-from stdlib_corpus import Corpus, Examples, from_csv, standard_library
-from tensors import InMemory, Rows
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy

@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 import torch
-from comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
-from digits import CLASSES, digits
+from helpers.comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from helpers.digits import CLASSES, digits
+from helpers.tensors import Batch, InMemory
 from lightning.pytorch import LightningModule
-from tensors import Batch, InMemory
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import ViTConfig, ViTForImageClassification

@@ -13,10 +13,10 @@ import argparse
 import sys
 
 import torch
-from comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
-from digits import digits
+from helpers.comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from helpers.digits import digits
+from helpers.tensors import Batch, InMemory
 from lightning.pytorch import LightningModule
-from tensors import Batch, InMemory
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.classification import BinaryAccuracy

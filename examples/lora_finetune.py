@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from comparison import Comparison, run, say
 from finetune_classifier import flags as classifier_flags
 from finetune_classifier import train as train_classifier
+from helpers.comparison import Comparison, run, say
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from helpers.comparison import EXIT_STATUS, Comparison, add_flags, compare, on_gpu, run, say
+from helpers.stdlib_corpus import top_level_blocks
+from helpers.tensors import Batch
 from lightning.pytorch import LightningDataModule, LightningModule
-from stdlib_corpus import top_level_blocks
-from tensors import Batch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler

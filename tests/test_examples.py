@@ -68,7 +68,7 @@ def small(classifier: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def corpus(example: Example) -> ModuleType:
-    return example("stdlib_corpus")
+    return example("helpers.stdlib_corpus")
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_the_trainer_gets_its_flags(
     def trainer(**options: Any) -> None:
         raise Made(options["devices"], options["strategy"], options["precision"])
 
-    monkeypatch.setattr(example("comparison"), "Trainer", trainer)
+    monkeypatch.setattr(example("helpers.comparison"), "Trainer", trainer)
     with pytest.raises(Made, match=r"^\('2', 'ddp', 'bf16-mixed'\)$"):
         train(example(name), "--devices=2", "--strategy=ddp", "--precision=bf16-mixed")
 
@@ -378,7 +378,7 @@ def test_the_table_is_readable_without_rich(
     classifier: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich.table", None)
-    comparison = import_module("comparison")
+    comparison = import_module("helpers.comparison")
     comparison.print_table(("", "eager", "GraphCapture"), [("steps", "150", "149")])
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["eager", "GraphCapture"],

@@ -6,10 +6,11 @@ import argparse
 from functools import partial
 
 import torch
-from comparison import on_gpu
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from helpers.comparison import on_gpu
 
 Batch = dict[str, Tensor]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from sklearn.datasets import load_digits
-from tensors import Rows
+
+from helpers.tensors import Rows
 
 CLASSES = 10
 VALIDATION_EVERY = 4
