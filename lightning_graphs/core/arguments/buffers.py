@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
 from lightning_graphs.core.private.fsdp import local
-from lightning_graphs.core.private.torch import clone_all, same_pointers, storage_uses, tables_of
+from lightning_graphs.core.private.torch import (
+    clone_all,
+    same_pointers,
+    storage_uses,
+    tables_of,
+    version_of,
+)
 from lightning_graphs.errors import ReplayError
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -134,8 +140,11 @@ class AddressGuard:
         watched = [
             i
             for i, value in enumerate(self._objects)
-            if isinstance(value, Tensor) and id(value) not in unmoved
+            if is_strided(value) and id(value) not in unmoved
         ]
+        # A sparse one has no address. What is written to it may take other memory.
+        self._sparse = [v for v in self._objects if isinstance(v, Tensor) and not is_strided(v)]
+        self._versions = list(map(version_of, self._sparse))
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
         self._local = list(map(local, self._tensors))
         self._tensor_names = [names[i] for i in watched]
@@ -185,6 +194,7 @@ class AddressGuard:
             or not same_pointers(*self.places)
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
+            or (self._sparse and list(map(version_of, self._sparse)) != self._versions)
         ):
             self._refuse()
 
@@ -253,6 +263,8 @@ class AddressGuard:
                 yield f"{name} moved since capture"
             if tensor.requires_grad is not self._requires_grad[i]:
                 yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
+        if list(map(version_of, self._sparse)) != self._versions:
+            yield "a sparse tensor was written since capture"
 
 
 class _Part(Mapping[str, Any]):
@@ -384,6 +396,17 @@ def linear(tensor: Tensor, span: int | None = None) -> Tensor:
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """All of a storage as bytes, among which a NaN is equal to itself."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_strided(value: Any) -> bool:
+    """Whether a value is a tensor in one piece of memory, unlike sparse and nested ones."""
+    strided = isinstance(value, Tensor) and value.layout is torch.strided
+    return strided and not value.is_nested
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins that others may share; 0 for one that has none."""
+    return tensor.untyped_storage().data_ptr() if is_strided(tensor) else 0
 
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_graphs.core.arguments.buffers import storage_address
 from lightning_graphs.core.arguments.tree import flatten, substitute
 from lightning_graphs.core.autograd.lending import LentMemory
 from lightning_graphs.core.private.torch import clone_all
@@ -48,9 +49,9 @@ class OutputPlan:
         # With the autograd graph behind them
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
-        own = set(map(_storage_address, state)) - {0}
+        own = set(map(storage_address, state)) - {0}
         # Those that are handed out without a copy
-        self._itself = {i for i in self._plain if _storage_address(tensors[i]) in own}
+        self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
         if static:
             self._itself.update(range(len(tensors)))
         self._lent: dict[int, LentMemory] = {}
@@ -103,7 +104,3 @@ class OutputPlan:
         found = dict(zip(self.differentiable_indices, differentiable, strict=True))
         found.update(zip(self._plain, self._take(self._plain), strict=True))
         return self._build([found[i] for i in range(len(found))])
-
-
-def _storage_address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0

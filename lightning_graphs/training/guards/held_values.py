@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.buffers import StateSnapshot
+from lightning_graphs.core.arguments.buffers import StateSnapshot, is_strided
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
 from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.private.torch import tables_of, version_of
@@ -93,8 +93,7 @@ class LooseTensors:
                     self._buffers[f"{name}.{key}"] = buffer
                     found.append(buffer)
         for label, tensor in _tensors_in(value):
-            counts_writes = not (tensor.is_inference() or tensor.is_nested)
-            counts_writes = counts_writes and tensor.layout is torch.strided
+            counts_writes = is_strided(tensor) and not tensor.is_inference()
             if id(tensor) not in self._known and counts_writes:
                 self._known.add(id(tensor))
                 self._named.append((name + label, tensor))

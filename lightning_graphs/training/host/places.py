@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_graphs.core.arguments.buffers import is_strided
 from lightning_graphs.core.arguments.contents import Change, Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of
@@ -104,7 +105,7 @@ class Places:
         trained = trained_parameters(self._module.trainer)
         contents = Attributes(self._module)
         named = (*self._module.named_parameters(), *self._module.named_buffers())
-        memory = [(Memory(f"self.{n}.data", tensor), tensor.detach()) for n, tensor in named]
+        memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
         try:
             yield
         finally:

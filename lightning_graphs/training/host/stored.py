@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.buffers import StaticInputs, storage_address
 from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
@@ -196,7 +196,7 @@ class CapturedStores:
         self, places: Sequence[Place], is_read: Callable[[Place], bool], module: nn.Module
     ) -> None:
         state = (*module.parameters(), *module.buffers())
-        self._themselves = {t.untyped_storage().data_ptr() for t in state} - {0}
+        self._themselves = set(map(storage_address, state)) - {0}
         kept = [place for place in places if place.is_state()]
         # Numbers, and lists that are filled
         self._counted = [p for p in places if isinstance(p, Entry) and not p.is_state()]
@@ -301,7 +301,7 @@ class CapturedStores:
                 index = known.setdefault(id(leaf), len(self._sources))
                 if index == len(self._sources):
                     self._sources.append(leaf)
-                itself = leaf.untyped_storage().data_ptr() in self._themselves
+                itself = storage_address(leaf) in self._themselves
                 self._slots.append(("itself" if itself else "copy", index))
         self._parameters = [isinstance(leaf, Parameter) for leaf in self._sources]
         self._sources = [leaf.detach() for leaf in self._sources]

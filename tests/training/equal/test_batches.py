@@ -112,6 +112,45 @@ def test_tensors_that_are_not_strided(backend: str, tmp_path: Path, kind: str) -
     assert captured.statistics.replayed > 0
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("place", ["root", "submodule"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers(backend: str, tmp_path: Path, layout: torch.layout, place: str) -> None:
+    """The adjacency of a graph network, which a hook weights anew."""
+
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.register_buffer("mix", torch.eye(8).to_sparse(layout=layout), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * (self.mix @ x)
+
+    class Graph(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixing = Mixing()
+            if place == "root":
+                self.register_buffer("mix", self.mixing.mix, persistent=False)
+                self.mixing = nn.Linear(8, 8)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+            x = self.mixing(batch["x"])
+            return self.loss({**batch, "x": self.mix @ x if place == "root" else x})
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 4 == 3:
+                mix = self.mix if place == "root" else self.mixing.mix
+                mix.copy_(1.5 * mix)
+
+    options: dict[str, Any] = {"module": Graph, "validation": 0}
+    options["capture"] = {"scope": "auto", "on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, **options)
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
+
+
 def test_training_step_without_batch_idx(backend: str, tmp_path: Path) -> None:
     class Short(Net):
         def training_step(self, batch: Any) -> Any:
