@@ -65,7 +65,7 @@ def _said(check: Callable[[], str]) -> tuple[bool, str]:
 def _capture() -> str:
     import torch
 
-    from lightning_graphs.core.backends.backend import get_backend
+    from lightning_graphs.core.graph import get_backend
 
     if torch.version.cuda is not None and not torch.cuda.is_available():
         raise ValueError(

@@ -22,7 +22,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_graphs"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FILE_LINES, CLASS_LINES, FUNCTION_LINES = 480, 400, 110
+FILE_LINES, CLASS_LINES, FUNCTION_LINES, ARGUMENTS = 480, 400, 110, 6
 
 # From the bottom up: a layer imports itself and what lies below it, never what lies above.
 LAYERS = (
@@ -178,8 +178,11 @@ def layer_of(module: str) -> int | None:
     return LAYERS.index(rest.partition(".")[0]) if rest else len(LAYERS)
 
 
-def imported_names(tree: ast.AST, package: str) -> set[str]:
-    """Absolute names of all modules imported anywhere below ``tree``."""
+def imported_names(tree: ast.AST, package: str, *, members: bool = False) -> set[str]:
+    """Absolute names of all modules imported anywhere below ``tree``.
+
+    With ``members``, of what is imported from them as well: it may be a module.
+    """
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -189,7 +192,7 @@ def imported_names(tree: ast.AST, package: str) -> set[str]:
             base = ".".join([*(parts if node.level else []), *filter(None, [node.module])])
             # `from lightning_graphs import core` names a module of ours only with its tail.
             tails = [alias.name for alias in node.names] if base == "lightning_graphs" else []
-            names.update(f"{base}.{tail}" for tail in tails)
+            names.update(f"{base}.{alias.name}" for alias in node.names if members or tails)
             names.update([] if tails else [base])
     return names
 
@@ -230,6 +233,18 @@ def test_imports_go_downward(path: Path) -> None:
     if own <= LAYERS.index("reporting"):
         tops = {name.partition(".")[0] for name in names}
         assert not tops & LIGHTNING, f"{module} must work without Lightning"
+
+
+def test_no_circle_of_imports() -> None:
+    """Those inside of functions and for types alone count, too."""
+    files = dict(sorted((module_and_package(path)[0], path) for path in FILES))
+    left: dict[str, set[str]] = {}
+    for module, path in files.items():
+        tree, (_, package) = ast.parse(path.read_text(encoding="utf-8")), module_and_package(path)
+        left[module] = imported_names(tree, package, members=True) & files.keys() - {module}
+    while free := {module for module, names in left.items() if not names & left.keys()}:
+        left = {module: names for module, names in left.items() if module not in free}
+    assert left == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from lightning_graphs.core.backends.backend import Backend, BackendName, PoolHandle, get_backend
+from lightning_graphs.core.backends.backend import Backend, BackendName, PoolHandle
+from lightning_graphs.core.backends.cuda import CudaBackend
+from lightning_graphs.core.backends.emulated import EmulatedBackend
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+
+
+@functools.cache
+def _backend(name: str) -> Backend:
+    return CudaBackend() if name == "cuda" else EmulatedBackend()
+
+
+def get_backend(name: BackendName = "auto") -> Backend:
+    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
+    if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
+        return _backend("emulated")
+    if name not in ("auto", "cuda"):
+        raise UnsupportedError(
+            "backend must be one of 'auto', 'cuda', 'emulated'.",
+            f"got {name!r}",
+            "write backend='auto', or one of the others",
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "The CUDA backend needs a GPU that torch can see.",
+            f"torch {torch.__version__}, torch.cuda.is_available() is False",
+            "use backend='emulated' to rehearse on the CPU, or install a CUDA build of torch",
+        )
+    return _backend("cuda")
 
 
 def graph_pool_handle(*, backend: BackendName = "auto") -> PoolHandle:

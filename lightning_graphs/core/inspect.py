@@ -6,11 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from lightning_graphs.core.backends.recorder import Operation
-    from lightning_graphs.core.graph import CUDAGraph
 
 Edge = tuple[int, int]
 
@@ -104,7 +103,13 @@ def _short(name: str) -> str:
     return bare.rpartition(" ")[2].rpartition("::")[2] or name
 
 
-def inspect(graph: CUDAGraph) -> GraphInfo:
+class Inspected(Protocol):
+    """What can say of what it consists: a graph."""
+
+    def inspection(self) -> GraphInfo: ...
+
+
+def inspect(graph: Inspected) -> GraphInfo:
     """What a captured graph consists of.
 
     Args:

@@ -1,9 +1,8 @@
-"""The contract that both backends fulfil, and the choice between them."""
+"""The contract that both backends fulfil."""
 
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
@@ -11,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from lightning_graphs.core.inspect import GraphInfo
-from lightning_graphs.errors import CaptureError, UnsupportedError
+from lightning_graphs.errors import CaptureError
 
 BackendName = Literal["auto", "cuda", "emulated"]
 PoolHandle = tuple[int, int]
@@ -92,30 +91,3 @@ class Backend(abc.ABC):
     def refusal(self, error: BaseException | None) -> CaptureError | None:
         """The device's own refusal of an operation inside a capture, with the user's line."""
         return None
-
-
-@functools.cache
-def _backend(name: str) -> Backend:
-    from lightning_graphs.core.backends.cuda import CudaBackend
-    from lightning_graphs.core.backends.emulated import EmulatedBackend
-
-    return CudaBackend() if name == "cuda" else EmulatedBackend()
-
-
-def get_backend(name: BackendName = "auto") -> Backend:
-    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
-    if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
-        return _backend("emulated")
-    if name not in ("auto", "cuda"):
-        raise UnsupportedError(
-            "backend must be one of 'auto', 'cuda', 'emulated'.",
-            f"got {name!r}",
-            "write backend='auto', or one of the others",
-        )
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            "The CUDA backend needs a GPU that torch can see.",
-            f"torch {torch.__version__}, torch.cuda.is_available() is False",
-            "use backend='emulated' to rehearse on the CPU, or install a CUDA build of torch",
-        )
-    return _backend("cuda")
