@@ -201,17 +201,13 @@ class StepCapture(StepBody):
             self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
-            adds = not phase.zeroing or self.observers.own_zero_grad
-            is_whole = phase.zeroing and phase.stepping and not self.observers.before_backward
             targets = GradientTargets(
                 self.optimizer,
                 [p for p in self.module.parameters() if p.requires_grad],
                 self.persistent,
-                keeps=not is_whole,
-                adds=adds,
-                holds=phase.stepping and not phase.zeroing,
-                copied=self._learned.kept.are_copied,
-                reduced=phase.stepping and wrapper_of(self.trainer) is not None,
+                phase,
+                self.observers,
+                ddp=wrapper_of(self.trainer) is not None,
             )
             recorder = LogRecorder(self.module, self._fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
@@ -226,7 +222,9 @@ class StepCapture(StepBody):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     if places is not None:
                         places.look()
-                gradients, others = targets.attached()
+                copied = self._learned.kept.are_copied
+                gradients = targets.attached(inside=True, copied=copied)
+                others = targets.attached(inside=False)
             unread.refuse_read()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
@@ -256,7 +254,7 @@ class StepCapture(StepBody):
             graphs=segments.graphs,
             copies=self._copies,
             steps=phase.stepping and self.capturable is not None,
-            adds=adds,
+            adds=targets.adds,
             written=loose.written(),
             stores=stores,
             places=places,

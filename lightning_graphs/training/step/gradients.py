@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 from lightning_graphs.core.autograd.gradients import empty_gradient, refuse_sparse_gradients
 from lightning_graphs.core.private.fsdp import local
 from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
+from lightning_graphs.training.guards.conditions import Phase
+from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.interception import replaced
 
 KEPT_LATE = (
@@ -304,15 +306,16 @@ class GradientTargets:
         optimizer: Optimizer,
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
+        phase: Phase,  # of the accumulation window
+        observers: Observers,  # who looks at gradients, or zeroes them, within the step
         *,
-        keeps: bool,  # gradients outlive the step
-        adds: bool,  # they are added to those of earlier steps
-        holds: bool,  # the optimizer step is captured, and reads gradients of earlier steps too
-        copied: bool,  # somebody keeps them
-        # The backward pass reduces them over ranks, those of earlier steps with them
-        reduced: bool,
+        ddp: bool,  # a backward pass ahead of a step reduces them, those of earlier steps with them
     ) -> None:
-        self._copied, self._in_pool = copied, not (keeps or reduced)
+        self.adds = adds = not phase.zeroing or observers.own_zero_grad  # to those of earlier steps
+        reduced = ddp and phase.stepping
+        # Gradients outlive the step
+        keeps = not (phase.zeroing and phase.stepping) or bool(observers.before_backward)
+        self._in_pool = not (keeps or reduced)
         inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**inside, **dict.fromkeys(trainable)})
         self._inside = inside
@@ -323,7 +326,8 @@ class GradientTargets:
         # Autograd itself adds to the buffer, where what is there must be reduced as well
         self._grown = adding & known if reduced else set()
         self._added = adding - self._grown
-        # The buffer is read, whether it gets a gradient or not
+        # The optimizer step reads the buffer, whether it gets a gradient or not
+        holds = phase.stepping and not phase.zeroing
         self._held = known & inside.keys() if holds else set()
 
     def begin(self) -> None:
@@ -350,17 +354,17 @@ class GradientTargets:
             if added[0]:
                 torch._foreach_add_(*added)
 
-    def attached(self) -> tuple[AttachedGradients, AttachedGradients]:
-        """The gradients as they are now: of the optimizer's parameters, and of the others."""
-        return self._attached(True), self._attached(False)
+    def attached(self, *, inside: bool, copied: bool = False) -> AttachedGradients:
+        """The gradients as they are now, of the optimizer's parameters or of the others.
 
-    def _attached(self, inside: bool) -> AttachedGradients:
+        They are ``copied`` where somebody keeps them.
+        """
         mine = [p for p in self.parameters if (p in self._inside) is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         return AttachedGradients(
             [p for p, _ in used],
             [g for _, g in used],
             [p for p in mine if p.grad is None],
-            copied=self._copied and inside,
+            copied=copied,
             in_pool=self._in_pool and inside,
         )
