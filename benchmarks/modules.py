@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from lightning_graphs import GraphCapture
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.training.modules.selection import select
+from lightning_graphs.training.modules.choice import select
 
 BLOCKS = {
     "mlp": "net.net.*",

@@ -35,7 +35,7 @@ def advice_on(sentence: str, known: Mapping[str, str]) -> str:
 AREAS = {
     "Options and configuration": (
         "training/options", "training/plugins", "training/callback",
-        "training/modules/selection",
+        "training/modules/choice",
     ),
     "Training steps": ("training/",),
     "The core": ("core/",),

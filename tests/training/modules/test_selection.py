@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_graphs.training.modules.selection import select
+from lightning_graphs.training.modules.choice import select
 from lightning_graphs.training.options import OptionError
 from tests.training.fits import prepare
 from tests.training.leftovers import assert_nothing_left
