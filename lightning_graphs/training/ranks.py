@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.core.private.ddp import (
+from lightning_graphs.core.private.distributed import (
+    ShardedUnits,
     forget_backward,
     reducer_is_warm,
     take_no_more_times,
 )
-from lightning_graphs.core.private.fsdp import ShardedUnits
 from lightning_graphs.errors import FIX, CaptureError, GraphError
 from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
 from lightning_graphs.training.ddp import is_model_parallel, waits_for_gradients, wrapper_of

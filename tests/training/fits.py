@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 
 Optimizers = Callable[[LightningModule], Any]
 

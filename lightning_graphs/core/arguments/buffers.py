@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import (
     clone_all,
     same_pointers,

@@ -34,7 +34,7 @@ from lightning_graphs.core.obstacles import (
     operator_obstacle,
     with_known_remedy,
 )
-from lightning_graphs.core.private.fsdp import asks_for_shapes, unwraps_itself
+from lightning_graphs.core.private.distributed import asks_for_shapes, unwraps_itself
 from lightning_graphs.core.private.modes import (
     eager_attention,
     let_higher_order_operators_in,

@@ -19,7 +19,7 @@ from lightning_graphs.core.arguments.buffers import storage_address
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
 from lightning_graphs.training.guards.frozen import StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.held_values import held_in

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.autograd.gradients import empty_gradient, refuse_sparse_gradients
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.observers import Observers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.core.autograd.gradients import is_dense
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import count_for_schedulers, has_step_hooks
 from lightning_graphs.training.costs.memory import gather
 

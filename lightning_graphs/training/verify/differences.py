@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import flatten
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 
 _OF_NOISE = 4.0
 """How many times the difference of two eager runs a replay may differ. Both are draws from one

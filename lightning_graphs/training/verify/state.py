@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot
-from lightning_graphs.core.private.fsdp import local
+from lightning_graphs.core.private.distributed import local
 from lightning_graphs.training.step.optimizers import scaler_of
 from lightning_graphs.training.verify.differences import Result, difference, results_in
 
