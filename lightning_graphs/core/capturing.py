@@ -1,4 +1,4 @@
-"""Warm-up and capture of one callable."""
+"""Warms up and captures one callable, forward and backward."""
 
 from __future__ import annotations
 

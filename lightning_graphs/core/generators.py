@@ -1,4 +1,4 @@
-"""Random generators around captures."""
+"""Keeps random generators right around captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One graphed callable: what runs at every call of it, forward and backward."""
+"""Runs one graphed callable: a forward graph, and a backward graph inside of an autograd node."""
 
 from __future__ import annotations
 

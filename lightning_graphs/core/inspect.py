@@ -1,4 +1,4 @@
-"""What a captured graph consists of, as data that outlives it; and two captures compared."""
+"""Describes what a captured graph consists of, and compares two captures."""
 
 from __future__ import annotations
 

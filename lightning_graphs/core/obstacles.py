@@ -1,4 +1,4 @@
-"""What CUDA refuses inside a capture, told from the operator and its arguments."""
+"""Tells what CUDA refuses inside of a capture, from the operator and its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of a fit have in common."""
+"""The context of a fit: what every runner is made of, and what it learns of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The three strategy methods through which every training step passes, exchanged for a fit.
+"""Exchanges the three strategy methods through which every training step passes.
 
 Every hook, counter, progress bar, logger and checkpoint stays in Lightning's hands. The methods
 have had these names and signatures since Lightning 2.0; they are looked up on the instance.

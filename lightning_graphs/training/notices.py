@@ -1,4 +1,4 @@
-"""What a fit tells its user: of captures and eager steps, and of all graphs at its end."""
+"""Tells the user of captures and of eager steps, and at the end of all graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of :class:`~lightning_graphs.GraphCapture`, checked when it is made."""
+"""Checks the options of :class:`~lightning_graphs.GraphCapture`, and knows their old names."""
 
 from __future__ import annotations
 

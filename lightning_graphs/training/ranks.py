@@ -1,4 +1,4 @@
-"""What the ranks of a fit decide together: every step is done the same way on all of them.
+"""Lets the ranks of a fit decide together: every step is done the same way on all of them.
 
 NCCL demands it: whether a collective is captured "must be uniform over all ranks participating",
 and who launches a graph must launch "the graph derived from that collective capture" (NCCL's user

@@ -1,4 +1,4 @@
-"""A step that finds no memory because of us: it runs once more, eagerly, and the fit goes on so."""
+"""Runs a step that finds no memory because of us once more, eagerly, and lets the fit go on so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a step becomes graphs: the whole, chosen submodules, or what turns out to work."""
+"""Chooses what becomes graphs: whole steps, submodules, or what turns out to work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to the steps of a fit, counted and said."""
+"""Counts what happens to the steps of a fit, and says it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared check that a later call equals a signature, which hands out its tensors."""
+"""Checks that a later call equals a signature, by prepared lists, and hands out its tensors."""
 
 from __future__ import annotations
 

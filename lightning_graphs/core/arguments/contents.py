@@ -1,4 +1,4 @@
-"""What containers and objects hold, to notice and undo that code changes it."""
+"""Notices and undoes what code changes in containers and objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors are the same to the last bit, without keeping a copy of them."""
+"""Tells whether tensors are the same to the last bit, without keeping a copy of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a callable holds beside its arguments, and what it must not hold."""
+"""Finds what a callable holds beside its arguments, and refuses what it must not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graphed callable returns: tensors of the caller's own, as the original returned them."""
+"""Hands out what a graphed callable returns: tensors of the caller's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python values that captures bake in: what is inside of them, and whether it is as it was."""
+"""Looks into Python values that captures bake in, and tells whether they are as they were."""
 
 from __future__ import annotations
 

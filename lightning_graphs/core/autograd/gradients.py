@@ -1,4 +1,4 @@
-"""Where the gradients of a graphed backward go: to autograd, or to ``.grad`` without its help."""
+"""Hands out the gradients of a graphed backward: to autograd, or to ``.grad`` without its help."""
 
 from __future__ import annotations
 

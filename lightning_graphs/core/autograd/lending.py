@@ -1,4 +1,4 @@
-"""What graphs of one pool share: memory that one writes and another reads, and their order."""
+"""Lends memory of one graph to others of its pool and to callers, and watches their order."""
 
 from __future__ import annotations
 

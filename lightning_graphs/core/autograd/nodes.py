@@ -1,4 +1,4 @@
-"""What autograd has recorded behind the outputs of a call, and the gradients that it gives.
+"""Reads what autograd has recorded behind the outputs of a call, and asks for its gradients.
 
 Autocast casts a weight for each use, and autograd casts its gradient back. A capture takes these
 casts out of the end of the backward pass and does many at once: fewer nodes, and the same values,

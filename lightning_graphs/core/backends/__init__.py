@@ -1,1 +1,1 @@
-"""Where graphs are captured: CUDA, and its emulation on a CPU."""
+"""Backends that capture and replay: CUDA, and its emulation on a CPU."""

@@ -1,1 +1,1 @@
-"""What captured code computes on the CPU: recorded, and computed again by every replay."""
+"""The host half: what captured code computes on the CPU, computed again by every replay."""

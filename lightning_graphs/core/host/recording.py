@@ -1,4 +1,4 @@
-"""What captured code does on the host, seen while it runs, and what it is told of the device."""
+"""Records what captured code does on the host, and answers what it reads of the device."""
 
 from __future__ import annotations
 

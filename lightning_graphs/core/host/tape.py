@@ -1,4 +1,4 @@
-"""The tape of what captured code computes on the host, and what of it replays need."""
+"""Runs on the host what captured code computes there, and keeps what replays need of it."""
 
 from __future__ import annotations
 

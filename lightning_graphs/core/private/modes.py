@@ -1,4 +1,4 @@
-"""What torch does not say in public of dispatch modes, which see every operator of a thread."""
+"""Private corners of dispatch modes, which see every operator of a thread."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What graphs cost and gain: time, memory, and when it is worth it."""
+"""Time and memory: what graphs cost and gain, and when one is worth it."""

@@ -1,4 +1,4 @@
-"""Key -> captured plan, and how often each key is seen."""
+"""Keeps captured plans by key, and counts how often each key is seen."""
 
 from __future__ import annotations
 

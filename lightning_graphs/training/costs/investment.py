@@ -1,4 +1,4 @@
-"""When a capture is worth it, when one waits, and when one gives up.
+"""Decides when a capture is worth it, when one waits, and when one gives up.
 
 A capture costs time once, and every replay saves some of it.
 """

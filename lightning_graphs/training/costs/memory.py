@@ -1,4 +1,4 @@
-"""Memory around a capture: how much of it is ours, and how what is there is used well."""
+"""Measures how much memory graphs may take, and uses well what is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the first steps of a fit take, eager and replayed, without making anyone wait."""
+"""Times the first steps of a fit, eager and replayed, without making anyone wait."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step depends on and must not do: found at its capture, looked at before each replay."""
+"""Guards: find what a step depends on or must not do, and look at that before each replay."""

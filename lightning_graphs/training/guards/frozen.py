@@ -1,4 +1,4 @@
-"""Python values that a capture would freeze: found while they can still be refused."""
+"""Stand-ins for Python values that a capture would freeze: they refuse to be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules hold: values in attributes, tensors that no table has, random generators."""
+"""Walks through what modules hold, and follows the tensors and generators among it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who looks at a step while it is under way: where its graph is cut, what may be done unseen."""
+"""Finds the hooks that run within a step: its graph is cut where they look."""
 
 from __future__ import annotations
 

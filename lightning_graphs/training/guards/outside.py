@@ -1,4 +1,4 @@
-"""Values outside of modules that the code of a step names: globals, closures, classes."""
+"""Finds values outside of modules that code which ran names: globals, closures, classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch of a capture: its containers are copies, its tensors static inputs."""
+"""Guards the batch of a capture: its containers are copies, its tensors static inputs."""
 
 from __future__ import annotations
 

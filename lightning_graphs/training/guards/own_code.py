@@ -1,4 +1,4 @@
-"""Whose code it is: that of a step's author, or that of the libraries it uses."""
+"""Tells the code of a step's author from that of the libraries it uses."""
 
 from __future__ import annotations
 

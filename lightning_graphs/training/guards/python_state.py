@@ -1,4 +1,4 @@
-"""Python that a step reads or leaves behind: a replay runs none, so it is watched or refused."""
+"""Watches which attributes a step reads and sets: a replay runs no Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What captured code raises or does outside of its module: refused, as no replay does it again."""
+"""Refuses what captured code raises or does outside of its module, which no replay does again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that no graph can hold, told before anything is captured."""
+"""Names modules that no graph can hold, before anything is captured."""
 
 from __future__ import annotations
 

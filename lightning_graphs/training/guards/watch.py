@@ -1,4 +1,4 @@
-"""What is looked at before every step: what a graph froze, and what would make it wrong."""
+"""Guards graphs before every step: reads its conditions, and finds what has made graphs wrong."""
 
 from __future__ import annotations
 

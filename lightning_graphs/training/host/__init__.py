@@ -1,1 +1,1 @@
-"""What every replay does again on the host: numbers, draws, logs, stores."""
+"""The host side of a replay: numbers, draws, logs and stores, done again."""

@@ -1,4 +1,4 @@
-"""The places in which the steps of a fit store something, or that are bound anew between them."""
+"""Learns in which places the steps of a fit store something, or find something bound anew."""
 
 from __future__ import annotations
 

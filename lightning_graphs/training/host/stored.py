@@ -1,4 +1,4 @@
-"""What a captured step reads and leaves in plain places: copied in, and stored by every replay."""
+"""Copies in what a captured step reads in plain places, and stores again what it leaves there."""
 
 from __future__ import annotations
 

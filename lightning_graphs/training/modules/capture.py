@@ -1,4 +1,4 @@
-"""From an observed step to graphs: every call a plan of its own, captured in the observed order."""
+"""Captures the calls of an observed step, each as graphs of its own, in the observed order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured calls of submodules against the eager ones, before training relies on them."""
+"""Verifies captured calls of submodules against the eager ones, before training relies on them."""
 
 from __future__ import annotations
 

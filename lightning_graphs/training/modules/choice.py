@@ -1,4 +1,4 @@
-"""Which calls become graphs: of modules that the user has named, or the largest that can."""
+"""Chooses the calls that become graphs: of modules that the user names, or the largest that can."""
 
 from __future__ import annotations
 

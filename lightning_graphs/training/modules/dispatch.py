@@ -1,4 +1,4 @@
-"""What stands in place of a graphed module's ``forward``: for each call it decides who answers."""
+"""Stands in place of a graphed module's ``forward``, and decides for each call who answers."""
 
 from __future__ import annotations
 

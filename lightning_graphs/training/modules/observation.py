@@ -1,4 +1,4 @@
-"""One real step, watched: which modules were called with what, and when their backward ran."""
+"""Observes one real step: which modules are called with what, and when their backward runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps whose submodules are graphs, under Lightning's own loop."""
+"""Runs steps whose submodules are graphs, under Lightning's own loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graphs of the steps of a fit: which step is observed, captured, replayed."""
+"""Decides which step of a fit is observed, captured or replayed by submodules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer step as a graph of its own, where submodules are graphs and the step is not."""
+"""Captures and replays the optimizer step by itself, where submodules are graphs."""
 
 from __future__ import annotations
 

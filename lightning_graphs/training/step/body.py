@@ -1,4 +1,4 @@
-"""What a training step computes: the body that a capture records and a verification runs."""
+"""Runs what a training step computes, as a capture records and a verification repeats it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole training step as graphs: forward, loss, backward, clipping, optimizer step."""
+"""Captures a whole training step: forward, loss, backward, clipping, optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a captured step keeps its gradients, and what ``parameter.grad`` is between steps."""
+"""Keeps the gradients of a captured step, and decides what ``parameter.grad`` is between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer whose step can be captured, with live hyper-parameters and neutral checkpoints."""
+"""Keeps an optimizer capturable, with live learning rates and neutral checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's way through the house: eager, captured or replayed, decided for every batch."""
+"""Decides for every batch whether the step runs eagerly, is captured or replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of batches to the device beside the running step, not after it."""
+"""Copies batches to the device beside the running step, not after it."""
 
 from __future__ import annotations
 

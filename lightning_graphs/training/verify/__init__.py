@@ -1,1 +1,1 @@
-"""Whether replays compute what eager steps compute."""
+"""Verification: replays compute what eager steps compute."""

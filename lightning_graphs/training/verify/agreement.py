@@ -1,4 +1,4 @@
-"""Whether replays compute what eager code does: run both ways from one state, and compared."""
+"""Runs a part of a step eagerly and as graphs, from one state, and compares the results."""
 
 from __future__ import annotations
 

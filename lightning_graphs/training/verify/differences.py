@@ -1,4 +1,4 @@
-"""How much a replay may differ from an eager step before it is called wrong."""
+"""Decides by how much a replay may differ from an eager step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a training step changes: kept, put back, and read by name."""
+"""Keeps everything that a training step changes, puts it back, and reads it by name."""
 
 from __future__ import annotations
 

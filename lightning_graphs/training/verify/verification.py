@@ -1,4 +1,4 @@
-"""Captured steps, and captured optimizer steps by themselves, against the eager ones."""
+"""Verifies captured steps, and captured optimizer steps by themselves, against the eager ones."""
 
 from __future__ import annotations
 
