@@ -13,12 +13,11 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot, StaticInputs
-from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.contents import contents_left, contents_of
 from lightning_graphs.core.arguments.fingerprints import Fingerprinter
 from lightning_graphs.core.arguments.held import Bindings, Held
 from lightning_graphs.core.arguments.outputs import OutputPlan
-from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.arguments.tree import substitute
 from lightning_graphs.core.autograd.gradients import (
     DirectGradients,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
-from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.arguments.signature import CallPlan
 from lightning_graphs.core.autograd.gradients import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.autograd.lending import (
     PendingBackward,

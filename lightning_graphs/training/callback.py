@@ -21,10 +21,11 @@ from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.observers import moves_batches_itself
-from lightning_graphs.training.guards.uncapturable import flattened_once
+from lightning_graphs.training.guards.uncapturable import flattened_once, why_no_whole_step
 from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import calls_of, intercepted
 from lightning_graphs.training.lightning_private import cheap_contexts
+from lightning_graphs.training.modules.runner import ModuleRunner
 from lightning_graphs.training.notices import FitReporter
 from lightning_graphs.training.options import (
     OPTIONS,
@@ -35,9 +36,9 @@ from lightning_graphs.training.options import (
     warn_of_old_name,
 )
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry
-from lightning_graphs.training.scopes import runner_for, why_no_whole_step
+from lightning_graphs.training.retry import EagerRetry, Runner
 from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.training.step.runner import StepRunner
 from lightning_graphs.training.step.transfer import BatchTransfer
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class GraphCapture(Callback):
             retry = EagerRetry(*found, raises=options.on_failure == "raise")
             parts = (statistics, progress, investment, retry, ranks)
             fit = Fit(trainer, pl_module, options, pool, *parts)
-            retry.attach(runner_for(fit))
+            retry.attach(_runner_for(fit))
             stack.callback(lambda: retry.runner.close())
 
             def switch_off() -> None:
@@ -363,3 +364,20 @@ def _side_stream(
     finally:
         torch.cuda.set_stream(before)
         before.wait_stream(stream)
+
+
+def _runner_for(fit: Fit) -> Runner:
+    """The runner that the options ask for.
+
+    By default that of whole steps. Submodules follow, from the next step on, where that turns out
+    to fail: where the first capture is refused, and where attributes take new values too often.
+    """
+    if fit.options.scope == "step":
+        return StepRunner(fit)
+    if fit.options.by_submodules:
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    reason = why_no_whole_step(fit.trainer, fit.module)
+    if reason:
+        fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    return StepRunner(fit, partial(ModuleRunner, fit, 0))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.buffers import AddressGuard, StateSnapshot, StaticInputs
-from lightning_graphs.core.arguments.call_plan import CallPlan
-from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.errors import ReplayError
 

@@ -1,4 +1,4 @@
-"""Names modules that no graph can hold, before anything is captured."""
+"""Tells what no graph can hold, before anything is captured: whole steps, and modules."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_graphs.core.private.torch import makes_own_graphs, module_hooks
@@ -19,6 +20,20 @@ _OWN_DROPOUT = (
     "draws the dropout between its layers from a random state inside of cuDNN, which no graph can "
     "hold; write dropout=0, and layers of their own with nn.Dropout between them"
 )
+
+
+def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
+    """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
+    obstacle = obstacle_in(module)
+    if obstacle is not None:
+        return obstacle
+    if not module.automatic_optimization:
+        return "the module optimizes manually, and scope='step' needs automatic optimization"
+    if len(trainer.optimizers) != 1:
+        return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
+    return ""
 
 
 def obstacle_in(module: nn.Module) -> str | None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import StaticInputs, storage_address
-from lightning_graphs.core.arguments.call_plan import CallPlan
-from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import Absence, attributes_of, is_plain
 from lightning_graphs.core.callsite import CallSiteFinder

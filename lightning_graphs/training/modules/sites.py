@@ -13,8 +13,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.call_plan import CallPlan
-from lightning_graphs.core.arguments.signature import EVERYTHING, KernelChoice, Modes, Signature
+from lightning_graphs.core.arguments.signature import (
+    EVERYTHING,
+    CallPlan,
+    KernelChoice,
+    Modes,
+    Signature,
+)
 from lightning_graphs.core.arguments.values import HeldValues
 from lightning_graphs.core.callsite import CallSiteFinder, definition_of
 from lightning_graphs.core.graph import CUDAGraph

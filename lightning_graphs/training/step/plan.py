@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
-from lightning_graphs.core.arguments.call_plan import CallPlan
 from lightning_graphs.core.arguments.outputs import OutputPlan
-from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import Stores, set_again
 from lightning_graphs.core.host.half import HostHalf

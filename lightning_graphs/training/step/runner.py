@@ -14,8 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.core.arguments.call_plan import CallPlan
-from lightning_graphs.core.arguments.signature import Modes, Signature
+from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.costs.cache import PlanCache
