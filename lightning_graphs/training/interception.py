@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import replaced as replaced
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.own_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
@@ -31,6 +32,18 @@ class StrategyCalls:
     training_step: Callable[..., Any]
     backward: Callable[..., Tensor]
     optimizer_step: Callable[..., Any]
+
+
+def loss_of(returned: Any) -> Tensor:
+    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            "training_step must return the loss, or a dict with it under 'loss'.",
+            f"got {type(returned).__qualname__}"
+            + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
+            "return a loss for every batch; a step that is sometimes skipped cannot be captured",
+        )
+    return loss
 
 
 class StepHandler(Protocol):

@@ -29,11 +29,16 @@ from lightning_graphs.training.guards.held_values import (
     held_in,
     held_in_value,
 )
-from lightning_graphs.training.interception import StepHandler, StrategyCalls, nothing, replaced
+from lightning_graphs.training.interception import (
+    StepHandler,
+    StrategyCalls,
+    loss_of,
+    nothing,
+    replaced,
+)
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.step.body import loss_of
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.state import Gradients, Kept, StepState

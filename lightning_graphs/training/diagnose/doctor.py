@@ -89,10 +89,9 @@ from lightning_graphs.training.host.logs import (
     metrics_of,
 )
 from lightning_graphs.training.host.places import place_of, trained_parameters
-from lightning_graphs.training.interception import StrategyCalls, intercepted, replaced
+from lightning_graphs.training.interception import StrategyCalls, intercepted, loss_of, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.options import Options
-from lightning_graphs.training.step.body import loss_of
 from lightning_graphs.training.step.capture import refuse_iterator
 from lightning_graphs.training.step.optimizers import capture_obstacle
 from lightning_graphs.training.step.transfer import copies_on_host

@@ -84,14 +84,7 @@ class CapturedUpdate:
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
-        self._body = StepBody(
-            self._fit.trainer,
-            self._fit.module,
-            self._fit.retry.own,
-            self.optimizer,
-            self.capturable,
-            self._observers,
-        )
+        self._body = StepBody(self._fit, self.optimizer, self.capturable, self._observers)
         self._checks = Verification(self._agreement, self._body)
 
     def follow(self, optimizer: Optimizer) -> None:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.private.torch import scaling_states
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.ddp import unseen_by_ddp
+from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import refuse_stand_ins
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.observers import Observers
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
-from lightning_graphs.training.interception import StrategyCalls, replaced
+from lightning_graphs.training.interception import loss_of, replaced
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
@@ -56,14 +55,13 @@ def without_autocast_cache(plugin: Precision) -> Iterator[None]:
 class StepBody:
     """The step of one fit as Lightning does it, without the hooks."""
 
-    trainer: Trainer
-    module: LightningModule
-    calls: StrategyCalls
+    fit: Fit
     optimizer: Optimizer
     capturable: CapturableOptimizer | None
     observers: Observers
 
     def __post_init__(self) -> None:
+        self.trainer, self.module = self.fit.trainer, self.fit.module
         self._plugin = self.trainer.precision_plugin
         self._scaler = scaler_of(self._plugin)
 
@@ -110,7 +108,7 @@ class StepBody:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         """What ``training_step`` returns, and the loss in it."""
-        returned = self.calls.training_step(*arguments)
+        returned = self.fit.retry.own.training_step(*arguments)
         refuse_stand_ins(returned)
         output = OutputPlan(returned, static=False)
         loss = loss_of(returned)
@@ -161,15 +159,3 @@ class StepBody:
         if self._scaler is not None:
             scaling_states(self._scaler)[id(self.optimizer)] = dict(scaling)
         self._step()
-
-
-def loss_of(returned: Any) -> Tensor:
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            "training_step must return the loss, or a dict with it under 'loss'.",
-            f"got {type(returned).__qualname__}"
-            + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
-            "return a loss for every batch; a step that is sometimes skipped cannot be captured",
-        )
-    return loss

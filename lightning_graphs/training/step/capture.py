@@ -83,19 +83,17 @@ class StepCapture(StepBody):
         capturable: CapturableOptimizer | None,
         observers: Observers,
     ) -> None:
-        trainer, module = fit.trainer, fit.module
-        super().__init__(trainer, module, fit.retry.own, optimizer, capturable, observers)
-        self._fit = fit
+        super().__init__(fit, optimizer, capturable, observers)
         self._learned = learned
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
-        self._own = OwnCode(module)
-        self._copies = partial(copies_on_host, trainer)
+        self._own = OwnCode(self.module)
+        self._copies = partial(copies_on_host, self.trainer)
         self._units = fit.ranks.units
         self._registers_hooks = False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
         self._recording: HostRecording | None = None
-        self._numbers = StepNumbers(trainer, learned.reads, module.device)
+        self._numbers = StepNumbers(self.trainer, learned.reads, self.module.device)
         self._has_branched = False
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
@@ -127,7 +125,7 @@ class StepCapture(StepBody):
             )
         while True:
             self._asked.clear()
-            self._fit.investment.tries_again()
+            self.fit.investment.tries_again()
             try:
                 return self._captured(batch, tensors, rest, signature, phase, unread)
             except CaptureError as error:
@@ -145,7 +143,7 @@ class StepCapture(StepBody):
                     raise
                 elif not (self._learned.has_host_half or has_compiled_anything()):
                     self._learned.has_host_half = True
-                    if self._fit.ranks.are_one and not self._fit.investment.goes_on_with_host():
+                    if self.fit.ranks.are_one and not self.fit.investment.goes_on_with_host():
                         return None
                 elif self._learned.is_unseen and self._asked:
                     self._learned.is_unseen = self._learned.has_host_half = False
@@ -178,7 +176,7 @@ class StepCapture(StepBody):
         unread: UnreadValues,
     ) -> StepPlan:
         recording: HostRecording | None = None
-        segments = _Segments(self._fit.pool, self._learned.reads)
+        segments = _Segments(self.fit.pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
         def cut(name: str) -> None:
@@ -209,7 +207,7 @@ class StepCapture(StepBody):
                 self.observers,
                 ddp=wrapper_of(self.trainer) is not None,
             )
-            recorder = LogRecorder(self.module, self._fit.progress, self._learned.logged)
+            recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),

@@ -106,11 +106,10 @@ class StepRunner:
         if self._trainer.optimizers[0] is not self._optimizer:
             self._optimizer, self._obstacle = self._trainer.optimizers[0], None
         self._observers = Observers.of(self._trainer, self._module)
-        device_type = self._fit.pool.backend.device_type
+        given = self._fit.pool.backend.device_type, self._trainer.precision_plugin
         # Once eager it stays so: it may be in the middle of its own step.
-        obstacle = self._obstacle = self._obstacle or capture_obstacle(
-            self._module, self._optimizer, device_type, self._trainer.precision_plugin
-        )
+        obstacle = self._obstacle or capture_obstacle(self._module, self._optimizer, *given)
+        self._obstacle = obstacle
         self.capturable = None
         if obstacle is None:
             self.capturable = CapturableOptimizer(self._optimizer, self._module.device)

@@ -32,8 +32,7 @@ class Verification(StepBody):
         body: StepBody,
         places: Places | None = None,
     ) -> None:
-        parts = body.trainer, body.module, body.calls
-        super().__init__(*parts, body.optimizer, body.capturable, body.observers)
+        super().__init__(body.fit, body.optimizer, body.capturable, body.observers)
         self._places = places
         self._agreement = agreement
 
