@@ -26,9 +26,9 @@ from lightning_graphs.errors import (
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.capture import Means, capture_alone
-from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
 from lightning_graphs.training.modules.sites import CallRefused, Site, enter
+from lightning_graphs.training.verify.verification import CallChecks, CallDiffers
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()

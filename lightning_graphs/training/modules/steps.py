@@ -23,7 +23,6 @@ from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.interception import requests_watched
 from lightning_graphs.training.modules.capture import Means, capture_step
-from lightning_graphs.training.modules.checking import CallChecks, CallDiffers
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, Forward, Stage
 from lightning_graphs.training.modules.observation import (
@@ -41,6 +40,7 @@ from lightning_graphs.training.modules.sites import (
 )
 from lightning_graphs.training.step.gradients import PersistentGradients
 from lightning_graphs.training.verify.agreement import Agreement
+from lightning_graphs.training.verify.verification import CallChecks, CallDiffers
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""

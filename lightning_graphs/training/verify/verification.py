@@ -1,4 +1,4 @@
-"""Verifies captured steps, and captured optimizer steps by themselves, against the eager ones."""
+"""Verifies all that is captured: whole steps, optimizer steps by themselves, calls of modules."""
 
 from __future__ import annotations
 
@@ -7,20 +7,29 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
-from lightning_graphs.core.arguments.tree import substitute
+from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.tree import leaves_of, substitute
+from lightning_graphs.core.autograd.nodes import gradients_kept_apart
+from lightning_graphs.core.private.torch import without_hooks
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
+from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
+from lightning_graphs.training.modules.capture import as_observed
+from lightning_graphs.training.modules.sites import CallRefused, Site
+from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.differences import Result
-from lightning_graphs.training.verify.state import Kept, StepState
+from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
+from lightning_graphs.training.verify.state import Gradients, Kept, StepState
 
 
 class Verification(StepBody):
@@ -44,8 +53,6 @@ class Verification(StepBody):
         rates = None if self.capturable is None else self.capturable.live_rates()
         with rates_exchanged(self.trainer, self.optimizer, rates):
             super().update(cut)
-
-    # ------------------------------------------------------------------ a whole step
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
         """Verify a plan with the batch that is about to be trained on."""
@@ -112,8 +119,6 @@ class Verification(StepBody):
         stored = [] if plan.places is None else plan.places.results()
         return state.results(plan.outputs.hand_out()) + stored
 
-    # ------------------------------------------------------------------ an optimizer step
-
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the gradients that there are."""
         if not self._agreement.is_on:
@@ -128,3 +133,165 @@ class Verification(StepBody):
         runs = partial(results, self.update), partial(results, replay)
         ways = BothWays(*runs, partial(state.keep, room, *python))
         self._agreement.compare(ways, "the captured optimizer step was not verified")
+
+
+# ------------------------------------------------------------------ calls of modules
+
+
+class CallDiffers(CallRefused, VerificationError):
+    """The graphs of one call compute something else than the call itself."""
+
+
+class CallChecks:
+    """Runs captured calls both ways from one state.
+
+    For each call the module's own forward and its backward run on arguments that the call has had,
+    and then its graphs, with the same random gradients of the outputs. Outputs, buffers and all
+    gradients are compared. Hooks on parameters do not run.
+    """
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def check_new(self, sites: Sequence[Site], statistics: Statistics) -> None:
+        """Verify graphs that were just captured; if that fails, they are released."""
+        try:
+            self.check(sites)
+        except BaseException:
+            for site in sites:
+                site.release(statistics)
+            raise
+
+    def check(self, sites: Sequence[Site], *, again: bool = False) -> None:
+        """Verify the graphs of a step before it begins."""
+        # A call of whose outputs somebody still holds the memory is left out, as by training.
+        for site in sites:
+            site.graphed.order.begin()
+            self.check_site(site, again=again)
+
+    def check_site(self, site: Site, *, again: bool = False) -> None:
+        """Verify the graphs of one call; see :meth:`check`."""
+        if not self._agreement.is_on:
+            return
+        call = site.call
+        run = _CallRun(self._agreement, site, again=again)
+        ways = BothWays(run.eager, run.replayed, run.keep)
+        tolerance = Tolerance(run.device.type, call.autocast)
+        try:
+            self._agreement.compare(ways, "a captured module was not verified", tolerance)
+        except GraphError as error:
+            if again and isinstance(error, ReplayError):
+                raise
+            raise CallDiffers(call, error.rule, error.observed, error.remedy) from error
+
+
+class _CallRun:
+    """One captured call with its arguments, and the state that it changes."""
+
+    def __init__(self, agreement: Agreement, site: Site, *, again: bool) -> None:
+        self._root = root = agreement.root
+        self.device = root.device
+        self._budget = agreement.budget
+        self._site = site
+        call = site.call
+        signature, tensors = Signature.of(call.args, call.kwargs)
+        self._names = signature.tensor_names
+        self._samples = site.graphed.inputs.tensors if again else tensors
+        self._backward = site.graphed.backward_pass
+        self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
+        self._parameters = self._differentiable()
+        self._python = Attributes(call.module).restore, Generators(root).restore
+
+    def _differentiable(self) -> dict[Tensor, str]:
+        """The parameters that the call gives a gradient, those outside of the module among them."""
+        call, backward = self._site.call, self._backward
+        found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
+        if backward is not None:
+            direct = backward.direct
+            found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
+        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in self._root.named_parameters()}
+        trained = (p for p in found if p not in call.frozen)
+        return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
+
+    def keep(self) -> Kept:
+        """A copy of the state."""
+        gradients = Gradients(self._parameters)
+        tensors = [
+            *self._site.call.module.parameters(),
+            *(buffer for _, buffer in self._buffers),
+            *self._site.written.values(),
+            *gradients.tensors,
+        ]
+        others = *self._python, gradients.restore
+        return Kept(tensors, self.device, self._budget.room_for, *others)
+
+    def eager(self) -> list[Result]:
+        try:
+            return self._run(self._site.graphed.original, direct=False)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise CaptureError(
+                "A graphed module must run by itself, so that its graphs can be verified.",
+                in_one_line(error),
+                "capture a module that has this one inside, if a hook before the forward prepares "
+                "something for it; or leave this one eager (exclude=[...])",
+            ) from error
+
+    def replayed(self) -> list[Result]:
+        backward = self._backward
+        direct = backward is not None and backward.direct is not None
+        with self._site.graphed.alone():
+            return self._run(self._site.graphed, direct=direct)
+
+    def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
+        call = self._site.call
+        for parameter in self._parameters:
+            parameter.grad = None
+        # Copies: what reads or writes them past torch must not reach the samples.
+        tensors = StaticInputs(self._samples).tensors
+        args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
+        with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
+            returned = forward(*args, **kwargs)
+            outputs = leaves_of(returned, Tensor)
+            with torch.autocast(self.device.type, enabled=False):
+                gradients = self._pull_back(outputs, tensors, direct=direct)
+        module = f"of `{call.name}`"
+        found = results_in(returned, "output", f" {module}")
+        found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
+        found += [Result(f"tensor `{name}`", t) for name, t in self._site.written.items()]
+        # Kernels outside of torch, and `x.data`, write an argument unseen.
+        pairs = zip(self._names, tensors, strict=True)
+        found += [Result(f"{name} {module} after the call", t.detach()) for name, t in pairs]
+        return found + gradients
+
+    def _pull_back(
+        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], *, direct: bool
+    ) -> list[Result]:
+        """The gradients of arguments and parameters, for random ones of the outputs."""
+        outputs = [output for output in outputs if output.requires_grad]
+        module, pairs = self._site.call.name, zip(self._names, arguments, strict=True)
+        # Everything that may have a gradient, each tensor once
+        named = {t: f"{name} of `{module}`" for name, t in pairs if t.requires_grad}
+        named |= self._parameters
+        if self._backward is None or not outputs or not named:
+            return []
+        generator = torch.Generator(self.device).manual_seed(0)
+        buffers = self._backward.output_gradients.buffers  # in the strides that training gives
+        given = [
+            torch.empty_like(like).normal_(std=max(like.numel(), 1) ** -0.5, generator=generator)
+            for like in (buffers if len(buffers) == len(outputs) else outputs)
+        ]
+        gradients: Sequence[Tensor | None]
+        if direct:
+            torch.autograd.backward(outputs, given)
+            gradients = [tensor.grad for tensor in named]
+        else:  # it runs no accumulation of gradients, to which a reducer's hooks are tied
+            wanted = list(named)
+            with gradients_kept_apart(wanted):
+                gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        return [
+            Result(f"the gradient of {name}", gradient, is_gradient=True)
+            for name, gradient in zip(named.values(), gradients, strict=True)
+            if gradient is not None
+        ]

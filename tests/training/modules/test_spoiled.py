@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
 from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
-from lightning_graphs.training.modules.checking import CallChecks
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.state import Kept
-from lightning_graphs.training.verify.verification import Verification
+from lightning_graphs.training.verify.verification import CallChecks, Verification
 from tests.training import fits
 from tests.training.fits import Fit, compare, prepare
 from tests.training.leftovers import assert_nothing_left

@@ -14,9 +14,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
-from lightning_graphs.training.modules.checking import CallChecks
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.verification import Verification
+from lightning_graphs.training.verify.verification import CallChecks, Verification
 from tests.training.fits import (
     GradientTrace,
     Hidden,
