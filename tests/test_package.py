@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,22 @@ def test_no_circle_of_imports() -> None:
     while free := {module for module, names in left.items() if not names & left.keys()}:
         left = {module: names for module, names in left.items() if module not in free}
     assert left == {}
+
+
+def test_no_two_modules_have_one_name() -> None:
+    names = Counter(path.stem for path in FILES if not path.stem.startswith("__"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_page_about_the_design_is_that_of_this_tree() -> None:
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    places = PACKAGE / "training", PACKAGE, ROOT
+    for name in re.findall(r"[\w/]+\.py", page):
+        assert any((place / name).exists() for place in places), name
+    for part in ("training", "core"):
+        for folder in (PACKAGE / part).glob("*/__init__.py"):
+            assert f"| `{folder.parent.name}/` |" in page
+    assert "docs/design.md" in (PACKAGE / "training/__init__.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

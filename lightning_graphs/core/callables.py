@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_graphs.core.autograd.lending import ReplayOrder
 from lightning_graphs.core.backends.backend import BackendName, PoolHandle
-from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.graph import GraphPool, get_backend
 from lightning_graphs.core.graphed import GraphedCallable
+from lightning_graphs.core.passes import CallableCapture, CaptureSettings
 from lightning_graphs.errors import CaptureError
 
 ParamGrads = Literal["autograd", "direct"]

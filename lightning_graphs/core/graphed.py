@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import CallPlan
-from lightning_graphs.core.autograd.gradients import DirectGradients, LentGradients, OutputGradients
+from lightning_graphs.core.autograd.backward import DirectGradients, LentGradients, OutputGradients
 from lightning_graphs.core.autograd.lending import (
     PendingBackward,
     ReplayOrder,

@@ -17,8 +17,8 @@ from lightning_graphs.reporting import render, summary_line
 from lightning_graphs.training.costs.investment import Waiting
 from lightning_graphs.training.costs.timing import StepTiming, Stopwatch, judge
 from lightning_graphs.training.fit import Fit
+from lightning_graphs.training.guards.before_step import OF_THE_TRAINER
 from lightning_graphs.training.guards.side_effects import RaisedInCapture
-from lightning_graphs.training.guards.watch import OF_THE_TRAINER
 from lightning_graphs.training.interception import NAMES
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics, conditions_of, differences, listed

@@ -23,7 +23,7 @@ from lightning_graphs.training.costs.memory import (
     first_line,
     is_out_of_memory,
 )
-from lightning_graphs.training.guards.held_values import (
+from lightning_graphs.training.guards.walkers import (
     Generators,
     LooseTensors,
     held_in,

@@ -17,8 +17,8 @@ from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.core.autograd.lending import ReplayOrder
 from lightning_graphs.core.autograd.nodes import ahead_of_casts, cast_together, leaves_behind
 from lightning_graphs.core.backends.backend import BackendName
-from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.graph import GraphPool
+from lightning_graphs.core.passes import CallableCapture, CaptureSettings
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 
 Product = Callable[[Tensor, Tensor], Tensor]

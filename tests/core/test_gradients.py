@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.autograd.gradients import (
+from lightning_graphs.core.autograd.backward import (
     DirectGradients,
     LentGradients,
     new_buffers,

@@ -19,7 +19,7 @@ from tests.training.leftovers import assert_nothing_left
 # Where a capture changes what others see: the policies, and who owns graphs.
 _FILES = (
     "core/graph.py",
-    "core/capturing.py",
+    "core/passes.py",
     "core/backends/emulated.py",
     "core/backends/cuda.py",
 )

@@ -88,7 +88,7 @@ def test_at_each_phase(
     end: str,
     where: str,
 ) -> None:
-    name = "lightning_graphs.training.modules.capture.has_compiled_anything"
+    name = "lightning_graphs.training.modules.sequence.has_compiled_anything"
     monkeypatch.setattr(name, lambda: phase == COMPILED)
     action, kind, match = ENDS[end]
     calls = PHASES[scope][phase]

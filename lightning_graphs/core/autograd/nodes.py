@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_graphs.core.autograd.gradients import empty_gradient, write_all
+from lightning_graphs.core.autograd.backward import empty_gradient, write_all
 from lightning_graphs.core.private.torch import (
     after_backward,
     outputs_of,

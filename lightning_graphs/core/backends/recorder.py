@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
+from lightning_graphs.core.annotations import ScopeStack
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.obstacles import (
@@ -41,7 +42,6 @@ from lightning_graphs.core.private.modes import (
     out_of_sight,
 )
 from lightning_graphs.core.private.torch import is_strided, storage_reference
-from lightning_graphs.core.scopes import ScopeStack
 from lightning_graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from lightning_graphs.core.callsite import (
     frames_from,
     site_naming,
 )
-from lightning_graphs.core.host.recording import FROM_PYTHON
+from lightning_graphs.core.host.hoisting import FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
@@ -62,8 +62,7 @@ from lightning_graphs.training.guards.frozen import (
     counters_watched,
     old_gradients_watched,
 )
-from lightning_graphs.training.guards.held_values import Generators, PythonGenerator
-from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
@@ -74,6 +73,7 @@ from lightning_graphs.training.guards.side_effects import (
     effects_watched,
 )
 from lightning_graphs.training.guards.uncapturable import bound_by_hooks
+from lightning_graphs.training.guards.walkers import Generators, PythonGenerator
 from lightning_graphs.training.host.draws import (
     SETTERS,
     drawing_functions,

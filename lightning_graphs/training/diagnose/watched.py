@@ -19,7 +19,7 @@ from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Rec
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
-from lightning_graphs.core.host.recording import FACTORIES, FROM_PYTHON
+from lightning_graphs.core.host.hoisting import FACTORIES, FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,

@@ -27,8 +27,8 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import current_autograd_node
-from lightning_graphs.training.guards.held_values import OF_ALL_MODULES, held_in, held_in_value
 from lightning_graphs.training.guards.own_code import inside_of_compiled
+from lightning_graphs.training.guards.walkers import OF_ALL_MODULES, held_in, held_in_value
 from lightning_graphs.training.interception import replaced
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")

@@ -22,7 +22,7 @@ from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
 from lightning_graphs.training.guards.frozen import StandIn, refuse_stand_ins
-from lightning_graphs.training.guards.held_values import held_in
+from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import log_exchanged, replaced
 from lightning_graphs.training.lightning_private import (

@@ -17,8 +17,8 @@ from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn
-from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
+from lightning_graphs.training.guards.walkers import Generators
 from lightning_graphs.training.host.stored import (
     CapturedStores,
     Content,

@@ -25,8 +25,8 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.modules.capture import Means, capture_alone
 from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
+from lightning_graphs.training.modules.sequence import Means, capture_alone
 from lightning_graphs.training.modules.sites import CallRefused, Site, enter
 from lightning_graphs.training.verify.verification import CallChecks, CallDiffers
 

@@ -39,11 +39,11 @@ from lightning_graphs.training.guards.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.guards.held_values import Generators, LooseTensors
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import CodeOfModules, OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
 from lightning_graphs.training.guards.side_effects import effects_refused
+from lightning_graphs.training.guards.walkers import Generators, LooseTensors
 from lightning_graphs.training.host.logs import refuse_log
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught

@@ -17,7 +17,7 @@ from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.frozen import rates_exchanged
-from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,

@@ -18,8 +18,8 @@ from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import refuse_stand_ins
-from lightning_graphs.training.guards.held_values import Generators
-from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.hooks import Observers
+from lightning_graphs.training.guards.walkers import Generators
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import loss_of, replaced

@@ -17,7 +17,7 @@ from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.callsite import definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
-from lightning_graphs.core.host.recording import ArenaFull, HostRecording
+from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
 from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,
@@ -37,8 +37,7 @@ from lightning_graphs.training.guards.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.guards.held_values import Generators, LooseTensors, held_in
-from lightning_graphs.training.guards.observers import Observers, cast_unseen
+from lightning_graphs.training.guards.hooks import Observers, cast_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import (
     UnreadValues,
@@ -52,6 +51,7 @@ from lightning_graphs.training.guards.side_effects import (
     code_captured,
     effects_refused,
 )
+from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
 from lightning_graphs.training.host.draws import draws_recorded
 from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.training.host.live_numbers import StepNumbers

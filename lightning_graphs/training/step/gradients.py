@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.core.autograd.gradients import empty_gradient, refuse_sparse_gradients
+from lightning_graphs.core.autograd.backward import empty_gradient, refuse_sparse_gradients
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
 from lightning_graphs.training.guards.conditions import Phase
-from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.interception import replaced
 
 KEPT_LATE = (

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.core.autograd.gradients import is_dense
+from lightning_graphs.core.autograd.backward import is_dense
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import count_for_schedulers, has_step_hooks
 from lightning_graphs.training.costs.memory import gather

@@ -21,10 +21,10 @@ from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.costs.memory import MemoryKept, NoRoomError
 from lightning_graphs.training.fit import Fit, Learned
+from lightning_graphs.training.guards.before_step import FitWatch
 from lightning_graphs.training.guards.conditions import Conditions
-from lightning_graphs.training.guards.observers import Observers
+from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.own_batch import BatchValueRead, BatchValues
-from lightning_graphs.training.guards.watch import FitWatch
 from lightning_graphs.training.interception import nothing
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,

@@ -18,11 +18,11 @@ from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
-from lightning_graphs.training.guards.held_values import Generators
 from lightning_graphs.training.guards.python_state import Attributes
+from lightning_graphs.training.guards.walkers import Generators
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
-from lightning_graphs.training.modules.capture import as_observed
+from lightning_graphs.training.modules.sequence import as_observed
 from lightning_graphs.training.modules.sites import CallRefused, Site
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import StepBody

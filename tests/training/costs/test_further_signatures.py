@@ -10,7 +10,7 @@ from unittest.mock import patch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_graphs.core.host.recording import HostRecording
+from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.training.step.body import StepBody
 from tests.training.costs.test_replayed_steps import Silent
 from tests.training.fits import Net, batches, prepare

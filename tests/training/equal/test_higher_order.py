@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_graphs.core.host.recording import HostRecording
+from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.reporting.diagnosis import Diagnosis
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, compare, prepare

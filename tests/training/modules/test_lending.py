@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.outputs import OutputPlan
-from lightning_graphs.core.autograd.gradients import OutputGradients
+from lightning_graphs.core.autograd.backward import OutputGradients
 from lightning_graphs.core.autograd.lending import LentMemory, SharedArgument
-from lightning_graphs.core.capturing import CallableCapture
+from lightning_graphs.core.passes import CallableCapture
 from tests.training.fits import Net, batches, compare, fit_twice
 
 CAPTURE: dict[str, Any] = {"scope": "modules", "modules": ["blocks.*"]}

@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_graphs.core.autograd.gradients import GradientBuffers, LentGradients
+from lightning_graphs.core.autograd.backward import GradientBuffers, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
-from lightning_graphs.core.capturing import CallableCapture, CaptureSettings
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import Stores
+from lightning_graphs.core.passes import CallableCapture, CaptureSettings
 from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,

@@ -19,7 +19,7 @@ from lightning_graphs.core.arguments.held import Bindings, Held
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.arguments.tree import substitute
-from lightning_graphs.core.autograd.gradients import (
+from lightning_graphs.core.autograd.backward import (
     DirectGradients,
     GradientBuffers,
     LentGradients,
