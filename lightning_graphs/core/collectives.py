@@ -18,7 +18,6 @@ _ONE_RANK = timedelta(seconds=60)
 
 
 def is_collective(func: OpOverload) -> bool:
-    """Whether an operator exchanges data with other processes."""
     return func.namespace in _NAMESPACES
 
 
@@ -49,7 +48,6 @@ def returned_alone(func: OpOverload, args: Sequence[Any]) -> Any:
 
 @functools.cache
 def _alone() -> Any:
-    """A process group of this process only."""
     from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
     return ProcessGroupGloo(HashStore(), 0, 1, _ONE_RANK)

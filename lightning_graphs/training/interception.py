@@ -59,7 +59,6 @@ class StepHandler(Protocol):
 
 
 def calls_of(strategy: Strategy) -> StrategyCalls:
-    """The methods of a strategy that nobody has exchanged."""
     return StrategyCalls(strategy.training_step, strategy.backward, strategy.optimizer_step)
 
 

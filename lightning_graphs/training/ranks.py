@@ -116,7 +116,6 @@ class Ranks:
         self._reason = reason
 
     def any(self, value: bool) -> bool:
-        """Whether it is so on any rank."""
         return bool(self._largest(value)[0])
 
     def together(

@@ -205,7 +205,6 @@ def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractCon
 
 
 def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Contents:
-    """What the arguments of a call hold now."""
     named = [(f"args[{i}]", value) for i, value in enumerate(args)]
     named += [(f'kwargs["{key}"]', value) for key, value in kwargs.items()]
     return Contents(held_in_all(named))

@@ -93,7 +93,6 @@ class KernelChoice(NamedTuple):
         )
 
     def changes(self, to: KernelChoice) -> list[str]:
-        """The names of what is different in another choice."""
         triples = zip(KERNEL_CHOICES, self, to, strict=True)
         return [name for name, before, after in triples if before != after]
 

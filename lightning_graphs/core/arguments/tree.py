@@ -232,7 +232,6 @@ def item_label(key: Any) -> str:
 
 
 def frozen_context(kind: type, opened: Opened) -> Hashable:
-    """The context of a :class:`Node`."""
     return _frozen(opened.context) if is_registered(kind) else opened.context
 
 

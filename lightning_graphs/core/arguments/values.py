@@ -88,7 +88,6 @@ class ArrayValue(NamedTuple):
 
     @classmethod
     def of(cls, array: Any) -> ArrayValue:
-        """The present value of an array."""
         return cls(array.dtype, array.shape, array.tobytes())
 
     def __repr__(self) -> str:
@@ -306,7 +305,6 @@ class HeldValues:
         self._described = None
 
     def has(self, owner: object, key: Any) -> bool:
-        """Whether a key of this owner was added."""
         return (id(owner), key) in self._roots
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:

@@ -116,7 +116,6 @@ class OperatorCall:
         return self.func(*self.args, **self.kwargs)
 
     def mapped(self, change: Callable[[Tensor], Any]) -> OperatorCall:
-        """The same with other tensors."""
         named = {key: mapped(value, change) for key, value in self.kwargs.items()}
         return OperatorCall(self.func, tuple(mapped(a, change) for a in self.args), named)
 

@@ -51,7 +51,6 @@ class HostTape:
         return tensor in self._registers
 
     def made(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor was made by the captured code."""
         return tensor in self._born
 
     def changes(self, tensor: Tensor) -> bool:

@@ -110,7 +110,6 @@ def outputs_of(node: Node) -> Sequence[Any]:
 
 
 def nodes_recorded() -> int:
-    """How many nodes autograd has recorded in this thread."""
     node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
 

@@ -179,7 +179,6 @@ def _detached(value: Any) -> Any:
 
 
 def signature_of(places: Sequence[Place]) -> tuple[Signature, list[Tensor]]:
-    """The signature of what is in these places, and its tensors."""
     values = [_detached(place.now()) for place in places]
     return Signature.of(values, {}, names=[place.name for place in places])
 

@@ -268,7 +268,6 @@ def excluded(root: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module is a part of another one, by their qualified names."""
     return name.startswith(f"{outer}.")
 
 

@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.core.arguments.signature import KernelChoice
-from lightning_graphs.core.private.torch import (
-    COMPILED_CALL,
-    in_transform,
-    is_compiled_in_place,
-)
+from lightning_graphs.core.private.torch import COMPILED_CALL, in_transform, is_compiled_in_place
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
     CaptureError,

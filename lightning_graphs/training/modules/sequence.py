@@ -28,12 +28,7 @@ from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.guards.side_effects import code_captured
-from lightning_graphs.training.modules.observation import (
-    Direction,
-    Observation,
-    ObservedCall,
-    Pass,
-)
+from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.training.modules.sites import REQUIRES_GRAD, Baked, CallRefused, Site
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
 
@@ -141,13 +136,7 @@ class _Capture:
     """The capture of one call, as it was observed."""
 
     def __init__(
-        self,
-        call: ObservedCall,
-        means: Means,
-        order: ReplayOrder,
-        baked: Baked,
-        *,
-        warm: bool,
+        self, call: ObservedCall, means: Means, order: ReplayOrder, baked: Baked, *, warm: bool
     ) -> None:
         self._call = call
         with as_observed(call):

@@ -48,12 +48,7 @@ from lightning_graphs.training.host.logs import refuse_log
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
-from lightning_graphs.training.statistics import (
-    CaptureCost,
-    Statistics,
-    listed,
-    tensors_in_words,
-)
+from lightning_graphs.training.statistics import CaptureCost, Statistics, listed, tensors_in_words
 
 Result = TypeVar("Result")
 REQUIRES_GRAD = attrgetter("requires_grad")
@@ -172,7 +167,6 @@ class Site:
 
     @property
     def is_as_captured(self) -> bool:
-        """Whether the same parameters require gradients."""
         return list(map(REQUIRES_GRAD, self.parameters)) == self.requires_grad
 
     @property

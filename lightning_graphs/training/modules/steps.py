@@ -24,11 +24,7 @@ from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.interception import requests_watched
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, Forward, Stage
-from lightning_graphs.training.modules.observation import (
-    Observation,
-    ObservedCall,
-    StepObserver,
-)
+from lightning_graphs.training.modules.observation import Observation, ObservedCall, StepObserver
 from lightning_graphs.training.modules.sequence import Means, capture_step
 from lightning_graphs.training.modules.sites import (
     CallRefused,

@@ -19,10 +19,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.side_effects import code_captured
-from lightning_graphs.training.lightning_private import (
-    announce_optimizer_step,
-    call_gradient_hooks,
-)
+from lightning_graphs.training.lightning_private import announce_optimizer_step, call_gradient_hooks
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.capture import state_as_known
 from lightning_graphs.training.step.gradients import (

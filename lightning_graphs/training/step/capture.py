@@ -39,11 +39,7 @@ from lightning_graphs.training.guards.frozen import (
 )
 from lightning_graphs.training.guards.hooks import Observers, cast_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import (
-    UnreadValues,
-    batch_left,
-    written_tensors,
-)
+from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.guards.side_effects import (

@@ -221,7 +221,6 @@ class AttachedGradients:
                 torch._foreach_copy_(targets, sources)
 
     def are_attached(self) -> bool:
-        """Whether ``.grad`` is the buffers."""
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
 
     def complete(self) -> bool:

@@ -39,10 +39,7 @@ from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
-from lightning_graphs.training.step.optimizers import (
-    CapturableOptimizer,
-    capture_obstacle,
-)
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.step.plan import StepPlan, without_values
 from lightning_graphs.training.verify.agreement import Agreement
 from lightning_graphs.training.verify.verification import Verification

@@ -35,12 +35,7 @@ from lightning_graphs.training.verify.state import Gradients, Kept, StepState
 class Verification(StepBody):
     """Runs captured steps both ways from one state, and optimizer steps by themselves."""
 
-    def __init__(
-        self,
-        agreement: Agreement,
-        body: StepBody,
-        places: Places | None = None,
-    ) -> None:
+    def __init__(self, agreement: Agreement, body: StepBody, places: Places | None = None) -> None:
         super().__init__(body.fit, body.optimizer, body.capturable, body.observers)
         self._places = places
         self._agreement = agreement
