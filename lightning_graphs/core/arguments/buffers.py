@@ -20,6 +20,7 @@ from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import (
     clone_all,
+    is_strided,
     same_pointers,
     storage_uses,
     tables_of,
@@ -140,7 +141,7 @@ class AddressGuard:
         watched = [
             i
             for i, value in enumerate(self._objects)
-            if is_strided(value) and id(value) not in unmoved
+            if isinstance(value, Tensor) and is_strided(value) and id(value) not in unmoved
         ]
         # A sparse one has no address. What is written to it may take other memory.
         self._sparse = [v for v in self._objects if isinstance(v, Tensor) and not is_strided(v)]
@@ -396,12 +397,6 @@ def linear(tensor: Tensor, span: int | None = None) -> Tensor:
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """All of a storage as bytes, among which a NaN is equal to itself."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def is_strided(value: Any) -> bool:
-    """Whether a value is a tensor in one piece of memory, unlike sparse and nested ones."""
-    strided = isinstance(value, Tensor) and value.layout is torch.strided
-    return strided and not value.is_nested
 
 
 def storage_address(tensor: Tensor) -> int:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_graphs.core.arguments.buffers import AddressGuard, is_strided
+from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.values import bind
 from lightning_graphs.core.callsite import codes_in
 from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.core.private.torch import tables_of
+from lightning_graphs.core.private.torch import is_strided, tables_of
 from lightning_graphs.errors import CaptureError
 
 
@@ -58,7 +58,8 @@ class Held:
         """Every tensor that a call may read or write beside its arguments."""
         attributes = (v for owner in self.submodules for v in vars(owner).values())
         named = (*self.named("parameters"), *self.named("buffers"), *self.tensors.items())
-        return list(filter(is_strided, (*(tensor for _, tensor in named), *attributes)))
+        plain = [value for value in attributes if isinstance(value, Tensor)]
+        return list(filter(is_strided, (*(tensor for _, tensor in named), *plain)))
 
     def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]

@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.buffers import StateSnapshot, is_strided
+from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
 from lightning_graphs.core.generators import comparable
-from lightning_graphs.core.private.torch import tables_of, version_of
+from lightning_graphs.core.private.torch import is_strided, tables_of, version_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 

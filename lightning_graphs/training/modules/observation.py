@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from lightning_graphs.core.arguments.buffers import is_strided
 from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute

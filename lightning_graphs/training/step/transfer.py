@@ -14,7 +14,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_graphs.core.arguments.buffers import is_strided
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_object
 from lightning_graphs.core.private.torch import is_strided, version_of
