@@ -10,11 +10,11 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.buffers import is_strided
 from lightning_graphs.core.arguments.contents import Change, Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
+from lightning_graphs.core.private.torch import is_strided
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
