@@ -144,7 +144,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
     """The line of some functions that binds a name, or else the first one that reads it."""
-    for word in reversed(re.findall(r"\w+", name.partition(" ")[0])):
+    for word in reversed(re.findall(r"\w+", name.partition(": ")[0])):
         found = [place for code in codes for place in _lines_with(code, word)]
         if found:
             return max(found, key=lambda place: place[0])[1]
