@@ -218,15 +218,16 @@ def test_an_image_classifier_learns_digits(example: Example, model: str) -> None
 @pytest.mark.usefixtures("small")
 def test_only_adapters_and_the_head_learn(example: Example, reviews: Path) -> None:
     module = example("lora_finetune")
-    flags = ("--epochs", "4", "--batch-size", "15", "--learning-rate", "2e-2")
+    # Of equal counts the tokenizer takes any order: a higher rate fails in one run of ten.
+    flags = ("--epochs", "8", "--batch-size", "15", "--learning-rate", "5e-3")
     result = train(module, "--data", str(reviews), *flags)
     done = result.captured.graphs._statistics
 
-    assert len(result.pairs) == 24
+    assert len(result.pairs) == 48
     assert result.largest_difference == 0.0
     assert result.captured.accuracy == result.eager.accuracy > 0.8
     assert mean(result.captured.losses[-6:]) < 0.5 * mean(result.captured.losses[:6])
-    assert (done.captures, done.replayed, done.fallbacks) == (1, 19, [])
+    assert (done.captures, done.replayed, done.fallbacks) == (1, 43, [])
 
     config = {"hidden_size": 48, "num_hidden_layers": 1, "intermediate_size": 48}
     encoder = example("finetune_classifier").make_model(None, 2, config)
