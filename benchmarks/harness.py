@@ -130,18 +130,29 @@ class Lab:
         self.synchronize()
         return float("nan") if self.dry else elapsed / calls * 1e6
 
+    def moment(self) -> Any:
+        """The moment at which the GPU will have done what it was given; in a dry run, now."""
+        if self.dry:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, begin: Any, end: Any) -> float:
+        """From one moment to another; waits for the GPU."""
+        self.synchronize()
+        elapsed: float = (end - begin) * 1e3 if self.dry else begin.elapsed_time(end)
+        return elapsed
+
     def on_gpu(self, body: Callable[[], object], calls: int) -> float:
         """Microseconds per call between two CUDA events."""
         if self.dry:
             return self.wall(body, calls, drain=True)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
+        self.synchronize()
+        begin = self.moment()
         for _ in range(calls):
             body()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / calls * 1e3
+        return self.milliseconds(begin, self.moment()) / calls * 1e3
 
     def medians(self, *measurements: Callable[[], float]) -> list[float]:
         """The median of each measurement; every second round runs them in reverse order."""

@@ -2,9 +2,11 @@
 
 The floor of a step is its captured graph replayed back to back with nothing between (CUDA events
 over 20 replays). Batches lie in pinned memory, as the workers of a loader deliver them. A fit has
-ten blocks of 20 steps, and after each of them the floor is measured. The fastest block counts, and
-the fastest floor: others who use the same CPUs make steps slower, never faster. The losses of the
-first steps are compared with those of an eager fit in the same process.
+ten blocks of 20 steps, and after each of them the floor is measured. A block is timed by CUDA
+events from the end of its first step to the end of its last one: the first one finds a GPU without
+work, because the benchmark has waited for it, and a fit does not. The fastest block counts, and the
+fastest floor: others who use the same CPUs make steps slower, never faster. The losses of the first
+steps are compared with those of an eager fit in the same process.
 
 Memory is what the allocator reserves at most, in a whole fit and in its last third, over the same
 of the eager fit.
@@ -194,6 +196,7 @@ class Probe(Callback):
         self.peak = 0.0
         self._whole_steps = graphs is not None and graphs.options.scope == "step"
         self._started = 0.0
+        self._first: Any = None  # the end of a block's first step
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *args: Any) -> None:
         step = trainer.fit_loop.epoch_loop.batch_idx + 1
@@ -201,13 +204,15 @@ class Probe(Callback):
             self.losses.append(outputs["loss"].detach().clone())
         if step == LAST_THIRD:
             self.peak = peak_memory()
+        if step > WARMUP and (step - WARMUP) % TIMED == 1:
+            self._first = self.lab.moment()
         if step >= WARMUP and (step - WARMUP) % TIMED == 0:
             given = time.perf_counter()  # to the GPU, all of it
+            last = self.lab.moment()
             self.lab.synchronize()
-            now = time.perf_counter()
             if step > WARMUP:
                 self.on_cpu.append((given - self._started) / TIMED * 1e6)
-                self.blocks.append((now - self._started) / TIMED * 1e3)
+                self.blocks.append(self.lab.milliseconds(self._first, last) / (TIMED - 1))
                 if self._whole_steps:
                     self._look_at_plan(trainer, *args)
             self._started = time.perf_counter()
