@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 FIX = "\n  Fix: "  # begins the second line of a message
 _LONGEST = 300  # characters of what was observed that a message shows; a report has all
 
@@ -43,6 +46,26 @@ class GraphError(RuntimeError):
 
 class CaptureError(GraphError):
     """Something in the captured code cannot become part of a graph."""
+
+    def __init__(self, rule: str, observed: str = "", remedy: str = "") -> None:
+        super().__init__(rule, observed, remedy)
+        for refused in _refusals:
+            refused.append(self)
+
+
+_refusals: list[list[CaptureError]] = []  # those of each capture that runs
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[list[CaptureError]]:
+    """The refusals that the body makes, also those that captured code catches."""
+    refused: list[CaptureError] = []
+    _refusals.append(refused)
+    try:
+        yield refused
+    finally:
+        _refusals.pop()
+        refused.clear()  # their tracebacks hold frames, and what the captured code holds
 
 
 class ReplayError(GraphError):

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import values_checked_on_device
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, refusals
 from lightning_graphs.training.costs.memory import (
     first_line,
     in_one_line,
@@ -146,30 +146,23 @@ def code_captured(what: str) -> Iterator[None]:
     What is refused stays refused where an `except` in the captured code goes on without it: in an
     eager step, and so in a replay, there would have been nothing to go on from.
     """
-    make, refused = CaptureError.__init__, list[CaptureError]()
-
-    def noted(error: CaptureError, *parts: Any, **named: Any) -> None:
-        make(error, *parts, **named)
-        refused.append(error)
-
-    try:
-        with values_checked_on_device(), replaced(CaptureError, "__init__", noted):
-            yield
-        if refused:
-            raise refused[0]
-    except GraphError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise no_room(what, first_line(error)) from error
-        if refused:  # what the code makes of its refusal
-            raise refused[0] from error
-        site = CallSiteFinder().of_exception(error)
-        raise RaisedInCapture(
-            f"{what} must run without an error.",
-            f"{in_one_line(error)}, at {site.describe()}",
-            "correct the line, if it raises in an eager step, too; else only pass on or log the "
-            "value: some, such as those of metrics, are not there during a capture",
-        ) from error
-    finally:
-        refused.clear()  # their tracebacks hold this frame, and what the captured code holds
+    with refusals() as refused:
+        try:
+            with values_checked_on_device():
+                yield
+            if refused:
+                raise refused[0]
+        except GraphError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise no_room(what, first_line(error)) from error
+            if refused:  # what the code makes of its refusal
+                raise refused[0] from error
+            site = CallSiteFinder().of_exception(error)
+            raise RaisedInCapture(
+                f"{what} must run without an error.",
+                f"{in_one_line(error)}, at {site.describe()}",
+                "correct the line, if it raises in an eager step, too; else only pass on or log "
+                "the value: some, such as those of metrics, are not there during a capture",
+            ) from error
