@@ -1,23 +1,28 @@
 """A Lightning training step under DDP with and without ``GraphCapture``, on several GPUs.
 
 As ``step.py``, with the same loop, progress bar and two logged keys, on one GPU and on ``--gpus``:
-eager, captured, for GPT-2 with ``torch.compile(mode="reduce-overhead")``, and the floor of the
-captured step, which all ranks replay back to back at the same time. Each rank has batches of its
-own, always as many samples. The slowest rank counts. One process for each GPU makes all fits, and
-each figure is printed as soon as it is known, those over several GPUs first.
+eager, captured, and the floor of the captured step, which all ranks replay back to back at the same
+time. Each rank has batches of its own, always as many samples. The slowest rank counts. One process
+for each GPU makes all fits, and each figure is printed as soon as it is known, those over several
+GPUs first.
 
 Weak scaling is the time of a step on one GPU over that on several. The two fits on one GPU run side
 by side, each on a GPU of its own.
 
-    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--sharded gpt2] [--gpus 2]
+    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--sharded gpt2]
+        [--views gpt2] [--gpus 2]
     python benchmarks/ddp.py --exchange
     python benchmarks/ddp.py --overlap
 
-``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--exchange`` measures
-what it costs to agree ahead of a step, on the host. ``--overlap`` traces GPT-2 on several GPUs, and
-counts which part of the time of NCCL's kernels other kernels run beside them: eagerly, captured as
-a whole, and by submodules. ``--tiny`` trains a model of eight weights in every row, on the CPU and
-the emulated backend.
+``--compiled`` measures steps of a compiled network; the captured ones are compared with eager ones,
+and those of GPT-2 with ``torch.compile(mode="reduce-overhead")``, too. ``--sharded`` measures with
+FSDP2 in place of DDP, a unit for each block. ``--views`` measures with
+``DDPStrategy(gradient_as_bucket_view=True)``, which saves the copies between gradients and buckets.
+
+``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--overlap`` traces
+GPT-2 on several GPUs, and counts which part of the time of NCCL's kernels other kernels run beside
+them: eagerly, captured as a whole, and by submodules. ``--tiny`` trains a model of eight weights in
+every row, on the CPU and the emulated backend.
 """
 
 from __future__ import annotations
@@ -57,15 +62,15 @@ from torch.utils.data import DataLoader
 from lightning_graphs import GraphCapture
 
 LIMIT = 1.05
-AHEAD = {"gpt2": 3.0}
-"""How far captured steps are ahead of ``reduce-overhead``, at least."""
+AHEAD = {"gpt2 compiled": 3.0}
+"""How far captured steps of a compiled network are ahead of ``reduce-overhead``, at least."""
 SECONDS = 600
 STEPS = WARMUP + 3 * TIMED
 TRACED = 5
 _EXCHANGES = 2000
 
 Fit = tuple[str, str, int, bool]
-"""Row (with ``compiled`` or ``sharded`` behind it), way, number of ranks, whether it is traced."""
+"""Row (a workload, and maybe a variant behind it), way, number of ranks, whether it is traced."""
 
 
 class ShardedModule(TalkativeModule):
@@ -164,7 +169,7 @@ def fit(
     Args:
         rank: The rank.
         ranks: How many there are.
-        row: Name of the workload, and ``compiled`` or ``sharded`` behind it.
+        row: Name of the workload, and maybe ``compiled``, ``sharded`` or ``views`` behind it.
         how: ``eager``, ``captured``, ``modules`` or ``reduce-overhead``.
         tiny: In a rehearsal.
         traced: Trace some more steps.
@@ -178,6 +183,8 @@ def fit(
     kind = ShardedModule if variant == "sharded" else TalkativeModule
     module = kind(net, variant == "compiled")
     strategy: Any = "ddp" if ranks > 1 else "auto"
+    if variant == "views":
+        strategy = DDPStrategy(gradient_as_bucket_view=True)
     if variant == "sharded":
         strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if how == "reduce-overhead":
@@ -300,8 +307,9 @@ def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
     variants = [name for name in names if name not in plain]
     ways = ("eager", "captured")
     plan = [(name, how, ranks, False) for ranks in (gpus, 1) for name in plain for how in ways]
-    plan += [(name, "reduce-overhead", gpus, False) for name in plain if name in AHEAD and not tiny]
-    return plan + [(name, how, gpus, False) for name in variants for how in ways]
+    plan += [(name, how, gpus, False) for name in variants for how in ways]
+    ahead = [name for name in variants if name in AHEAD and not tiny]
+    return plan + [(name, "reduce-overhead", gpus, False) for name in ahead]
 
 
 Found = dict[tuple[str, int], list[Any]]
@@ -353,12 +361,17 @@ def in_words(row: Row) -> str:
 def measure(plan: Sequence[Fit], gpus: int, tiny: bool) -> dict[str, Found]:
     """The results of all fits, which are printed as they come, with all that follows from them."""
     found: dict[str, Found] = {row: {} for row, *_ in plan}
+    # On one GPU there is no DDP: a row with views has the fits of the plain one
+    views = {row: row.removesuffix(" views") for row in found if row.endswith(" views")}
     said: dict[str, int] = dict.fromkeys(found, 0)
     start = time.monotonic()
     for one, results in zip(plan, on_ranks(fits, gpus, plan, tiny), strict=True):
         row, how, ranks, traced = one
         present = [result for result in results if result is not None]
         found[row][how, ranks] = present
+        for other, plain in views.items():
+            if plain == row and ranks == 1:
+                found[other][how, ranks] = present
         words = [f"{row}, {how} on {ranks}: {ms_of(found[row], how, ranks):.3f} ms"]
         if how == "captured":
             words.append(f"floor {max(one['floor'] for one in present):.3f} ms")
@@ -376,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="gpt2,resnet50")
     parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
     parser.add_argument("--sharded", default="", help="rows to measure with FSDP2, too")
+    parser.add_argument("--views", default="", help="rows to measure with views of buckets, too")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--exchange", action="store_true", help="measure an agreement only")
     parser.add_argument("--overlap", action="store_true", help="trace NCCL's kernels only")
@@ -398,6 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = [name for name in options.rows.split(",") if name]
     names += [f"{name} sharded" for name in options.sharded.split(",") if name]
+    names += [f"{name} views" for name in options.views.split(",") if name]
     names += [f"{name} compiled" for name in options.compiled.split(",") if name]
     results = measure(plan_of(names, gpus, tiny), gpus, tiny)
     rows = {name: judge(name, gpus, tiny, results[name]) for name in names}
