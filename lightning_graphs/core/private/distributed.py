@@ -136,6 +136,16 @@ def take_no_more_times(ddp: DistributedDataParallel) -> None:
     ddp._set_ddp_runtime_logging_sample_rate(never)
 
 
+def buckets_of(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
+    """The parameters of each bucket of DDP's reducer, in the order in which it reduces them.
+
+    Torch's join of uneven inputs asks the same way. No public method tells. Fallback: no buckets,
+    with which the reducer itself is captured.
+    """
+    zeros = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)
+    return [bucket.parameters() for bucket in zeros()]
+
+
 def is_within_backward(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer waits for gradients of a backward pass that has failed.
 

@@ -65,22 +65,26 @@ def _observers(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
     return [f"{type(o).__name__}.{hook}" for hook in hooks for o in owners if overrides(o, hook)]
 
 
-def cast_unseen(
-    trainer: Trainer, module: LightningModule, loss: Tensor
-) -> AbstractContextManager[None]:
-    """Around a backward pass whose forward pass has registered no hook: cast gradients together.
-
-    Those that wait for their cast are not in ``.grad`` yet. In a backward pass of nothing but
-    autograd's own operators nobody looks.
-    """
-    is_unseen = (
-        is_lightnings(type(trainer.strategy), "strategies.single_device")
-        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        and not overrides(module, "backward")
+def is_backward_unseen(trainer: Trainer, module: LightningModule, loss: Tensor) -> bool:
+    """Whether nobody sees ``.grad`` in the backward pass: autograd's own operators alone run."""
+    return (
+        not overrides(module, "backward")
         and not overrides(trainer.precision_plugin, "backward")
         and not has_python_nodes([loss])
         and not any(map(has_gradient_hooks, leaves_behind([loss])))
     )
-    if not is_unseen:
+
+
+def cast_unseen(
+    trainer: Trainer, module: LightningModule, loss: Tensor
+) -> AbstractContextManager[None]:
+    """Around a backward pass that nobody sees, on one device: cast gradients together.
+
+    Those that wait for their cast are not in ``.grad`` yet.
+    """
+    is_alone = is_lightnings(type(trainer.strategy), "strategies.single_device") and not (
+        torch.distributed.is_available() and torch.distributed.is_initialized()
+    )
+    if not (is_alone and is_backward_unseen(trainer, module, loss)):
         return contextlib.nullcontext()
     return cast_together([loss], [p for p in module.parameters() if p.requires_grad])

@@ -37,7 +37,7 @@ from lightning_graphs.training.guards.frozen import (
     old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.training.guards.hooks import Observers, cast_unseen
+from lightning_graphs.training.guards.hooks import Observers, cast_unseen, is_backward_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
@@ -62,6 +62,7 @@ from lightning_graphs.training.step.gradients import (
 )
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
+from lightning_graphs.training.step.reduction import BucketReduction, reduction_of
 from lightning_graphs.training.step.transfer import copies_on_host
 from lightning_graphs.training.verify.state import OptimizerState
 
@@ -93,6 +94,7 @@ class StepCapture(StepBody):
         self._has_branched = False
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
+        self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
@@ -195,14 +197,17 @@ class StepCapture(StepBody):
             self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
+            ddp = wrapper_of(self.trainer)
             targets = GradientTargets(
                 self.optimizer,
                 [p for p in self.module.parameters() if p.requires_grad],
                 self.persistent,
                 phase,
                 self.observers,
-                ddp=wrapper_of(self.trainer) is not None,
+                ddp=ddp is not None,
             )
+            is_whole = phase.stepping and not targets.adds  # gradients of this step alone
+            self._reduction = reduction_of(ddp) if is_whole else None
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
@@ -293,15 +298,21 @@ class StepCapture(StepBody):
         followed = calls_followed(self._conversions)
         if self._recording is not None:
             host = draws_recorded(self._numbers, self._recording, self._functions)
-        with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host:
+        reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
+        with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host, reduced:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result
 
     def _backward(self, loss: Tensor) -> None:
+        parts, reduction = (self.trainer, self.module, loss), self._reduction
         casts: AbstractContextManager[None] = nullcontext()
-        if not self._registers_hooks:
-            casts = cast_unseen(self.trainer, self.module, loss)
+        if reduction is not None and not self._registers_hooks and is_backward_unseen(*parts):
+            casts = reduction.reducing(loss)
+        elif reduction is not None:
+            reduction.leave_to_ddp()
+        elif not self._registers_hooks:
+            casts = cast_unseen(*parts)
         recording = self._recording
         host = recording if recording is not None and recording.in_backward else nullcontext()
         with casts, self._unseen(), host:
