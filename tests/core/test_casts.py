@@ -15,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.core.autograd.lending import ReplayOrder
-from lightning_graphs.core.autograd.nodes import ahead_of_casts, cast_together, leaves_behind
+from lightning_graphs.core.autograd.nodes import (
+    ahead_of_casts,
+    cast_together,
+    has_python_nodes,
+    leaves_behind,
+)
 from lightning_graphs.core.backends.backend import BackendName
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.passes import CallableCapture, CaptureSettings
@@ -330,3 +335,22 @@ def test_gradients_that_are_cast_together_need_no_cast_each(device: torch.device
         counts.append(counted.counts)
     assert counts[0]["_to_copy.default"] - counts[1]["_to_copy.default"] == 8
     assert counts[1]["_foreach_copy_.default"] - counts[0]["_foreach_copy_.default"] == 1
+
+
+class _Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * gradient
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports them
+def test_python_nodes_of_compiled_code_are_told_from_an_authors() -> None:
+    compiled = torch.compile(nn.Linear(3, 3), backend="aot_eager")(torch.randn(2, 3))
+    assert has_python_nodes([compiled])
+    assert not has_python_nodes([compiled], compiled=False)
+    assert has_python_nodes([_Doubles.apply(compiled)], compiled=False)
+    assert not has_python_nodes([torch.ones(3, requires_grad=True).exp()])

@@ -35,6 +35,14 @@ class Plain(Net):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
+class Compiled(Plain):
+    """Compiled by ``torch.compile``."""
+
+    def __init__(self, optimizers: Any = sgd) -> None:
+        super().__init__(optimizers)
+        self.net.compile()
+
+
 class Means(Net):
     """Logs means over all ranks, and computes one in the step."""
 
@@ -91,6 +99,7 @@ ON_A_GPU: dict[str, Case] = {
     "synchronized BatchNorm": lambda: {"sync_batchnorm": True},
     "bf16": lambda: {"precision": "bf16-mixed"},
     "fp16": lambda: {"precision": "16-mixed"},
+    "compiled": lambda: {"module": Compiled, "precision": "bf16-mixed"},
     "compressed gradients": lambda: {"strategy": DDPStrategy(ddp_comm_hook=bf16_compress_hook)},
     "more than a hundred steps": lambda: {"module": Plain, "max_epochs": 16},
 }

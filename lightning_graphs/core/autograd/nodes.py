@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_graphs.core.autograd.backward import empty_gradient, write_all
 from lightning_graphs.core.private.torch import (
     after_backward,
+    is_compiled_node,
     outputs_of,
     stale_gradient_nodes_tolerated,
     will_execute,
@@ -71,9 +72,14 @@ def uses_of(
     return found
 
 
-def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
-    """Whether the backward pass of these outputs goes through a ``torch.autograd.Function``."""
-    return any(isinstance(node, BackwardCFunction) for node in nodes_behind(outputs))
+def has_python_nodes(outputs: Sequence[Tensor], *, compiled: bool = True) -> bool:
+    """Whether the backward pass of these outputs goes through a ``torch.autograd.Function``.
+
+    Those that ``torch.compile`` makes count only if ``compiled`` says so: none looks at ``.grad``.
+    """
+    nodes: Iterator[Any] = nodes_behind(outputs)
+    found = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return any(compiled or not is_compiled_node(node) for node in found)
 
 
 def gradients_behind(

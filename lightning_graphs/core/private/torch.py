@@ -289,6 +289,16 @@ def in_transform() -> bool:
     return _innermost_transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
 
 
+def is_compiled_node(node: object) -> bool:
+    """Whether a Python node of autograd is the backward pass of code that torch has compiled.
+
+    Its class is made of a function that only its module tells from an author's. Fallback: an
+    author's.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    return getattr(function, "__module__", "").startswith("torch._functorch.")
+
+
 def after_backward(call: Callable[[], None]) -> None:
     """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

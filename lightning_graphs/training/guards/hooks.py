@@ -70,7 +70,7 @@ def is_backward_unseen(trainer: Trainer, module: LightningModule, loss: Tensor) 
     return (
         not overrides(module, "backward")
         and not overrides(trainer.precision_plugin, "backward")
-        and not has_python_nodes([loss])
+        and not has_python_nodes([loss], compiled=False)
         and not any(map(has_gradient_hooks, leaves_behind([loss])))
     )
 
