@@ -25,6 +25,7 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
+from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.core.private.torch import (
     current_autograd_node,
     in_transform,
@@ -215,6 +216,8 @@ class StepObserver:
         for begun in self._open:
             begun.call.shaped_by = begun.call.shaped_by or reason
 
+    # No mode sees what the observer asks of tensors: it is more than what the step computes
+    @out_of_sight()
     def begin(
         self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> BegunCall | None:
@@ -283,6 +286,7 @@ class StepObserver:
                 call.sources[i] = found
                 known.append(Seen(call, i, argument, version_of(argument), returned=False))
 
+    @out_of_sight()
     def end(self, begun: BegunCall | None, output: Any) -> None:
         """The other half of :meth:`begin`, with what it returned."""
         if begun is None or self.is_over:
@@ -347,8 +351,9 @@ class StepObserver:
             if gradient is not None and is_strided(gradient):  # cuDNN gives none of unused states
                 call.gradient_strides[i] = gradient.stride()
             if call.backwards == 1:  # it runs once the last of them has come
-                passes = self.observation.passes
-                passes[:] = [*(one for one in passes if one != ended), ended]
+                if ended in (passes := self.observation.passes):
+                    passes.remove(ended)
+                passes.append(ended)
 
         ended: tuple[ObservedCall, Direction] = (call, "backward")
         # Its mode "all" misses a pass that begins at the only output, as a gradient penalty does.
