@@ -206,8 +206,7 @@ class StepCapture(StepBody):
                 self.observers,
                 ddp=ddp is not None,
             )
-            is_whole = phase.stepping and not targets.adds  # gradients of this step alone
-            self._reduction = reduction_of(ddp) if is_whole else None
+            self._reduction = reduction_of(ddp, adds=targets.adds) if phase.stepping else None
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (

@@ -74,14 +74,15 @@ class BucketReduction:
         gradient = gradients[0]
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
             return None
+        if parameter.grad is not None:  # autograd adds to it
+            return None
         self._take(parameter, gradient)
         return (None,)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        refuse_sparse_gradients([gradient])
-        if gradient is not None:  # it was not taken ahead of a cast
-            self._take(parameter, gradient)  # type: ignore[arg-type]
+        refuse_sparse_gradients([parameter.grad])
+        if parameter.grad is not None:  # it was not taken ahead of a cast
+            self._take(parameter, parameter.grad)  # type: ignore[arg-type]
 
     def _take(self, parameter: Parameter, gradient: Tensor) -> None:
         self._waiting[self._bucket_of[parameter]][parameter] = gradient
@@ -110,12 +111,12 @@ class BucketReduction:
             self._refuse()
         for (work, views), bucket in zip(self._begun, self._buckets, strict=True):
             work.wait()
+            gradients = views
             if not self._ddp.gradient_as_bucket_view:
-                gradients = list(map(empty_gradient, bucket))
+                gradients = [p.grad if p.grad is not None else empty_gradient(p) for p in bucket]
                 write_all(gradients, views)
-                views[:] = gradients
-            for parameter, view in zip(bucket, views, strict=True):
-                parameter.grad = view
+            for parameter, gradient in zip(bucket, gradients, strict=True):
+                parameter.grad = gradient
 
     def _refuse(self) -> NoReturn:
         came = set().union(*self._waiting, *self._buckets[: len(self._begun)])
@@ -139,9 +140,15 @@ def _views_of(flat: Tensor, bucket: Sequence[Parameter]) -> Iterator[Tensor]:
         start += parameter.numel()
 
 
-def reduction_of(ddp: DistributedDataParallel | None) -> BucketReduction | None:
-    """What reduces the gradients of one step; None where the wrapper does more than sum them."""
+def reduction_of(ddp: DistributedDataParallel | None, *, adds: bool) -> BucketReduction | None:
+    """What reduces the gradients of one step; None where the wrapper does more than sum them.
+
+    With ``adds`` they are added to those of earlier steps, which DDP divides otherwise where they
+    are views of its buckets.
+    """
     if ddp is None or ddp._comm_hooks or ddp.static_graph or ddp.mixed_precision is not None:
+        return None
+    if adds and ddp.gradient_as_bucket_view:
         return None
     buckets = buckets_of(ddp)
     is_known = bool(buckets) and all(p.requires_grad for bucket in buckets for p in bucket)

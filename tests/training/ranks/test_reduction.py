@@ -53,54 +53,63 @@ def _loss(ddp: DistributedDataParallel, x: Tensor) -> Tensor:
     return loss
 
 
-def reduced_both_ways(rank: int) -> None:
+def _gradients(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in ddp.named_parameters() if p.grad is not None}
+
+
+def reduced_both_ways(rank: int, adds: bool) -> None:
     """Compare what is reduced, in its order, and what ``.grad`` is after it, with DDP's own."""
     ddp = _group(rank)
-    sums: list[Tensor] = []
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+
+    def begin() -> None:
+        ddp.zero_grad()
+        if adds:
+            with ddp.no_sync():
+                _loss(ddp, _batch(rank, STEPS + 1)).backward()
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
         # As DDP does without a hook
-        sums.append(flat := bucket.buffer().div_(2).clone())
+        theirs.append(bucket.buffer().div_(2).clone())
         work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
-        assert len(flat) == sum(p.numel() for p in bucket.parameters())
         return work.get_future().then(lambda done: done.value()[0])
 
     for step in range(STEPS):  # DDP makes its buckets anew after the first
         _loss(ddp, _batch(rank, step)).backward()
         ddp.zero_grad()
-    reduction = reduction_of(ddp)
+    x = _batch(rank, STEPS)
+    begin()
+    _loss(ddp, x).backward()
+    expected = _gradients(ddp)
+    begin()
+    reduction = reduction_of(ddp, adds=adds)
     assert reduction is not None
-    assert len(reduction._buckets) > 2
     with reduction.unprepared():
-        loss = _loss(ddp, x := _batch(rank, STEPS))
-    own: list[Tensor] = []
+        loss = _loss(ddp, x)
     with pytest.MonkeyPatch.context() as patch:
         all_reduce = torch.distributed.all_reduce
 
         def seen(flat: Tensor, **options: Any) -> Any:
-            own.append(flat.clone())
+            ours.append(flat.clone())
             return all_reduce(flat, **options)
 
         patch.setattr(torch.distributed, "all_reduce", seen)
         with reduction.reducing(loss):
             loss.backward()
-    ours = {
-        name: (p.grad, p.grad.stride()) for name, p in ddp.named_parameters() if p.grad is not None
-    }
-    ddp.zero_grad()
+    found = _gradients(ddp)
+    begin()
     ddp.register_comm_hook(None, hook)
     _loss(ddp, x).backward()
-    theirs = {
-        name: (p.grad, p.grad.stride()) for name, p in ddp.named_parameters() if p.grad is not None
-    }
-    assert len(sums) == len(own)
-    assert all(map(torch.equal, sums, own))
-    assert ours.keys() == theirs.keys()
-    for name, (gradient, stride) in ours.items():
-        assert torch.equal(gradient, theirs[name][0]), name
-        assert stride == theirs[name][1], name
+    assert len(ours) > 2
+    assert [flat.shape for flat in ours] == [flat.shape for flat in theirs]
+    assert all(map(torch.equal, ours, theirs))
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+        assert gradient.stride() == expected[name].stride(), name
         assert gradient.untyped_storage().nbytes() == gradient.nbytes, "in memory of its own"
-    assert reduction_of(ddp) is None, "a communication hook is DDP's to call"
+    assert reduction_of(ddp, adds=adds) is None, "a communication hook is DDP's to call"
 
 
 def a_gradient_that_never_comes(rank: int) -> None:
@@ -118,7 +127,7 @@ def left_to_ddp(rank: int) -> list[Tensor]:
     """The reducer takes the backward pass of a forward pass that it knew nothing of."""
     ddp, found = _group(rank), []
     for is_left in (False, True):
-        reduction = reduction_of(ddp)
+        reduction = reduction_of(ddp, adds=False)
         assert reduction is not None
         if is_left:
             with reduction.unprepared():
@@ -133,8 +142,9 @@ def left_to_ddp(rank: int) -> list[Tensor]:
     return [gradient.tolist() for gradient in found[0]]
 
 
-def test_buckets_and_gradients_are_those_of_ddp() -> None:
-    run_on_ranks(reduced_both_ways)
+@pytest.mark.parametrize("adds", [False, True], ids=["fresh gradients", "added to earlier ones"])
+def test_buckets_and_gradients_are_those_of_ddp(adds: bool) -> None:
+    run_on_ranks(reduced_both_ways, adds)
 
 
 def test_a_gradient_that_never_comes_is_refused() -> None:
