@@ -66,14 +66,14 @@ from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.python_state import DRAWN, STORED, Attributes, iterators_in
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, iterators_in
 from lightning_graphs.training.guards.side_effects import (
     SIDE_EFFECT,
     STORED_OUTSIDE,
     effects_watched,
 )
 from lightning_graphs.training.guards.uncapturable import bound_by_hooks
-from lightning_graphs.training.guards.walkers import Generators, PythonGenerator
+from lightning_graphs.training.guards.walkers import Generators, PythonGenerator, held_in
 from lightning_graphs.training.host.draws import (
     SETTERS,
     drawing_functions,
@@ -186,8 +186,9 @@ class Doctor:
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
         self._has_moved |= any(any(held.changes()) for held in self._before)
-        attributes, generators = Attributes(self._module), Generators(self._module, seen=())
-        outside = OutsideValues(self._module, self._own)
+        held = list(held_in(self._module))
+        attributes, generators = Contents(held), Generators(self._module, held, seen=())
+        outside = OutsideValues(self._module, self._own, held=held)
         self._before = attributes, outside.contents
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
@@ -412,7 +413,7 @@ class Doctor:
         self.diagnosis.add(obstacle, what, self._step, observed=error.observed)
 
     def _judge_state(
-        self, attributes: Attributes, generators: Generators, outside: OutsideValues
+        self, attributes: Contents, generators: Generators, outside: OutsideValues
     ) -> None:
         """What the step has left behind in Python."""
         # Lightning itself sets the second in toggle_optimizer.
@@ -427,7 +428,8 @@ class Doctor:
                 bound_anew = isinstance(change.now, Tensor) and not whole
                 found.append((REBOUND if bound_anew else STORED, change.name))
         found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
-        found += [(DRAWN, name) for name in iterators_in(self._module, outside.words)]
+        iterators = iterators_in(held_in(self._module))
+        found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]
         bound = bound_by_hooks(self._module)
         for obstacle, name in found:
             site = site_naming(name, outside.codes)

@@ -11,11 +11,10 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.arguments.contents import Contents, is_still
+from lightning_graphs.core.arguments.contents import is_still
 from lightning_graphs.core.arguments.values import (
     Absence,
     HeldValues,
@@ -128,7 +127,7 @@ class AttributeReads(HeldValues):
                         self.add(f"{name}.{key}", table.get, key, owner)
             elif owner in closed:
                 self._unseen.append((name, owner))
-            elif not isinstance(owner, torch.jit.ScriptModule):
+            else:
                 exchanged.append((owner, type(owner), name))
         self._paths = paths = {id(owner): name for owner, _, name in exchanged}
         watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
@@ -184,9 +183,11 @@ class AttributeReads(HeldValues):
             try:
                 return inherited_missing(owner, key)  # finds parameters, buffers and submodules
             except AttributeError:
-                asking = sys._getframe(1).f_code.co_filename
-                if id(owner) in paths and not is_library(asking):
-                    self._note_absence(owner, kind, key, paths[id(owner)])
+                asked_by_library = is_library(sys._getframe(1).f_code.co_filename)
+                is_special = key.startswith("__") or key in OF_ALL_MODULES
+                if id(owner) in paths and not (asked_by_library or is_special):
+                    get = partial(_looked_up, vars(owner), vars(kind))
+                    self.add(f"{paths[id(owner)]}.{key}", get, key, owner)
                 raise
 
         watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
@@ -209,18 +210,6 @@ class AttributeReads(HeldValues):
         else:  # of a method, whether the instance has something else in its place
             self.add(name, table.get, key, owner)
 
-    def _note_absence(self, owner: Any, kind: type, key: str, path: str) -> None:
-        """Note that an attribute is in none of the places where it may be set.
-
-        Parameters, buffers and submodules that appear have every graph dropped anyway. What a class
-        defines has failed to compute its value, and what it has read for that is noted by itself.
-        """
-        if key.startswith("__") or key in OF_ALL_MODULES:
-            return
-        if not any(key in vars(base) for base in kind.__mro__):
-            get = partial(_looked_up, vars(owner), vars(kind))
-            self.add(f"{path}.{key}", get, key, owner)
-
 
 def _is_metric(kind: type) -> bool:
     return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
@@ -232,31 +221,19 @@ def _author_of(kind: type) -> str:
     return next(written).__module__
 
 
-def _is_iterator(value: Any) -> bool:
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
-
-
-def iterators_in(module: nn.Module, words: Container[str]) -> list[str]:
-    """The names of iterators in attributes, as far as code with these words may read them."""
-    found = [name for name, value in held_in(module) if _is_iterator(value)]
-    return [name for name in found if name.rpartition(".")[2] in words]
+def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
+    """The names of those among named values that are iterators, but for open files."""
+    kinds = ((name, isinstance(v, Iterator) and not isinstance(v, io.IOBase)) for name, v in held)
+    return [name for name, is_iterator in kinds if is_iterator]
 
 
 def _refuse_iterators(name: str, value: Any) -> None:
     """Refuse to read an iterator, or what has one inside, before anything is taken from it."""
     inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
-    for label, held in [(name, value), *inside]:
-        if _is_iterator(held):
-            raise DRAWN.refused_here(f"{label}, an iterator, is read")
+    for label in iterators_in([(name, value), *inside]):
+        raise DRAWN.refused_here(f"{label}, an iterator, is read")
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
     """What is set in a module or its class: an exception for what is in neither costs too much."""
     return own.get(key, of_class.get(key, Absence.ABSENT))
-
-
-class Attributes(Contents):
-    """What the attributes of a module tree hold, and what containers and objects in them hold."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(held_in(module))

@@ -35,10 +35,7 @@ def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
-    modules = list(root.named_modules())
-    seen: dict[int, Any] = {id(module): module for _, module in modules}
-    for path, module in modules:
-        yield from _of_module(f"self.{path}" if path else "self", module, seen, DEPTH)
+    return _of_tree("self", root, {}, DEPTH + 1)
 
 
 def held_in_value(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
@@ -49,10 +46,10 @@ def held_in_value(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple
 def _of_tree(
     name: str, root: nn.Module, seen: dict[int, Any], depth: int
 ) -> Iterator[tuple[str, Any]]:
-    for path, module in root.named_modules():
-        if id(module) not in seen:
-            seen[id(module)] = module
-            yield from _of_module(f"{name}.{path}" if path else name, module, seen, depth - 1)
+    modules = [(path, m) for path, m in root.named_modules() if id(m) not in seen]
+    seen.update((id(module), module) for _, module in modules)
+    for path, module in modules:
+        yield from _of_module(f"{name}.{path}" if path else name, module, seen, depth - 1)
 
 
 def _of_module(
@@ -75,23 +72,20 @@ class LooseTensors:
     of modules that are not registered count as written: BatchNorm's kernels do not say so.
     """
 
-    def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]] | None = None) -> None:
+    def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]]) -> None:
         self._known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: set[str] = set()  # names of those that count as written
         self._named: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
         self._kept: list[StateSnapshot] | None = None
-        for name, value in held_in(module) if held is None else held:
+        for name, value in held:
             self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
         """Look at the tensors that are directly in a value."""
         found: list[Tensor] = []
-        if isinstance(value, nn.Module):
-            for key, buffer in value.named_buffers(recurse=False):
-                if id(buffer) not in self._known:
-                    self._buffers[f"{name}.{key}"] = buffer
-                    found.append(buffer)
+        buffers = tables_of(value)[1].keys() if isinstance(value, nn.Module) else ()
+        self._buffers.update(f"{name}.{key}" for key in buffers)
         for label, tensor in _tensors_in(value):
             counts_writes = is_strided(tensor) and not tensor.is_inference()
             if id(tensor) not in self._known and counts_writes:
@@ -104,7 +98,7 @@ class LooseTensors:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self._buffers.values(), *(tensor for _, tensor in self._named)]
+        return [tensor for _, tensor in self._named]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -121,8 +115,7 @@ class LooseTensors:
         """Those that were written since this was asked last, by name."""
         before, self._versions = self._versions, [version_of(tensor) for _, tensor in self._named]
         triples = zip(self._named, before, self._versions, strict=True)
-        found = {name: tensor for (name, tensor), then, now in triples if then != now}
-        return {**self._buffers, **found}
+        return {n: t for (n, t), then, now in triples if then != now or n in self._buffers}
 
 
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -167,7 +160,7 @@ class Generators:
     def __init__(
         self,
         module: LightningModule,
-        held: Iterable[tuple[str, Any]] | None = None,
+        held: Iterable[tuple[str, Any]],
         *,
         seen: Iterable[Any] | None = None,
     ) -> None:
@@ -180,7 +173,7 @@ class Generators:
             name = "torch's generator of the CPU"
             found.append(PythonGenerator(name, torch.get_rng_state, torch.set_rng_state))
         self._states = [(generator, generator.get_state()) for generator in found]
-        for name, value in held_in(module) if held is None else held:
+        for name, value in held:
             self.add(name, value)
 
     def add(self, name: str, held: Any) -> None:

@@ -17,8 +17,8 @@ from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.private.torch import is_strided
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn
-from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
-from lightning_graphs.training.guards.walkers import Generators
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
+from lightning_graphs.training.guards.walkers import Generators, held_in
 from lightning_graphs.training.host.stored import (
     CapturedStores,
     Content,
@@ -103,7 +103,7 @@ class Places:
     ) -> Iterator[None]:
         """Undo what the body leaves in attributes of modules and in random generators."""
         trained = trained_parameters(self._module.trainer)
-        contents = Attributes(self._module)
+        contents = Contents(held_in(self._module))
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
         try:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.autograd.backward import GradientBuffers, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
 from lightning_graphs.core.graph import GraphPool
@@ -26,8 +27,8 @@ from lightning_graphs.core.private.torch import (
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.python_state import Attributes
 from lightning_graphs.training.guards.side_effects import code_captured
+from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.training.modules.sites import REQUIRES_GRAD, Baked, CallRefused, Site
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
@@ -140,7 +141,7 @@ class _Capture:
     ) -> None:
         self._call = call
         with as_observed(call):
-            self._attributes = Attributes(call.module)
+            self._attributes = Contents(held_in(call.module))
         self._baked = baked
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import (
     EVERYTHING,
     CallPlan,
@@ -41,9 +42,9 @@ from lightning_graphs.training.guards.frozen import (
 )
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import CodeOfModules, OwnCode
-from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads, Attributes
+from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
 from lightning_graphs.training.guards.side_effects import effects_refused
-from lightning_graphs.training.guards.walkers import Generators, LooseTensors
+from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
 from lightning_graphs.training.host.logs import refuse_log
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
@@ -89,7 +90,8 @@ class Baked:
         """Note what the body, a capture of these modules, reads."""
         modules = list(modules)
         self._code = CodeOfModules(modules, graphed=True)
-        self._generators, self.loose = Generators(self._root), LooseTensors(self._root)
+        held = list(held_in(self._root))
+        self._generators, self.loose = Generators(self._root, held), LooseTensors(self._root, held)
         found = self._generators.add, self.loose.add
         self.outside = OutsideValues(nn.ModuleList(modules), self._own, *found)
         trainer = self._root.trainer
@@ -118,7 +120,7 @@ class Baked:
         return self.loose.written(), self._reads.stored()
 
     def left_alone(
-        self, run: Callable[[], Result], module: nn.Module, attributes: Attributes
+        self, run: Callable[[], Result], module: nn.Module, attributes: Contents
     ) -> Result:
         """Run a part of a capture; refuse code that acts on anything but tensors."""
         try:

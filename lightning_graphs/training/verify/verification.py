@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
+from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
@@ -18,8 +19,7 @@ from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
-from lightning_graphs.training.guards.python_state import Attributes
-from lightning_graphs.training.guards.walkers import Generators
+from lightning_graphs.training.guards.walkers import Generators, held_in
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.modules.sequence import as_observed
@@ -88,7 +88,7 @@ class Verification(StepBody):
         gradients = plan.gradients.taking_over() if self._agreement.ranks.are_one else nullcontext()
         assert self._places is not None, "whole steps have places"
         seen = None if plan.host is None else plan.host.generators
-        generators = Generators(self.module, seen=seen)
+        generators = Generators(self.module, held_in(self.module), seen=seen)
         with (
             # But for the stand-ins of a capture: here every value is real
             self.surrounded(recorder, self._places, generators),
@@ -119,7 +119,8 @@ class Verification(StepBody):
         if not self._agreement.is_on:
             return
         state, room = self._state({}), self._agreement.budget.room_for
-        python = Attributes(self.module).restore, Generators(self.module).restore
+        held = list(held_in(self.module))
+        python = Contents(held).restore, Generators(self.module, held).restore
 
         def results(step: Callable[[], None]) -> list[Result]:
             step()
@@ -195,7 +196,8 @@ class _CallRun:
         self._backward = site.graphed.backward_pass
         self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
         self._parameters = self._differentiable()
-        self._python = Attributes(call.module).restore, Generators(root).restore
+        contents, generators = Contents(held_in(call.module)), Generators(root, held_in(root))
+        self._python = contents.restore, generators.restore
 
     def _differentiable(self) -> dict[Tensor, str]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
