@@ -14,8 +14,8 @@ from lightning_graphs.core.autograd.nodes import cast_together, has_python_nodes
 from lightning_graphs.core.private.torch import has_gradient_hooks
 from lightning_graphs.training.guards.own_code import is_lightnings
 
-BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward")
-BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step")
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
+_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
 _BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
 
@@ -30,16 +30,10 @@ class Observers:
 
     @classmethod
     def of(cls, trainer: Trainer, module: LightningModule) -> Observers:
-        """Find the overridden hooks of the module and of every callback."""
-        own_zero_grad = overrides(module, "optimizer_zero_grad")
-        before = _observers(trainer, module, BEFORE_BACKWARD)
-        if own_zero_grad:
-            before.append(f"{type(module).__name__}.optimizer_zero_grad")
-        after = _observers(trainer, module, BEFORE_STEP)
-        if overrides(module, "configure_gradient_clipping"):
-            after.append(f"{type(module).__name__}.configure_gradient_clipping")
+        before = _observers(trainer, module, _BEFORE_BACKWARD)
+        after = _observers(trainer, module, _BEFORE_STEP)
         # Who looks before the backward pass may also move what the optimizer step reads.
-        return cls(tuple(before), tuple(after or before), own_zero_grad)
+        return cls(before, after or before, overrides(module, "optimizer_zero_grad"))
 
 
 def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
@@ -60,9 +54,12 @@ def overrides(instance: object, method: str) -> bool:
     return own is not None and not is_lightnings(own, *_BASES)
 
 
-def _observers(trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]) -> list[str]:
+def _observers(
+    trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
+) -> tuple[str, ...]:
     owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
-    return [f"{type(o).__name__}.{hook}" for hook in hooks for o in owners if overrides(o, hook)]
+    pairs = ((owner, hook) for hook in hooks for owner in owners if overrides(owner, hook))
+    return tuple(f"{type(owner).__name__}.{hook}" for owner, hook in pairs)
 
 
 def is_backward_unseen(trainer: Trainer, module: LightningModule, loss: Tensor) -> bool:
