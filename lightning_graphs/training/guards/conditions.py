@@ -35,13 +35,11 @@ class Conditions:
 
     phase: Phase  # part of the accumulation window
     # Name and value of what the optimizer's groups hold, but for the live learning rates
-    hyper_parameters: tuple[tuple[str, Any], ...]
+    hyper_parameters: Values
     training: tuple[bool, ...]  # the train/eval flag of every module
-    # Name and value of the plain attributes that captured steps have read, and of the trainer's
-    # clipping
-    attributes: tuple[tuple[str, Any], ...]
-    # Which of the optimizer's parameters have a gradient from earlier steps, where the step reads
-    # it
+    # Of the plain attributes that captured steps have read, and of the trainer's clipping
+    attributes: Values
+    # Which of the optimizer's parameters have one from earlier steps, where the step reads it
     gradients: tuple[bool, ...]
 
     def holds(self, now: Conditions) -> bool:

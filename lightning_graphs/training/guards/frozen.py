@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any, NoReturn
 
 from lightning.pytorch import Trainer
@@ -305,7 +305,9 @@ def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator
 
     def used(name: str) -> None:
         frame = sys._getframe(2)
-        if not (is_library(frame.f_code.co_filename) and _uses_no_gradient(frame, harmless)):
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        computes_nothing = module.startswith((_COMPILER, _OURS)) or code.co_name in harmless
+        if not (computes_nothing and is_library(code.co_filename)):
             on_use(OLD_GRADIENTS, name, OLD_GRADIENTS.refused_here(name))
 
     def read(parameter: Parameter) -> Any:
@@ -318,9 +320,3 @@ def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator
 
     with replaced(Parameter, "grad", property(read, write)):
         yield
-
-
-def _uses_no_gradient(frame: FrameType, harmless: Collection[str]) -> bool:
-    """Whether a library that reads or sets ``.grad`` computes nothing from it."""
-    module = frame.f_globals.get("__name__", "")
-    return module.startswith((_COMPILER, _OURS)) or frame.f_code.co_name in harmless

@@ -30,7 +30,6 @@ from lightning_graphs.training.interception import replaced
 
 SETTERS = ("setstate", "set_state", "seed")
 _GETTERS = ("getstate", "get_state")
-_IN_PLACE = ("fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort")
 
 Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
 
@@ -185,7 +184,7 @@ class LiveArray(LiveNumber):
         """An array of outcomes."""
         return self.computed(f"{self.name} {symbol}", function, self, other)
 
-    def is_true(self) -> Any:
+    def __bool__(self) -> Any:
         return self.computed(f"bool({self.name})", bool, self)
 
     def __getitem__(self, key: Any) -> Any:
@@ -202,7 +201,7 @@ class LiveArray(LiveNumber):
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(type(self.value), name, None)
-        if not callable(method) or name.startswith("__") or name in _IN_PLACE:
+        if not callable(method) or name.startswith("__"):
             return super().__getattr__(name)
         return partial(self.computed, f"{self.name}.{name}", method, self)
 

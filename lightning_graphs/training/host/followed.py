@@ -86,9 +86,6 @@ def _conversion(kind: Any) -> type:
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value.value if isinstance(value, Followed) else value, kind)
 
-        def __subclasscheck__(cls, other: type) -> bool:
-            return issubclass(other, kind)
-
         def __eq__(cls, other: object) -> bool:
             return other is kind or other is cls
 

@@ -213,10 +213,8 @@ class LiveNumber(Followed, FrozenNumber):
             self.refuse()
         value = function(self.value, *args)
         if self.drawn:
-            name, (read, _) = (
-                f"{function.__name__}({self.name})",
-                self.follow(function, self, *args),
-            )
+            read, _ = self.follow(function, self, *args)
+            name = f"{function.__name__}({self.name})"
             return self.numbers.guarded(name, read, value, drawn=True)
         self.guarded()
         return value
@@ -247,9 +245,6 @@ class LiveNumber(Followed, FrozenNumber):
         return self.computed(_infix(self, symbol, other), function, self, other).guarded()
 
     def __bool__(self) -> Any:
-        return self.is_true()
-
-    def is_true(self) -> Any:
         return self.computed(f"bool({self.name})", bool, self).guarded()
 
     def guarded(self) -> Any:
