@@ -149,7 +149,7 @@ class GraphCapture(Callback):
             )
         device = trainer.strategy.root_device
         backend = self.options.backend
-        if backend != "auto" and _BACKEND_OF.get(device.type) != backend:
+        if backend not in ("auto", _BACKEND_OF.get(device.type)):
             raise OptionError(
                 "backend must be 'auto', 'cuda' on a GPU or 'emulated' on the CPU.",
                 f"got {backend!r} with a trainer on {device}",
@@ -215,7 +215,7 @@ class GraphCapture(Callback):
             return
         device = trainer.strategy.root_device
         calls = calls_of(trainer.strategy)
-        name: Literal["cuda", "emulated"] = "cuda" if device.type == "cuda" else "emulated"
+        name = _BACKEND_OF[device.type]
         with contextlib.ExitStack() as stack:
             stream = progress = None
             if name == "cuda":
@@ -236,8 +236,8 @@ class GraphCapture(Callback):
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
-            found = (trainer, calls, statistics, budget, ranks)
-            retry = EagerRetry(*found, raises=options.on_failure == "raise")
+            raises = options.on_failure == "raise"
+            retry = EagerRetry(trainer, calls, statistics, budget, ranks, raises=raises)
             parts = (statistics, progress, investment, retry, ranks)
             fit = Fit(trainer, pl_module, options, pool, *parts)
             retry.attach(_runner_for(fit))
@@ -250,7 +250,7 @@ class GraphCapture(Callback):
                     progress.mirrored = frozenset()
                 self._retry = None
 
-            self._statistics.backend = name
+            statistics.backend = name
             reporter = FitReporter(fit, switch_off)
             methods = stack.enter_context(intercepted(trainer.strategy, reporter.timing))
             self._fit = stack.pop_all()
@@ -327,7 +327,7 @@ class GraphCapture(Callback):
         self._fit.close()
 
 
-_BACKEND_OF: Mapping[str, str] = {"cuda": "cuda", "cpu": "emulated"}
+_BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
 
 
 def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:

@@ -121,10 +121,9 @@ def updates_loggers(trainer: Trainer) -> bool:
 def announce_optimizer_step(trainer: Trainer, optimizer: Any) -> None:
     """Call ``on_before_optimizer_step`` where nobody overrides it, so that profilers see it called.
 
-    Without one, nobody does. Fallback: not to call what does nothing.
+    Without one, nobody does.
     """
-    profile = vars(trainer.profiler).get("profile")  # type: ignore[attr-defined]
-    if _IS_KNOWN and profile is not _Unrecorded:
+    if vars(trainer.profiler).get("profile") is not _Unrecorded:  # type: ignore[attr-defined]
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
 

@@ -333,13 +333,11 @@ class _Segments:
 
     @contextlib.contextmanager
     def capturing(self, name: str) -> Iterator[None]:
-        """Capture the body into graphs, beginning with ``name``."""
         with self._open:
             self.cut(name)
             yield
 
     def cut(self, name: str) -> None:
-        """End the graph under capture, if there is one, and begin the next one."""
         self._open.close()
         self._open.push(partial(self._ended, name))
         self._captured = self._open.enter_context(self._pool.capture())
@@ -351,13 +349,11 @@ class _Segments:
                 self.stores[name] = stores
 
     def abandon(self) -> None:
-        """Release the graphs that were finished before the failure."""
         while self.graphs:
             self._pool.release(self.graphs.popitem()[1])
 
 
 def refuse_iterator(batch: Any) -> None:
-    """Refuse a step that takes its batches by itself."""
     if isinstance(batch, Iterator):
         raise CaptureError(
             "A captured step cannot take its batch from an iterator.",

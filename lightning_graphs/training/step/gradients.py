@@ -225,9 +225,8 @@ class AttachedGradients:
 
     def complete(self) -> bool:
         """Whether the same parameters have gradients as in the capture, whatever hooks did."""
-        return all(p.grad is not None for p in self.parameters) and all(
-            p.grad is None for p in self.others
-        )
+        missing = any(p.grad is None for p in self.parameters)
+        return not missing and all(p.grad is None for p in self.others)
 
 
 class KeptGradients:
@@ -290,7 +289,6 @@ class PersistentGradients:
         return [self._buffers[parameter] for parameter in parameters]
 
     def clear(self) -> None:
-        """Let go of all buffers: no graph writes them any more."""
         self._buffers.clear()
 
 

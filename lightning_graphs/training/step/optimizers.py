@@ -62,7 +62,6 @@ def capture_obstacle(
 
 
 def _sparse_embedding(module: nn.Module) -> str | None:
-    """The name of a layer whose gradients are sparse; None if there is none."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, kinds) and m.sparse)
     return next((name for name, layer in layers if layer.weight.requires_grad), None)
@@ -292,7 +291,6 @@ class CapturableOptimizer:
         return {**state_dict, "state": state}
 
     def restore(self) -> None:
-        """Give the optimizer back as it came."""
         self._is_restored = True
         vars(self.optimizer).pop("step", None)
         if self._own_step is not None:

@@ -20,6 +20,7 @@ from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.stored import CapturedStores
+from lightning_graphs.training.statistics import conditions_of
 from lightning_graphs.training.step.gradients import AttachedGradients
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 
@@ -134,5 +135,5 @@ class StepPlan:
 
 def without_values(signature: Signature) -> Hashable:
     """What of a signature comes back where the values that a step reads move on."""
-    conditions: Conditions = signature.extra[0]  # type: ignore[assignment]
+    conditions = conditions_of(signature)
     return replace(signature, extra=(conditions.phase, conditions.gradients))

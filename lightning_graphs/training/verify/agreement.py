@@ -10,14 +10,13 @@ from functools import partial
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_graphs.core.arguments.fingerprints import Fingerprint, Fingerprinter
+from lightning_graphs.core.arguments.fingerprints import Fingerprinter
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.costs.memory import first_line, is_out_of_memory
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.verify.differences import (
     NONE,
-    Difference,
     Result,
     Tolerance,
     difference,
@@ -46,8 +45,8 @@ class Agreement:
     """Decides which steps are verified, and compares a part of one with its replay.
 
     The eager run comes first and leaves a fingerprint of every result. Where the bits of a replay
-    from the same state differ, it runs eagerly once or twice more and replays once more, now with
-    copies of what differs, and asks the :class:`~differences.Tolerance`.
+    from the same state differ, it runs eagerly twice more and replays once more, now with copies of
+    what differs, and asks the :class:`~differences.Tolerance`.
     Afterwards everything is as before. Hooks do not run, logs do not reach Lightning and metrics
     are not updated. What the step does to the world outside of module, optimizer and generators (a
     file that it writes) it does once more for each run.
@@ -101,30 +100,24 @@ class Agreement:
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
         if self.ranks.any(bool(differing)):
             kept.restore()
-            self._require_values(ways, kept, differing, (prints, names, known), tolerance)
+            self._require_values(ways, kept, differing, tolerance)
 
     def _require_values(
         self,
         ways: BothWays,
         kept: Kept,
         differing: set[str],  # and what shares a fingerprint with these
-        first: tuple[Fingerprinter, list[str], list[Fingerprint]],
         rule: Tolerance,
     ) -> None:
-        prints, names, known = first
         again = self._run(ways.eager)
-        now = prints.of([result.value for result in again], together=True)
-        steady = [r.name for r in again] == names and now == known
         held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
         updates = {r.name: kept.moved(r.value) for r in again if r.name in held and r.gradient}
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
-        noise: dict[str, Difference] = {}
-        if self.ranks.any(not steady):
-            kept.restore()
-            third = self._run(ways.eager)
-            noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
-            del third
+        kept.restore()
+        third = self._run(ways.eager)
+        noise = {r.name: difference(r.value, held[r.name]) for r in third if r.name in held}
+        del third
         kept.restore()
         results = self._run(ways.replayed)
 

@@ -41,7 +41,6 @@ class Kept:
         self._on_device = torch.cuda.get_rng_state(device) if self._device else None
 
     def restore(self) -> None:
-        """Put everything back."""
         self._snapshot.restore()
         for restore in self._others:
             restore()

@@ -166,7 +166,6 @@ class CallChecks:
             self.check_site(site, again=again)
 
     def check_site(self, site: Site, *, again: bool = False) -> None:
-        """Verify the graphs of one call; see :meth:`check`."""
         if not self._agreement.is_on:
             return
         call = site.call
@@ -211,7 +210,6 @@ class _CallRun:
         return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
 
     def keep(self) -> Kept:
-        """A copy of the state."""
         gradients = Gradients(self._parameters)
         tensors = [
             *self._site.call.module.parameters(),

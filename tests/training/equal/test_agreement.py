@@ -51,7 +51,7 @@ def test_equal_bits_take_two_runs() -> None:
 
 
 def test_a_rounding_is_accepted() -> None:
-    compared([1.0, 1.0], [1.0 + 2**-20, 1.0 + 2**-20])
+    compared([1.0] * 3, [1.0 + 2**-20] * 2)
 
 
 def test_noise_of_eager_runs_is_asked_for() -> None:
