@@ -144,7 +144,8 @@ class EagerRetry:
         self._statistics = statistics
         self.budget = budget  # what memory may be taken
         self._ranks = ranks
-        self._retries = ranks.are_one and not raises
+        self._is_alone = ranks.are_one  # as they were: ranks that give up act as one
+        self._retries = self._is_alone and not raises
         self._manual = not module.automatic_optimization
         # The same methods, for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
@@ -229,7 +230,7 @@ class EagerRetry:
     def _may_retry(self, error: Exception) -> bool:
         if not is_out_of_memory(error):
             return False
-        if not self._ranks.are_one and self.runner.held:
+        if not self._is_alone and self.runner.held:
             why = GraphError(
                 "A step that runs out of memory cannot be repeated without graphs, because other "
                 "ranks are inside of its collectives.",
