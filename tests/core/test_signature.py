@@ -163,9 +163,9 @@ _MISMATCHES = {
     "object": (
         SimpleNamespace(a=1),
         SimpleNamespace(a=2),
-        'batch["x"]: another SimpleNamespace (a dataclass, dict or tuple would be looked into)',
+        'batch["x"].a: 1 -> 2',
     ),
-    "set": ({1}, {2}, 'batch["x"]: {1} -> {2}'),
+    "set": ({1}, {2}, 'batch["x"]: frozenset({1}) -> frozenset({2})'),
     "length": ([1], [1, 2], 'structure: batch["x"]: list of 1 ([0]) -> list of 2 ([0], [1])'),
     "kind": ([1], (1,), 'structure: batch["x"]: list of 1 ([0]) -> tuple of 1 ([0])'),
     "keys": ({"a": 1}, {"b": 1}, 'structure: batch["x"]: dict of 1 (["a"]) -> dict of 1 (["b"])'),

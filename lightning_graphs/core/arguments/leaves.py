@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lightning_graphs.core.arguments.values import (
     exact,
     is_object,
     is_small_array,
-    values_of_class,
 )
 from lightning_graphs.errors import CaptureError
 
@@ -72,68 +71,31 @@ class TensorSpec:
         return text + (" requires_grad" if self.requires_grad and not other.requires_grad else "")
 
 
-class SameInside:
-    """Equal to a holder of an equal object, made while that had the same values inside.
+class Inside(NamedTuple):
+    """Name and value of what is inside of an object or a container; tensors are themselves."""
 
-    Objects that do not compare themselves are equal to themselves only. Of what it holds nothing is
-    kept alive.
-    """
+    values: tuple[tuple[str, Any], ...]
 
-    __slots__ = ("_values", "inside", "value")
+    @classmethod
+    def of(cls, value: Any) -> Inside:
+        held = HeldValues()
+        held.add("", lambda _: value, None, value)
+        return cls(held.now())
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.inside = _inside_of(value).now()
-        self._values: HeldValues | None = None
-
-    def matches(self, value: Any) -> bool:
-        try:
-            if value is not self.value:
-                return type(value) is type(self.value) and SameInside(value) == self
-            if self._values is None:
-                self._values = _inside_of(value)
-            now = self._values.now()
-        except Exception:  # of code of its own
-            return False
-        return now is self.inside or now == self.inside
-
-    def changes(self, other: SameInside) -> list[str]:
-        """What changed inside of the object from this to another, a line each."""
-        old, new = dict(self.inside), dict(other.inside)
+    def changes(self, other: Inside) -> list[str]:
+        """What changed from this to another, a line each."""
+        old, new = dict(self.values), dict(other.values)
         absent = Absence.ABSENT
         pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
         return [f"{key}: {a!r} -> {b!r}" for key, (a, b) in pairs.items() if a != b]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SameInside) or other.inside != self.inside:
-            return False
-        mine, theirs = self.value, other.value
-        if mine is theirs:
-            return True
-        # Of an array all that counts is inside, and `==` compares its elements.
-        same = type(mine) is type(theirs)
-        return same and (is_small_array(mine) or bool(mine == theirs))
-
-    def __hash__(self) -> int:
-        # A hash of its own may change with its values.
-        kind: Any = type(self.value)
-        return hash(kind) if kind.__eq__ is not object.__eq__ else id(self.value)
-
-
-def _inside_of(value: Any) -> HeldValues:
-    values = HeldValues()
-    values.add("", lambda _: value, None, value)
-    if is_object(value):
-        values.read(values_of_class(type(value)))
-    return values
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
     """A leaf that is no tensor: baked into the graph, so it has to stay what it was.
 
-    Equal by type and value, objects as long as what is inside of them is what it was; other things
-    that cannot be hashed are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
+    Equal by type and value, objects by what is inside of them; other things that cannot be hashed
+    are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
     """
 
     kind: type
@@ -147,9 +109,9 @@ class Constant:
         return cls(kind, as_hashable(value), reprlib.repr(value))
 
     def matches(self, value: Any) -> bool:
-        if isinstance(self.key, SameInside | Identity):
+        if isinstance(self.key, Identity):
             return self.key.matches(value)
-        return Constant.of(value) == self
+        return type(value) is self.kind and as_hashable(value) == self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +155,9 @@ def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
     if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
         return [f"{name}: {before.against(after)} -> {after.against(before)}"]
     keys = [leaf.key for leaf in (before, after) if isinstance(leaf, Constant)]
-    objects = [key for key in keys if isinstance(key, SameInside)]
-    if len(objects) == 2 and objects[0].value is objects[1].value:
-        changes = [name + line for line in objects[0].changes(objects[1])]
-        if changes:
-            return changes
-    if len(objects) == 2 and all(is_object(key.value) for key in objects):
-        kind = type(objects[1].value).__name__
-        return [f"{name}: another {kind} (a dataclass, dict or tuple would be looked into)"]
+    inside = [key for key in keys if isinstance(key, Inside)]
+    if len(inside) == 2 and (changes := inside[0].changes(inside[1])):
+        return [name + line for line in changes]
     texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
     if texts[0] == texts[1]:
         texts[1] += " (another object)"
@@ -216,7 +173,7 @@ def as_hashable(value: Any) -> Hashable:
         return Identity(value)
     if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
         with contextlib.suppress(Exception):  # of code of its own
-            return SameInside(value)
+            return Inside.of(value)
     try:
         return exact(value)
     except Exception:  # it has no hash, or one of its own that fails

@@ -76,8 +76,7 @@ class AttributeReads(HeldValues):
         self._paths: dict[int, str] = {}
 
     def read(self, words: Iterable[str]) -> None:
-        """Look at what has these names in classes of objects, and in modules that are unseen."""
-        super().read(words)
+        """Look at what has these names in modules that are unseen."""
         for name, owner in self._unseen:
             for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
                 self.add(f"{name}.{key}", vars(owner).get, key, owner)
