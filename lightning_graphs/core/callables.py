@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_graphs.core.autograd.lending import ReplayOrder
 from lightning_graphs.core.backends.backend import BackendName, PoolHandle
-from lightning_graphs.core.graph import GraphPool, get_backend
+from lightning_graphs.core.graph import GraphPool, get_backend, refuse_nested
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.passes import CallableCapture, CaptureSettings
 from lightning_graphs.errors import CaptureError
@@ -78,12 +78,7 @@ def make_graphed_callables(
         SignatureError: raised by later calls that differ from the sample.
     """
     chosen = get_backend(backend)
-    if chosen.is_capturing():
-        raise CaptureError(
-            "A capture cannot begin inside of another one.",
-            "make_graphed_callables was called during a capture",
-            "call make_graphed_callables before the capture begins",
-        )
+    refuse_nested(chosen, "make_graphed_callables()")
     device_type = chosen.device_type
     if torch.is_autocast_enabled(device_type) and torch.is_autocast_cache_enabled():
         raise CaptureError(

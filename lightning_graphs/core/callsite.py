@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dis
-import functools
 import importlib.util
 import inspect
 import linecache
@@ -123,8 +122,6 @@ class CallSiteFinder:
 
 def definition_of(function: Any) -> CallSite:
     """Where a function, a method or a callable object is defined; unknown for those of C."""
-    while isinstance(function, functools.partial):
-        function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not hasattr(function, "__code__"):
         function = type(function).__call__

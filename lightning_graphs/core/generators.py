@@ -17,11 +17,9 @@ from lightning_graphs.core.obstacles import SET_GENERATOR
 class HostGenerator(Protocol):
     """A generator of random numbers on the host: torch's, Python's or NumPy's."""
 
-    def get_state(self) -> Any:
-        """Where it is."""
+    def get_state(self) -> Any: ...
 
-    def set_state(self, state: Any, /) -> Any:
-        """Put it where it was."""
+    def set_state(self, state: Any, /) -> Any: ...
 
 
 def comparable(state: Any) -> Any:

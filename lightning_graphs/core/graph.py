@@ -98,7 +98,7 @@ class CUDAGraph:
                 f"got {capture_error_mode!r}",
                 "write 'thread_local' where other threads use the GPU, as data loaders do",
             )
-        _refuse_nested(self.backend)
+        refuse_nested(self.backend, "capture_begin()")
         if self._capturing or self._replay is not _replay_of_nothing:
             raise CaptureError(
                 "A CUDAGraph can hold one capture only.",
@@ -268,7 +268,7 @@ def graph(
         CaptureError: what the body did cannot be captured; it names the user's file and line.
     """
     backend = cuda_graph.backend
-    _refuse_nested(backend)
+    refuse_nested(backend, "capture_begin()")
     backend.prepare_capture()
     try:
         with _without_garbage_collection(), backend.capture_stream(stream):
@@ -303,12 +303,12 @@ def _needs_capture(call: str) -> ReplayError:
     )
 
 
-def _refuse_nested(backend: Backend) -> None:
+def refuse_nested(backend: Backend, call: str) -> None:
     """Before anything is done: a synchronization would end the capture that is under way."""
     if backend.is_capturing():
         raise CaptureError(
             "A capture cannot begin inside of another one.",
-            "capture_begin() was called during a capture",
+            f"{call} was called during a capture",
             "end the other capture first",
         )
 

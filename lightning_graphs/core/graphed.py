@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,15 +129,6 @@ class GraphedCallable:
     def is_next(self) -> bool:
         """Whether a call now keeps to the order of captures, and spoils no pending backward."""
         return self.place > self.order.last
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """While no other graph waits for its backward pass: take any argument into lent memory."""
-        borrowed, self.borrowed = self.borrowed, ()
-        try:
-            yield
-        finally:
-            self.borrowed = borrowed
 
     def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
         for leaf, source in self.borrowed:

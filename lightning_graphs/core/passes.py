@@ -158,10 +158,6 @@ class CallableCapture:
                 state.restore()
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
-        known = self._made.plan.signature
-        renewed, _ = Signature.of(self._args, self._kwargs, modes=known.modes)
-        if renewed.tree == known.tree:  # objects may hold something by now
-            self._made.plan = CallPlan(renewed, check_modes="autocast")
 
     def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
         tensors = self._tensors

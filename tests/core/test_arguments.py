@@ -6,7 +6,6 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,42 +163,6 @@ def test_a_call_that_changes_what_it_is_given_is_refused(
     assert after == before
 
 
-def _call(x: Tensor, tell: Callable[[Tensor], object]) -> Tensor:
-    tell(x * 2)
-    return x + 1
-
-
-def _telling(kind: str, seen: list[Tensor]) -> Callable[[Tensor], object]:
-    """Ways to hand a list on that somebody appends to."""
-
-    class Listener:
-        def __init__(self) -> None:
-            self.seen = seen
-
-        def tell(self, value: Tensor) -> None:
-            self.seen.append(value)
-
-    def closure(value: Tensor) -> None:
-        seen.append(value)
-
-    return {
-        "method": Listener().tell,
-        "append": seen.append,
-        "closure": closure,
-        "partial": partial(closure),
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["method", "append", "closure", "partial"])
-def test_a_callback_that_changes_what_it_is_bound_to_is_refused(
-    backend: BackendName, device: torch.device, kind: str
-) -> None:
-    x, seen = torch.ones(2, device=device), []
-    with pytest.raises(CaptureError, match=r"changes args\[1\]\."):
-        make_graphed_callables(_call, (x, _telling(kind, seen)), backend=backend)
-    assert seen == []
-
-
 class SlottedMemory:
     """Remembers in a slot."""
 
@@ -214,30 +177,6 @@ def test_a_slot_that_is_changed_is_seen(backend: BackendName, device: torch.devi
     with pytest.raises(CaptureError, match=r"changes args\[1\]\.last"):
         make_graphed_callables(_store, (x, memory), backend=backend)
     assert memory.last is None
-
-
-class Lazy:
-    """Computes something when it is first asked for."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, int] = {}
-
-    @cached_property
-    def factor(self) -> float:
-        """A factor."""
-        return 3.0
-
-    def count(self, x: Tensor) -> int:
-        """A number for each length."""
-        return self.known.setdefault(len(x), len(x) + 1)
-
-
-def test_what_the_first_call_keeps_is_no_change(backend: BackendName, device: torch.device) -> None:
-    x, lazy = torch.ones(2, device=device), Lazy()
-    graphed = make_graphed_callables(
-        lambda x, lazy: x * lazy.factor * lazy.count(x), (x, lazy), backend=backend
-    )
-    assert graphed(x, lazy).tolist() == [9.0, 9.0]
 
 
 class Odd:

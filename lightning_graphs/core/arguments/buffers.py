@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.leaves import TensorSpec, alias_groups
+from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import (
     clone_all,
@@ -343,11 +343,9 @@ class StateSnapshot:
                     for view, value in zip(views, values, strict=True):
                         view.copy_(value)
         for i in moved:
-            tensor, cpu = self._tensors[i], torch.device("cpu")
-            spec = TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, cpu, False)
             raise ReplayError(
                 "A snapshot can be restored only into the memory that it was taken of.",
-                f"tensor {i} ({spec}) moved since the snapshot",
+                f"tensor {i} of shape {tuple(self._tensors[i].shape)} moved since the snapshot",
                 "change tensors in place between the snapshot and its restoration",
             )
 

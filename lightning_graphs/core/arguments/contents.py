@@ -6,9 +6,8 @@ import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from operator import is_
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -19,9 +18,7 @@ from lightning_graphs.core.arguments.values import (
     attributes_of,
     bind,
     bound,
-    called_with,
     entries,
-    in_slot,
     is_object,
     is_plain,
     is_small_array,
@@ -218,21 +215,14 @@ def held_in_all(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(value: Any) -> list[tuple[str, Any, Any]]:
-    """What is in an argument, and in what it hands on for others to call.
+    """What is in an argument.
 
     Of objects of transformers, which are no author's own, the tables of attributes: the layers of a
     model fill those of a cache.
     """
     if _is_of_transformers(value):
         return [("", "", attributes_of(value))]
-    found = list(entries(value) or [])
-    if isinstance(value, (MethodType, BuiltinMethodType, partial)):
-        found += [(label, label, given) for label, given in called_with(value)]
-    elif isinstance(value, FunctionType):
-        names = value.__code__.co_freevars
-        cells = zip(names, value.__closure__ or (), strict=True)
-        found += [(f".{name}", name, in_slot(cell, "cell_contents")) for name, cell in cells]
-    return found
+    return entries(value) or []
 
 
 def _is_of_transformers(value: Any) -> bool:

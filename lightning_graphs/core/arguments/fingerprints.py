@@ -57,9 +57,7 @@ class Fingerprinter:
 
 def _words(tensor: Tensor) -> Tensor:
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    if dense.is_conj() or dense.is_neg():  # it has other bits than it shows
-        dense = dense.resolve_conj().resolve_neg()
-    flat = dense.reshape(-1)
+    flat = dense.resolve_conj().resolve_neg().reshape(-1)  # whose bits are what it shows
     return flat.contiguous().view(_INTEGERS[flat.element_size()])
 
 

@@ -188,14 +188,6 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
     return None
 
 
-def called_with(value: Any) -> Iterator[tuple[str, Any]]:
-    """Label and value of what a bound method or a partial is called with."""
-    if isinstance(value, partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif not isinstance(value.__self__, ModuleType):
-        yield ".__self__", value.__self__
-
-
 def bound(owner: Any, key: Any) -> Any:
     """What is in a dict or a class under a key, or in a slot of an object."""
     if isinstance(owner, (dict, type)):
@@ -279,6 +271,7 @@ class HeldValues:
         self._values: list[tuple[str, Any]] = []
         self._seen: dict[int, Any] = {}
         self._described: tuple[tuple[str, Any], ...] | None = None
+        self._words: frozenset[str] = frozenset()
         self._left_out: Container[str] = ()
 
     def leave_out(self, names: Container[str]) -> None:
@@ -296,10 +289,15 @@ class HeldValues:
             self._roots[place] = (name, get, key)
             self._described = None
 
+    def read(self, words: Iterable[str]) -> None:
+        """Look into the data sets of loaders, too, if code has a name for these."""
+        self._words |= frozenset(words)
+        self._described = None
+
     def without(self, owners: Container[int]) -> HeldValues:
         """These values but for those that are bound in such owners, given by their ``id``."""
         rest = HeldValues()
-        rest._left_out = self._left_out
+        rest._words, rest._left_out = self._words, self._left_out
         rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
         return rest
 
@@ -344,16 +342,17 @@ class HeldValues:
             self._checks.append((content, value, known))
             self._values.append((name, known))
             return
-        if isinstance(value, DataLoader):
+        if isinstance(value, DataLoader) and "dataset" in self._words:
             self._values.append((name, Identity(value)))
             self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
             return
         if isinstance(value, (MethodType, partial)):
             # Each look at a method in its object makes another one.
-            function = value.__func__ if isinstance(value, MethodType) else value
-            self._values.append((name, Identity(function)))
-            for label, given in called_with(value) if depth > 0 else ():
-                self._describe(name + label, given, depth - 1, most)
+            self._values.append((name, Identity(getattr(value, "__func__", value))))
+            of_partial = ("func", "args", "keywords")
+            keys = ("__self__",) if isinstance(value, MethodType) else of_partial
+            for key in keys if depth > 0 else ():
+                self._describe(f"{name}.{key}", getattr(value, key), depth - 1, most)
             return
         table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None

@@ -77,6 +77,7 @@ class AttributeReads(HeldValues):
 
     def read(self, words: Iterable[str]) -> None:
         """Look at what has these names in modules that are unseen."""
+        super().read(words)
         for name, owner in self._unseen:
             for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
                 self.add(f"{name}.{key}", vars(owner).get, key, owner)

@@ -14,6 +14,7 @@ from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
+from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
 from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
@@ -236,7 +237,8 @@ class _CallRun:
     def replayed(self) -> list[Result]:
         backward = self._backward
         direct = backward is not None and backward.direct is not None
-        with self._site.graphed.alone():
+        # No other graph waits for its backward pass: any argument may go into lent memory.
+        with replaced(self._site.graphed, "borrowed", ()):
             return self._run(self._site.graphed, direct=direct)
 
     def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
