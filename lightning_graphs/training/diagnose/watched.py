@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from typing import Any, NamedTuple
@@ -59,22 +59,27 @@ class Change(NamedTuple):
 
 
 def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
-    """The operators that only one of the runs calls, and those that get other Python numbers."""
-    a_keys, b_keys = ([(call.operator, call.site) for call in calls] for calls in (before, now))
-    matcher = difflib.SequenceMatcher(None, a_keys, b_keys, autojunk=False)
-    for tag, i, i_end, j, j_end in matcher.get_opcodes():
-        if tag != "equal":
-            call = now[j] if j < j_end else before[i]
-            yield Change(call.operator, "not in every step", call.site, True)
+    """The operators that a line calls more often in one of the runs, or with other numbers."""
+    earlier, later = _numbers_by_line(before), _numbers_by_line(now)
+    for operator, site in {**earlier, **later}:
+        first, second = earlier[operator, site], later[operator, site]
+        if len(first) != len(second):
+            yield Change(operator, "not in every step", site, True)
             continue
-        for first, second in zip(before[i:i_end], now[j:j_end], strict=True):
-            pairs = zip(first.numbers, second.numbers, strict=False)
-            differing = [(a, b) for a, b in pairs if a == a and b == b and a != b]
-            if differing:
-                a, b = differing[0]
-                what = f"{a!r} in one step, {b!r} in another"
+        both = zip(first, second, strict=True)
+        pairs = (pair for numbers in both for pair in zip(*numbers, strict=False))
+        for a, b in pairs:
+            if a == a and b == b and a != b:
                 whole = isinstance(a, int) and isinstance(b, int)
-                yield Change(second.operator, what, second.site, whole)
+                yield Change(operator, f"{a!r} in one step, {b!r} in another", site, whole)
+                break
+
+
+def _numbers_by_line(calls: Sequence[Call]) -> dict[tuple[str, CallSite], list[tuple[float, ...]]]:
+    found: dict[tuple[str, CallSite], list[tuple[float, ...]]] = defaultdict(list)
+    for call in calls:
+        found[call.operator, call.site].append(call.numbers)
+    return found
 
 
 class Observer(Recorder):
