@@ -348,6 +348,53 @@ def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[
     assert captured.statistics.fallbacks == []
 
 
+class Kept(Plain):
+    """A number of the host outlives the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = torch.rand(1, device="cpu")
+        factor = torch.tensor([2.0], device=self.device) * share.to(self.device)
+        return {"loss": self.loss({**batch, "x": batch["x"] * factor}), **self.keep(share)}
+
+    def keep(self, share: Tensor) -> dict[str, Any]:
+        self.share = share
+        return {}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(self.share))
+
+
+class Returned(Kept):
+    def keep(self, share: Tensor) -> dict[str, Any]:
+        return {"share": share}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(outputs["share"]))
+
+
+class Appended(Kept):
+    def keep(self, share: Tensor) -> dict[str, Any]:
+        self.found.append(share)
+        return {}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize("module", [Kept, Returned, Appended])
+def test_what_is_kept_of_the_host_is_not_frozen(backend: str, tmp_path: Path, module: Any) -> None:
+    options: dict[str, Any] = {"module": module, "data": lambda: batches(12), "validation": 0}
+    eager, captured = fit_twice(backend, tmp_path, capture={"on_failure": "eager"}, **options)
+    compare(eager, captured, replayed=False)
+    assert "is kept or returned" in captured.statistics.fallbacks[0]
+    found = list(map(float, eager.module.found))
+    assert list(map(float, captured.module.found)) == found
+    assert len({*found}) == len(found) > 10
+
+
 @pytest.mark.parametrize("module", IN_PLACE, ids=lambda kind: kind.__name__)
 def test_what_is_written_on_the_host(
     backend: str, tmp_path: Path, module: Callable[[], Any]
