@@ -244,7 +244,7 @@ class HostTape:
         if _kept_of(born):
             gc.collect()  # frames of the code that was captured; it takes 0.3 s
         for size in _kept_of(born):
-            self.refuse(f"a CPU tensor of shape {size} is kept or returned")
+            raise CaptureError(RULE, f"a CPU tensor of shape {size} is kept or returned", REMEDY)
 
     def refuse(self, what: str) -> None:
         """Raise for something that cannot be repeated, naming the user's line."""
