@@ -228,6 +228,18 @@ def test_objects_that_compare_themselves_are_looked_into_as_well() -> None:
     assert Constant.of(value) != then
 
 
+def test_a_class_whose_attribute_changes(backend: BackendName, device: torch.device) -> None:
+    class Shared:
+        scale = 2.0
+
+    x, shared = torch.ones(2, device=device), Shared()
+    graphed = make_graphed_callables(lambda x, s: x * s.scale, (x, shared), backend=backend)
+    assert graphed(x, shared).tolist() == [2.0, 2.0]
+    Shared.scale = 3.0
+    with pytest.raises(SignatureError, match=r"args\[1\]\.scale: 2\.0 -> 3\.0"):
+        graphed(x, shared)
+
+
 def test_what_an_object_held_is_not_kept_alive() -> None:
     value = SimpleNamespace(mask=torch.ones(2))
     mask = weakref.ref(value.mask)

@@ -22,6 +22,7 @@ from lightning_graphs.core.arguments.values import (
     exact,
     is_object,
     is_small_array,
+    values_of_class,
 )
 from lightning_graphs.errors import CaptureError
 
@@ -80,6 +81,8 @@ class Inside(NamedTuple):
     def of(cls, value: Any) -> Inside:
         held = HeldValues()
         held.add("", lambda _: value, None, value)
+        if is_object(value):
+            held.read(values_of_class(type(value)))
         return cls(held.now())
 
     def changes(self, other: Inside) -> list[str]:

@@ -252,9 +252,26 @@ def walk(
             yield from walk(name + label, held, seen, depth - 1, inside=inside, modules=modules)
 
 
+def values_of_class(kind: type) -> dict[str, Any]:
+    """Name and value of what instances of a class find in it, that of libraries left out.
+
+    Of what classes have, these are the values that captures bake in: no functions, no properties.
+    """
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base is not object and not is_of_library(base):
+            found = {**vars(base), **found}
+    return {k: v for k, v in found.items() if not k.startswith("__") and _is_value(v)}
+
+
 def value_of_class(kind: type, key: str) -> Any:
     """What instances of a class find in it under a name, wherever it stands."""
     return next((vars(b)[key] for b in kind.__mro__ if key in vars(b)), Absence.ABSENT)
+
+
+def _is_value(value: Any) -> bool:
+    known = is_plain(value) or is_small_array(value) or is_object(value)
+    return known or isinstance(value, (dict, set, frozenset, torch.Tensor, *_SEQUENCES))
 
 
 class HeldValues:
@@ -290,9 +307,10 @@ class HeldValues:
             self._described = None
 
     def read(self, words: Iterable[str]) -> None:
-        """Look into the data sets of loaders, too, if code has a name for these."""
-        self._words |= frozenset(words)
-        self._described = None
+        """Look at what objects find in their classes, too, under the names that code reads."""
+        if not self._words.issuperset(words):
+            self._words |= frozenset(words)
+            self._described = None
 
     def without(self, owners: Container[int]) -> HeldValues:
         """These values but for those that are bound in such owners, given by their ``id``."""
@@ -370,6 +388,12 @@ class HeldValues:
             is_slot = table is not value and key not in table
             self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
             self._describe(name + label, held, depth - 1, most)
+        if table is not value:  # what an object does not have itself it finds in its class
+            kind = type(value)
+            for key, held in values_of_class(kind).items():
+                if key in self._words and key not in table:
+                    self._checks.append((partial(value_of_class, kind), key, held))
+                    self._describe(f"{name}.{key}", held, depth - 1, most)
 
 
 def _plain(value: Any) -> PlainValue | Identity:

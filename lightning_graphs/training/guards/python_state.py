@@ -76,7 +76,7 @@ class AttributeReads(HeldValues):
         self._paths: dict[int, str] = {}
 
     def read(self, words: Iterable[str]) -> None:
-        """Look at what has these names in modules that are unseen."""
+        """Look at what has these names in classes of objects, and in modules that are unseen."""
         super().read(words)
         for name, owner in self._unseen:
             for key in (vars(owner).keys() & words) - OF_ALL_MODULES:

@@ -453,6 +453,9 @@ class Settings(Defaults):
     scale = 1.0
 
 
+SETTINGS_OBJECT = Settings()
+
+
 class ReadingAClass(Net):
     scaled: Any = staticmethod(lambda loss: loss * Settings.scale)
 
@@ -479,6 +482,30 @@ class ReadingAListOfAClass(ReadingAClass):
 
     def change(self) -> None:
         Defaults.weights[0] = 2.0
+
+
+class ReadingAnObject(ReadingAClass):
+    scaled = staticmethod(lambda loss: loss * SETTINGS_OBJECT.scale)
+
+
+class HoldingAnObject(ReadingAClass):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def scaled(self, loss: Any) -> Any:
+        return loss * self.settings.ratio
+
+    def change(self) -> None:
+        Defaults.ratio = 2.0
+
+
+class HoldingAListOfTheClass(HoldingAnObject):
+    def scaled(self, loss: Any) -> Any:
+        return loss * self.settings.weights[0]
+
+    def change(self) -> None:
+        Settings.weights = [2.0]  # which hides that of the base class
 
 
 class Slotted:
@@ -587,6 +614,9 @@ class HoldingAFunction(ReadingAClass):
         (ReadingAClass, "Settings.scale: 1.0 -> 2.0"),
         (ReadingABaseClass, "Settings.ratio: 1.0 -> 2.0"),
         (ReadingAListOfAClass, "Settings.weights[0]: 1.0 -> 2.0"),
+        (ReadingAnObject, "SETTINGS_OBJECT.scale: 1.0 -> 2.0"),
+        (HoldingAnObject, "self.settings.ratio: 1.0 -> 2.0"),
+        (HoldingAListOfTheClass, "self.settings.weights[0]: 1.0 -> 2.0"),
         (HoldingSlots, "self.slotted.scale: 1.0 -> 2.0"),
         (HoldingAMethod, "self.scaled.__self__.scale: 1.0 -> 2.0"),
         (ReadingGlobalsInAHelper, "SCALE: 1.0 -> 2.0"),
