@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,36 +68,18 @@ def test_shapes_that_come_and_go_never_own_more_than_their_share(
     assert "max_graphs=2 allows no more graphs; raise it, or pad" in reason
 
 
-@dataclass
-class Opaque:
-    """A batch in which tensors could hide: it has no signature."""
-
-    x: Tensor
-    y: Tensor
-
-    def to(self, device: Any) -> Opaque:
-        return Opaque(self.x.to(device), self.y.to(device))
-
-
-class HandlingOpaque(Blocks):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().loss({"x": batch.x, "y": batch.y})
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        return batch.to(device) if isinstance(batch, Opaque) else batch
-
-
-def opaque(*counts: int, rounds: int) -> Any:
-    return [Opaque(**batch) for batch in sizes(*counts, rounds=rounds)]
+def sparse(*counts: int, rounds: int) -> list[dict[str, Any]]:
+    """Batches with a sparse tensor, which have no signature."""
+    return [{**batch, "of": torch.eye(3).to_sparse()} for batch in sizes(*counts, rounds=rounds)]
 
 
 def test_a_batch_without_signature(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(
         backend,
         tmp_path,
-        module=HandlingOpaque,
+        module=Blocks,
         capture=BLOCKS,
-        data=lambda: opaque(8, rounds=10),
+        data=lambda: sparse(8, rounds=10),
         validation=0,
     )
     compare(eager, captured)
@@ -109,9 +90,9 @@ def test_batches_without_signature_of_two_shapes(backend: str, tmp_path: Path) -
     eager, captured = fit_twice(
         backend,
         tmp_path,
-        module=HandlingOpaque,
+        module=Blocks,
         capture=BLOCKS,
-        data=lambda: opaque(8, 6, rounds=8),
+        data=lambda: sparse(8, 6, rounds=8),
         validation=0,
     )
     compare(eager, captured)
