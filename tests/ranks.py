@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import socket
 import time
 import traceback
@@ -112,10 +113,12 @@ def _run(
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """A port that is free, and that no system gives to a connection meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)  # below the ephemeral ones
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 def state_of(module: torch.nn.Module) -> dict[str, Any]:
