@@ -113,11 +113,11 @@ def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[No
     Autograd gives one tensor to all who need it, and some hooks write into theirs after what goes
     to ``.grad`` is copied.
     """
-    return _removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
+    return removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
 
 
 @contextlib.contextmanager
-def _removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove these hooks at the end of the body; they are made at its beginning."""
     with contextlib.ExitStack() as stack:
         for hook in hooks:
@@ -145,7 +145,7 @@ class UsesApart:
     def taken(self) -> AbstractContextManager[None]:
         """While the body runs a backward pass, take them; the leaves get none."""
         users = self._users.items()
-        return _removed(node.register_hook(partial(self._take, found)) for node, found in users)
+        return removed(node.register_hook(partial(self._take, found)) for node, found in users)
 
     def _take(
         self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any

@@ -36,6 +36,8 @@ _WITH_HOST = 2.5
 """How much more a capture is expected to cost in which every operator is looked at."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
+_LEAST_SAVED = 0.02
+"""The same where the GPU is busy all the time: what lies between kernels is not nothing."""
 _MARGIN, _FURTHER_MARGIN = 1.5, 1.25
 """How much more than its cost a capture must be expected to save: the first one, and others."""
 _FOR_VERIFICATION = 0.02
@@ -45,6 +47,7 @@ _MANY = 10_000
 
 _TOO_RARE = "no batch signature came back often enough"
 _NOT_TIMED = "no eager step was timed yet"
+_BUSY = "the GPU is busy all the time, and graphs save the time between kernels only"
 _LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
 _PAD = "pad batches to a few fixed lengths"
@@ -104,12 +107,14 @@ class Investment:
             return _NOT_TIMED
         saving, left = self._saving(self._pace), self._steps_left()
         if saving <= 0.0:
-            return "the GPU is busy all the time, and graphs save the time between kernels only"
+            return _BUSY
         margin = _FURTHER_MARGIN if self._costs else _MARGIN
         wanted, self._expected = margin * self._cost(self._pace) / saving, left * share
         if left < wanted:
             at_best = _MARGIN * self._cost(self._pace) / (_SAVED * median(self._pace.eager))
             self.is_over = not self._costs and left < at_best
+            if saving <= _LEAST_SAVED * median(self._pace.eager):
+                return _BUSY
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
         return "" if self._expected >= wanted else _TOO_RARE
 
@@ -148,7 +153,7 @@ class Investment:
         if pace.replayed:
             return eager - median(pace.replayed)
         # A device that is still busy when a step has been launched did not wait for launches.
-        return _SAVED * max(0.0, eager - 3 * median(pace.behind))
+        return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(pace.behind)))
 
     def _cost(self, pace: Pace) -> float:
         """Milliseconds that the next capture costs."""

@@ -37,6 +37,9 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         # Whether the times say anything about graphs: not without a GPU
         self.meaningful = device.type == "cuda"
+        if self.meaningful:
+            torch.cuda.synchronize(device)  # both clocks begin together
+        self._begin = self.mark()
 
     def mark(self) -> Mark:
         """The present moment, on the current stream."""
@@ -53,9 +56,14 @@ class Stopwatch:
             end.event.synchronize()
         return start.event.elapsed_time(end.event) if end.event.query() else None
 
-    def behind(self, start: Mark, end: Mark, ms: float) -> float:
-        """For how many of these milliseconds the device went on when all work was launched."""
-        return max(0.0, ms - (end.launched - start.launched) * 1e3)
+    def behind(self, mark: Mark) -> float:
+        """How many milliseconds after the host the device came to a mark whose time is known.
+
+        A step's own times do not tell: a host that is far ahead waits as it launches.
+        """
+        on_device = self.milliseconds(self._begin, mark, wait=False)
+        on_host = (mark.launched - self._begin.launched) * 1e3
+        return 0.0 if on_device is None else max(0.0, on_device - on_host)
 
 
 def _counted(done: Statistics) -> tuple[tuple[object, ...], int, list[int]]:
@@ -196,7 +204,7 @@ class StepTiming:
             pace.replayed.append(ms)
         else:
             pace.eager.append(ms)
-            pace.behind.append(self._stopwatch.behind(sample.start, end, ms))
+            pace.behind.append(self._stopwatch.behind(end))
         if not sample.kept:
             return
         kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"

@@ -125,7 +125,7 @@ class StepCapture(StepBody):
             self._asked.clear()
             self.fit.investment.tries_again()
             try:
-                return self._captured(batch, tensors, rest, signature, phase, unread)
+                return self._captured(batch, tensors, rest, phase, unread)
             except CaptureError as error:
                 unread.refuse_read(error.observed if isinstance(error, RaisedInCapture) else "")
                 if isinstance(error, ArenaFull):
@@ -169,7 +169,6 @@ class StepCapture(StepBody):
         batch: Any,
         tensors: Sequence[Tensor],
         rest: Sequence[Any],
-        signature: Signature,
         phase: Phase,
         unread: UnreadValues,
     ) -> StepPlan:

@@ -8,6 +8,7 @@ with 148 parameters takes 1 ms longer on two H100 than on one, and NCCL takes a 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from lightning_graphs.core.autograd.backward import (
     refuse_sparse_gradients,
     write_all,
 )
-from lightning_graphs.core.autograd.nodes import ahead_of_casts
+from lightning_graphs.core.autograd.nodes import ahead_of_casts, removed
 from lightning_graphs.core.private.distributed import buckets_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import replaced
@@ -42,7 +43,7 @@ class BucketReduction:
         self._ddp = ddp
         self._buckets = buckets
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
-        self._waiting: list[dict[Parameter, Tensor]] = [{} for _ in buckets]
+        self._waiting: defaultdict[int, dict[Parameter, Tensor]] = defaultdict(dict)
         self._begun: list[tuple[Any, list[Tensor]]] = []  # with the views of their buckets
 
     def unprepared(self) -> contextlib.AbstractContextManager[None]:
@@ -58,15 +59,20 @@ class BucketReduction:
     def reducing(self, loss: Tensor) -> Iterator[None]:
         """While the body runs the backward pass; after it ``.grad`` is what DDP would make it."""
         parameters = [*self._bucket_of]
-        with contextlib.ExitStack() as hooks:
-            for parameter, edge in zip(parameters, ahead_of_casts([loss], parameters), strict=True):
-                handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
-                hooks.callback(handle.remove)
-                if isinstance(edge, GradientEdge):
-                    handle = edge.node.register_prehook(partial(self._ahead_of_cast, parameter))
-                    hooks.callback(handle.remove)
-            yield
-        self._finish()
+        edges = zip(parameters, ahead_of_casts([loss], parameters), strict=True)
+        hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
+        hooks += [
+            edge.node.register_prehook(partial(self._ahead_of_cast, parameter))
+            for parameter, edge in edges
+            if isinstance(edge, GradientEdge)
+        ]
+        try:
+            with removed(hooks):
+                yield
+            self._finish()
+        finally:
+            self._begun.clear()
+            self._waiting.clear()
 
     def _ahead_of_cast(
         self, parameter: Parameter, gradients: tuple[Tensor | None, ...]
@@ -87,8 +93,7 @@ class BucketReduction:
     def _take(self, parameter: Parameter, gradient: Tensor) -> None:
         self._waiting[self._bucket_of[parameter]][parameter] = gradient
         while (i := len(self._begun)) < len(self._buckets) and self._is_complete(i):
-            self._begun.append(self._reduce(self._buckets[i], self._waiting[i]))
-            self._waiting[i] = {}
+            self._begun.append(self._reduce(self._buckets[i], self._waiting.pop(i)))
 
     def _is_complete(self, i: int) -> bool:
         return len(self._waiting[i]) == len(self._buckets[i])
@@ -119,7 +124,7 @@ class BucketReduction:
                 parameter.grad = gradient
 
     def _refuse(self) -> NoReturn:
-        came = set().union(*self._waiting, *self._buckets[: len(self._begun)])
+        came = set().union(*self._waiting.values(), *self._buckets[: len(self._begun)])
         pairs = self._ddp.module.named_parameters()
         name, *others = [name for name, p in pairs if p in self._bucket_of and p not in came]
         raise CaptureError(

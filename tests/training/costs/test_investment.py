@@ -133,7 +133,7 @@ def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> 
 
 
 def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = Fit(monkeypatch, times=Times(behind=13.3)).run(["x"] * 100)
+    fit = Fit(monkeypatch, times=Times(behind=12.0)).run(["x"] * 100)
     for left, is_over in ((50, False), (10, True)):
         fit.done = 100 - left
         assert not fit.cache.is_due("x")
@@ -145,6 +145,12 @@ def test_a_busy_gpu_gets_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = Fit(monkeypatch, times=Times(eager=150.0, behind=110.0)).run(["x"] * 400)
     assert fit.graphs == []
     assert "the GPU is busy all the time" in fit.cache.why_not
+
+
+def test_a_busy_gpu_gets_one_in_a_long_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Fit(monkeypatch, times=Times(eager=150.0, behind=110.0, replay=147.0)).run(["x"] * 2000)
+    assert fit.graphs == ["x"]
+    assert fit.seconds < 2000 * 0.15
 
 
 @pytest.mark.parametrize(("kinds", "most"), [(13, 0.40), (60, 0.75)])

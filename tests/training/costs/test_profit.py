@@ -81,7 +81,7 @@ class Given:
     def milliseconds(self, start: int, end: int, *, wait: bool) -> float | None:
         return self._times[end > start]
 
-    def behind(self, start: int, end: int, ms: float) -> float:
+    def behind(self, mark: int) -> float:
         return 0.0
 
 
@@ -209,7 +209,7 @@ class Device:
         self.waited = self.waited or wait
         return 2.0 if wait or end <= self.done else None
 
-    def behind(self, start: int, end: int, ms: float) -> float:
+    def behind(self, mark: int) -> float:
         return 0.5
 
 
