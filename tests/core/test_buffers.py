@@ -308,6 +308,20 @@ def test_a_snapshot_goes_to_the_host_as_far_as_there_is_no_room(
         assert torch.equal(tensor.cpu(), torch.arange(float(len(tensor))))
 
 
+def test_many_tensors_go_to_the_host_together(device: torch.device) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    tensors = [torch.arange(n).to(device, dtypes[n % 4]) for n in range(1, 40)]
+    tensors.append(torch.arange(2**23, device=device))  # more than is gathered at once
+    known = [tensor.clone() for tensor in tensors]
+    snapshot = StateSnapshot(tensors, room=0)
+    for tensor in tensors:
+        tensor.zero_()
+    for tensor, value in zip(tensors, known, strict=True):
+        assert torch.equal(snapshot.saved(tensor), value.cpu())
+    snapshot.restore()
+    assert all(map(torch.equal, tensors, known))
+
+
 def test_a_snapshot_covers_views_and_parameters() -> None:
     flat = torch.arange(6.0)
     parameter = nn.Parameter(flat[:4].view(2, 2))

@@ -307,8 +307,7 @@ class StateSnapshot:
                 here, there = _split(own.values(), room)
                 if here:
                     self._saved.append((here, clone_all(here)))
-                if there:
-                    self._saved.append((there, [t.to("cpu", copy=True) for t in there]))
+                self._saved += [(part, _to_host(part)) for part in _parts(there)]
         self._copies = {
             view.data_ptr(): copy
             for own, copies in self._saved
@@ -320,7 +319,9 @@ class StateSnapshot:
         address = tensor.untyped_storage().data_ptr()
         if not address:
             return torch.empty_like(tensor)
-        storage = self._copies[address].untyped_storage()
+        copy = self._copies[address]
+        is_part = copy.nbytes < copy.untyped_storage().nbytes()
+        storage = (copy.clone() if is_part else copy).untyped_storage()
         view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -337,11 +338,10 @@ class StateSnapshot:
                 tensor.data = self._memory[i]
         with torch.no_grad():
             for views, values in self._saved:
-                if values[0].device == views[0].device:
-                    torch._foreach_copy_(views, values)
-                else:
-                    for view, value in zip(views, values, strict=True):
-                        view.copy_(value)
+                if len(views) > 1 and values[0].device != views[0].device:
+                    together = bytes_of(values[0].untyped_storage()).to(views[0].device)
+                    values = _apart(together, views)
+                copy_all(views, values)
         for i in moved:
             raise ReplayError(
                 "A snapshot can be restored only into the memory that it was taken of.",
@@ -361,6 +361,33 @@ def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Ten
         else:
             there.append(view)
     return here, there
+
+
+_AT_ONCE = 2**24
+"""Bytes that are gathered for one copy between device and host: each has to wait for the device."""
+
+
+def _parts(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Those that are copied at once; a large one alone, which then needs no memory beside it."""
+    part: list[Tensor] = []
+    for view in views:
+        if part and sum(v.nbytes for v in part) + view.nbytes > _AT_ONCE:
+            yield part
+            part = []
+        part.append(view)
+    if part:
+        yield part
+
+
+def _to_host(views: list[Tensor]) -> list[Tensor]:
+    """Copies of them all, in one piece of memory."""
+    if len(views) == 1:
+        return [views[0].to("cpu", copy=True)]
+    return _apart(torch.cat(views).cpu(), views)
+
+
+def _apart(together: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.split(together, [view.numel() for view in views]))
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -32,8 +32,8 @@ _FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
 _FURTHER_CAPTURE = 0.5
 """What another one is expected to cost, as a part of the first, which loads what they find."""
-_WITH_HOST = 2.5
-"""How much more a capture is expected to cost in which every operator is looked at."""
+_DEARER = 2.5
+"""How much more a capture costs in which every operator is looked at, or call by call."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
 _LEAST_SAVED = 0.02
@@ -82,7 +82,8 @@ class Investment:
         self._steps_left = steps_left
         self.is_over = False  # no graph can pay off in this fit any more, and there is none
         self._costs: list[float] = []
-        self._with_host = False  # captures look at every operator
+        self._dearer = 1.0  # how much more a capture is expected to cost than usual
+        self._part = 1.0  # the part of a step's work that graphs can take over
         self._goes_on = True
         self._expected = 0.0  # how many uses the signature that was asked about last will have
         self._began = 0.0
@@ -111,9 +112,10 @@ class Investment:
         margin = _FURTHER_MARGIN if self._costs else _MARGIN
         wanted, self._expected = margin * self._cost(self._pace) / saving, left * share
         if left < wanted:
-            at_best = _MARGIN * self._cost(self._pace) / (_SAVED * median(self._pace.eager))
+            most = _SAVED * self._part * median(self._pace.eager)
+            at_best = _MARGIN * self._cost(self._pace) / most
             self.is_over = not self._costs and left < at_best
-            if saving <= _LEAST_SAVED * median(self._pace.eager):
+            if saving <= _LEAST_SAVED * self._part * median(self._pace.eager):
                 return _BUSY
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
         return "" if self._expected >= wanted else _TOO_RARE
@@ -143,9 +145,15 @@ class Investment:
 
     def goes_on_with_host(self) -> bool:
         """Whether a capture is still worth it, now that it must look at every operator."""
-        self._with_host = True
+        self._dearer = _DEARER
         self._goes_on = self._pace is None or self._expected >= _MARGIN * self.payback
         return self._goes_on
+
+    def goes_on_with_part(self, part: float) -> bool:
+        """Whether captures are still worth it where a part of each step at least has graphs."""
+        self._part, self._dearer = max(part, _LEAST_SAVED), _DEARER
+        self._costs.clear()
+        return self._pace is None or self._steps_left() >= _MARGIN * self.payback
 
     def _saving(self, pace: Pace) -> float:
         """Milliseconds that a replay saves."""
@@ -153,14 +161,14 @@ class Investment:
         if pace.replayed:
             return eager - median(pace.replayed)
         # A device that is still busy when a step has been launched did not wait for launches.
-        return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(pace.behind)))
+        return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(pace.behind))) * self._part
 
     def _cost(self, pace: Pace) -> float:
         """Milliseconds that the next capture costs."""
         if not self._costs:
             steps, constant = _FIRST_CAPTURE
             first = steps * median(pace.eager) + constant
-            return first * _WITH_HOST if self._with_host else first
+            return first * self._dearer
         first, *further = self._costs
         return median(further) if further else _FURTHER_CAPTURE * first
 

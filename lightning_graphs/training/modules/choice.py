@@ -75,6 +75,13 @@ class Choice:
         self._looked_at.add(kind)
         return is_new and any(call.follows_values for call in observation.calls)
 
+    def steady_part(self, observation: Observation) -> float:
+        """The part of the work in calls whose arguments surely keep their shapes."""
+        nodes = [call.nodes for call in observation.calls if call.nodes is not None]
+        total = max(end for _, end in nodes) - min(start for start, _ in nodes) if nodes else 0
+        calls = [c for c in self.calls(observation) if not c.follows_values and c.nodes is not None]
+        return sum(call.work for call in calls) / total if total else 1.0
+
     def leave_out_unsteady(
         self, kind: StepKind, observation: Observation, note: Callable[[str], None]
     ) -> list[nn.Module]:

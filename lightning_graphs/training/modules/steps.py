@@ -325,7 +325,9 @@ class ModuleGraphs:
         for forward in removed:
             forward.remove()
         if self._choice.wants_another(kind, observation):
-            self._observe(kind)
+            part = self._choice.steady_part(observation)
+            if len(self._cache) or self._fit.investment.goes_on_with_part(part):
+                self._observe(kind)
             return None
         if search is not None and removed:
             del self._searches[kind]

@@ -236,6 +236,24 @@ def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 100).graphs == ["x"]
 
 
+@pytest.mark.parametrize(
+    ("left", "part", "goes_on"),
+    [(250, 0.05, False), (5000, 0.05, True), (250, 0.9, True), (40, 0.9, False), (250, 0.0, False)],
+)
+def test_a_part_of_each_step_is_worth_less(
+    monkeypatch: pytest.MonkeyPatch, left: int, part: float, goes_on: bool
+) -> None:
+    fit = Fit(monkeypatch, times=Times(eager=60.0))
+    fit.run(["x"] * 3)
+    fit.done = len(fit.steps) - left
+    assert fit.cache.is_due("x") is True
+    # 2.5 times 5 steps and 150 ms, one and a half times, at that part of 42 ms a step.
+    assert fit.investment.goes_on_with_part(part) is goes_on
+    assert fit.cache.is_due("x") is goes_on
+    if not goes_on:
+        assert "fewer steps are left than repay a capture" in fit.cache.why_not
+
+
 def test_no_more_graphs_than_allowed_and_none_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = Fit(monkeypatch, max_graphs=4).run(in_turn(13, 400))
     assert len(fit.graphs) == 4

@@ -461,6 +461,36 @@ def test_calls_whose_shapes_follow_from_values_are_left_out(
     assert "calls of `routed.experts.0` and 3 others run eagerly" in experts
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_little_that_surely_keeps_its_shapes_is_weighed_before_more_is_looked_at(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    parts: list[float] = []
+
+    def weighed(_: Investment, part: float) -> bool:
+        parts.append(part)
+        return goes_on
+
+    def why_not(*_: Any, **__: Any) -> str:
+        return "" if goes_on or not parts else "too few steps are left"
+
+    monkeypatch.setattr(Investment, "goes_on_with_part", weighed)
+    monkeypatch.setattr(Investment, "why_not", why_not)
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=MixtureOfExperts,
+        capture={"scope": "auto", "on_failure": "eager"},
+        data=lambda: batches(30),
+        validation=0,
+    )
+    compare(eager, captured, replayed=False)
+    (part,) = parts  # of `before` and the gate, which come ahead of what takes shapes from values
+    assert 0.0 < part < 0.3
+    assert bool(captured.statistics.captures) is goes_on
+
+
 class LossReading(Net):
     """A step that reads a value, between a layer that computes little and one that does more."""
 
