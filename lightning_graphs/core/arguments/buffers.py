@@ -303,16 +303,30 @@ class StateSnapshot:
                 if address and address not in of_device:
                     of_device[address] = bytes_of(tensor.untyped_storage())
             self._saved: list[tuple[list[Tensor], list[Tensor]]] = []
+            # By the first of the tensors that are gathered: where on the device
+            self._gathered: dict[Tensor, Tensor] = {}
             for own in views.values():
                 here, there = _split(own.values(), room)
                 if here:
                     self._saved.append((here, clone_all(here)))
-                self._saved += [(part, _to_host(part)) for part in _parts(there)]
+                self._save_on_host(there)
         self._copies = {
             view.data_ptr(): copy
             for own, copies in self._saved
             for view, copy in zip(own, copies, strict=True)
         }
+
+    def _save_on_host(self, views: list[Tensor]) -> None:
+        memory: Tensor | None = None
+        for part in _parts(views):
+            if len(part) == 1:
+                self._saved.append((part, [part[0].to("cpu", copy=True)]))
+                continue
+            if memory is None:  # kept: to restore must need no memory that may be gone by then
+                memory = part[0].new_empty(min(_AT_ONCE, sum(view.nbytes for view in views)))
+            gathered = self._gathered[part[0]] = memory[: sum(view.nbytes for view in part)]
+            torch.cat(part, out=gathered)
+            self._saved.append((part, _apart(gathered.to("cpu", copy=True), part)))
 
     def saved(self, tensor: Tensor) -> Tensor:
         """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
@@ -338,9 +352,9 @@ class StateSnapshot:
                 tensor.data = self._memory[i]
         with torch.no_grad():
             for views, values in self._saved:
-                if len(views) > 1 and values[0].device != views[0].device:
-                    together = bytes_of(values[0].untyped_storage()).to(views[0].device)
-                    values = _apart(together, views)
+                if (gathered := self._gathered.get(views[0])) is not None:
+                    gathered.copy_(bytes_of(values[0].untyped_storage()))
+                    values = _apart(gathered, views)
                 copy_all(views, values)
         for i in moved:
             raise ReplayError(
@@ -377,13 +391,6 @@ def _parts(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         part.append(view)
     if part:
         yield part
-
-
-def _to_host(views: list[Tensor]) -> list[Tensor]:
-    """Copies of them all, in one piece of memory."""
-    if len(views) == 1:
-        return [views[0].to("cpu", copy=True)]
-    return _apart(torch.cat(views).cpu(), views)
 
 
 def _apart(together: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
