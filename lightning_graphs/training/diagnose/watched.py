@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -266,8 +266,7 @@ class WatchedNumbers:
         self, name: str, value: Any, obstacle: Obstacle = COUNTER, *, lasts: bool = False
     ) -> Any:
         """Stand for a number; other values stay what they are."""
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.number):
+        if isinstance(value, numpy.number):
             value = value.item()
         kind = _KINDS.get(type(value))
         if kind is None:

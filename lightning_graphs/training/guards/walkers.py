@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -143,9 +143,8 @@ class PythonGenerator:
 def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
     """Modules whose functions draw from one generator, with that."""
     yield random, PythonGenerator("Python's random", random.getstate, random.setstate)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        shared = numpy.random
-        yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
+    shared = numpy.random
+    yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
 
 
 class Generators:
@@ -164,7 +163,6 @@ class Generators:
         *,
         seen: Iterable[Any] | None = None,
     ) -> None:
-        self._numpy: Any = sys.modules.get("numpy")
         # On a CPU, torch's generator is that of the captured operators themselves.
         self._with_torch = seen is None and module.device.type != "cpu"
         others = {getattr(generator, "name", "") for generator in seen or ()}
@@ -186,14 +184,12 @@ class Generators:
         """How to read and write the state of a generator; None of other objects."""
         if isinstance(held, random.Random):
             return held.getstate, held.setstate
-        if self._with_torch and isinstance(held, torch.Generator) and held.device.type == "cpu":
+        if isinstance(held, numpy.random.Generator):
+            bits = held.bit_generator
+            return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
+        if isinstance(held, numpy.random.RandomState) or (of_torch and self._with_torch):
             return held.get_state, held.set_state
-        if self._numpy is not None:
-            if isinstance(held, self._numpy.random.RandomState):
-                return held.get_state, held.set_state
-            if isinstance(held, self._numpy.random.Generator):
-                bits = held.bit_generator
-                return partial(getattr, bits, "state"), partial(setattr, bits, "state")
         return None
 
     def drawn(self) -> list[str]:

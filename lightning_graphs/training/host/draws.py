@@ -15,6 +15,7 @@ from functools import partial, wraps
 from numbers import Real
 from typing import Any
 
+import numpy
 import torch
 from torch.utils._pytree import tree_map
 
@@ -156,8 +157,7 @@ def _reader_of(data: Any) -> Callable[[], Any] | None:
 
 def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:
     """What stands for something that is drawn, or that follows from it."""
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and type(value) is numpy.ndarray:
+    if type(value) is numpy.ndarray:
         return LiveArray(numbers, name, read, value, True, drawn=True)
     if type(value) in (list, tuple):
         items = enumerate(value)

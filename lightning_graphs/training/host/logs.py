@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Number
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_graphs.core.arguments.buffers import storage_address
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
@@ -90,15 +90,11 @@ class MetricCall:
 
 
 def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
-    """The outermost torchmetrics objects that a module holds; none if nobody has torchmetrics."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return []
-    kinds = (torchmetrics.Metric, torchmetrics.MetricCollection)
+    """The outermost metrics that a module holds."""
     found: list[tuple[str, nn.Module]] = []
     inside: set[nn.Module] = set()
     for name, child in held_in(module):
-        if isinstance(child, kinds) and child not in inside:
+        if isinstance(child, (Metric, MetricCollection)) and child not in inside:
             found.append((name.removeprefix("self."), child))
             inside.update(child.modules())
     return found
