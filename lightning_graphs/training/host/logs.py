@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
-from lightning_graphs.training.guards.frozen import StandIn, refuse_stand_ins
+from lightning_graphs.training.guards.frozen import FrozenNumber, StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import log_exchanged, replaced
@@ -46,18 +46,11 @@ METRIC_EARLY = Obstacle(
 )
 
 
-class Deferred(StandIn):
+class Deferred(FrozenNumber):
     """What a metric returns while a step is captured: it has no value before the replay."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.value: Any = None
 
     def refuse(self) -> NoReturn:
         raise METRIC_VALUE.refused_here(f"the value of {self.name} is used")
-
-    def now(self) -> Any:
-        return self.value
 
 
 class MetricCall:
@@ -69,24 +62,19 @@ class MetricCall:
         self._function = function
         self._tensors = tensors
         self._template = substitute(given, tensors)
-        self._result = Deferred(name)
-        self._items: dict[str, Deferred] | None = None
+        self._values: dict[Any, Any] = {}  # what it has returned last, or the items of that
+        read = functools.partial(functools.partial, self._values.get)
+        # What it returns while a step is captured
+        self.result: Any = Deferred(name, read(None))
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, Mapping | nn.ModuleDict):
-            keys = owner.keys()  # a MetricCollection returns a dict
-            self._items = {key: Deferred(f"{name}[{key!r}]") for key in keys}
-
-    @property
-    def result(self) -> Deferred | dict[str, Deferred]:
-        """What the call returns while a step is captured."""
-        return self._result if self._items is None else dict(self._items)
+        if isinstance(owner, MetricCollection):  # a dict
+            keys = owner.keys(keep_base=False)
+            self.result = {key: Deferred(f"{name}[{key!r}]", read(key)) for key in keys}
 
     def reissue(self, _: object) -> None:
         args, kwargs = substitute(self._template, clone_all(self._tensors))
         value = self._function(*args, **kwargs)
-        self._result.value = value
-        for key, deferred in (self._items or {}).items():
-            deferred.value = value[key] if value is not None else None
+        self._values.update((value or {}) if isinstance(self.result, dict) else {None: value})
 
 
 def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
