@@ -180,12 +180,7 @@ class LiveArray(LiveNumber):
         read, value = self.follow(function, *operands)
         return standing(self.numbers, self.numbers.unique(name), read, value)
 
-    def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
-        """An array of outcomes."""
-        return self.computed(f"{self.name} {symbol}", function, self, other)
-
-    def __bool__(self) -> Any:
-        return self.computed(f"bool({self.name})", bool, self)
+    outcome = computed  # of a comparison it is an array of them
 
     def __getitem__(self, key: Any) -> Any:
         return self.computed(self.name, operator.getitem, self, key)

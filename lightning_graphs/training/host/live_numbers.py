@@ -80,16 +80,13 @@ class StepNumbers:
         self._reads = reads
         # What a graph allocates itself is written by what ran before, in every replay.
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
-        self._known: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
-        self._bounds: list[float] = []
+        # Those that a replay must refresh
+        self.on_device: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
+        # What a number is compared with: `min` and `max` may return this very object
+        self.bounds: list[float] = []
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
         self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
-
-    @property
-    def on_device(self) -> list[NumberOnDevice]:
-        """Those that a replay must refresh."""
-        return list(self._known.values())
 
     # ------------------------------------------------------------------ what code gets
 
@@ -136,10 +133,6 @@ class StepNumbers:
         self.refused |= self.drawing
         raise DRAWN.refused_here(f"{name} is used")
 
-    def bounded(self, bound: float) -> None:
-        """Note what a number is compared with: ``min`` and ``max`` may return this very object."""
-        self._bounds.append(bound)
-
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """What gives the present value of a plain number that is logged; None if it is not ours.
 
@@ -147,7 +140,7 @@ class StepNumbers:
         """
         # What the code has in its text is what it is by the outcome of a guard.
         is_ours = type(value) is float and self.has_guards
-        if is_ours and any(b is value for b in (*self._bounds, *constants_around())):
+        if is_ours and any(b is value for b in (*self.bounds, *constants_around())):
             return lambda: value
         return None
 
@@ -164,15 +157,15 @@ class StepNumbers:
         return result
 
     def _memory(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
-        known = self._known.get((number.name, dtype))
+        known = self.on_device.get((number.name, dtype))
         if known is not None:
             return known.memory
-        place = len(self._known)
+        place = len(self.on_device)
         if place == _ROOM:
             number.refuse()
         with out_of_sight():
             memory = self._room[place : place + 1].view(dtype)[0].data  # autograd counts its writes
-            self._known[number.name, dtype] = NumberOnDevice(memory, number.now)
+            self.on_device[number.name, dtype] = NumberOnDevice(memory, number.now)
             if not memory.is_cuda:  # there the captured code runs
                 memory.fill_(number.value)
         return memory
@@ -241,11 +234,15 @@ class LiveNumber(Followed, FrozenNumber):
     def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
         """The outcome of a comparison, which is a guard."""
         if type(other) is float:
-            self.numbers.bounded(other)
-        return self.computed(_infix(self, symbol, other), function, self, other).guarded()
+            self.numbers.bounds.append(other)
+        return self.outcome(_infix(self, symbol, other), function, self, other)
 
     def __bool__(self) -> Any:
-        return self.computed(f"bool({self.name})", bool, self).guarded()
+        return self.outcome(f"bool({self.name})", bool, self)
+
+    def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        """What Python is told."""
+        return self.computed(name, function, *operands).guarded()
 
     def guarded(self) -> Any:
         """The bare value, for steps in which it is the same."""

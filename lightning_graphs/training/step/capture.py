@@ -241,6 +241,7 @@ class StepCapture(StepBody):
             stores = {name: places.without_numbers(found) for name, found in stores.items()}
         outside.read_into(self._learned.reads)
         output.finish_capture()
+        numbers = self.capturable, *self._numbers.on_device.values()
         return StepPlan(
             inputs=inputs,
             writes_batch=written,
@@ -257,7 +258,7 @@ class StepCapture(StepBody):
             places=places,
             scaling=scaling,
             host=host,
-            numbers=[n for n in (self.capturable, *self._numbers.on_device) if n is not None],
+            numbers=[n for n in numbers if n is not None],
         )
 
     def was_in_a_branch(self) -> bool:
