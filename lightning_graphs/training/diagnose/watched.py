@@ -154,7 +154,7 @@ class Observer(Recorder):
             read = name in FROM_PYTHON and obstacle is HOST_READ  # tensors in a list
             self.answered = answered = not read and self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
-            self._count(name, leaves_of(args), self._sites.here())
+            self._count(name, leaves_of(args))
             with self.looking_away():  # the operators inside of it are the same obstacle
                 result = super(Recorder, self).call(func, args, kwargs)
             return self._tell(result, answered)
@@ -188,17 +188,17 @@ class Observer(Recorder):
         super()._meet_constant(tensor)
         self._on_host.add(self.know(tensor).id)
         if tensor.dim() == 0 and tensor.device.type == "cpu":
-            self._count("a tensor of a Python number", [tensor.item()], self._sites.here())
+            self._count("a tensor of a Python number", [tensor.item()])
 
-    def _count(self, operator: str, values: Iterable[Any], site: CallSite) -> None:
+    def _count(self, operator: str, values: Iterable[Any]) -> None:
         """Keep a call with the numbers among its arguments."""
         if not self.silent:
             found = [value for value in values if type(value) in _NUMBERS]
             numbers = tuple(math.nan if value in self._anew else value for value in found)
-            self.calls.append(Call(operator, numbers, site))
+            self.calls.append(Call(operator, numbers, self._sites.here()))
 
     def _run(self, call: OperatorCall) -> Any:
-        self._count(str(call.func), (*call.args, *call.kwargs.values()), self._sites.here())
+        self._count(str(call.func), (*call.args, *call.kwargs.values()))
         result = self._tell(super()._run(call), self.answered)
         outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
         given = call.inputs if name_of(call.func) not in OF_SHAPES else []
@@ -272,7 +272,8 @@ class WatchedNumbers:
         if kind is None:
             return value
         number = kind(value)
-        number.numbers, number.name, number.obstacle, number.lasts = self, name, obstacle, lasts
+        number.numbers, number.name, number.value = self, name, value
+        number.obstacle, number.lasts = obstacle, lasts
         return number
 
     def counter(self, name: str, read: Callable[[], Any]) -> Any:
@@ -330,11 +331,6 @@ class Watched(Followed):
     lasts: bool
     spread: Callable[[Callable[[Any], Any]], float] | None = None
     """How many ways there are for what is told of one that is drawn."""
-
-    @property
-    def value(self) -> Any:
-        """The number itself."""
-        return (int if isinstance(self, int) else float).__pos__(self)  # type: ignore[arg-type]
 
     def escapes(self) -> None:
         """Tell that the bare value is taken."""
