@@ -117,9 +117,8 @@ class _Hooks:
         self._number = hooks_registered()
 
     def _now(self) -> list[tuple[object, ...]]:
-        tables = [tuple(table) for table in self._tables]
-        found = [(gradient_hooks(p), accumulation_hooks(p)) for p in self._parameters]
-        return [*tables, *(tuple(map(tuple, filter(None, pair))) for pair in found)]  # type: ignore[arg-type]
+        own = [find(p) for p in self._parameters for find in (gradient_hooks, accumulation_hooks)]
+        return [tuple(table or ()) for table in (*self._tables, *own)]  # type: ignore[arg-type]
 
     def have_changed(self) -> bool:
         """Whether any was registered or removed since; as a rule it is one comparison."""

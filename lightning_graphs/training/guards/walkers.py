@@ -176,21 +176,19 @@ class Generators:
 
     def add(self, name: str, held: Any) -> None:
         """Look at a value, if it is a generator, as it is now."""
-        if (access := self._access(held)) is not None:
-            generator = PythonGenerator(name, *access)
-            self._states.append((generator, generator.get_state()))
-
-    def _access(self, held: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-        """How to read and write the state of a generator; None of other objects."""
-        if isinstance(held, random.Random):
-            return held.getstate, held.setstate
-        if isinstance(held, numpy.random.Generator):
-            bits = held.bit_generator
-            return partial(getattr, bits, "state"), partial(setattr, bits, "state")
         of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
-        if isinstance(held, numpy.random.RandomState) or (of_torch and self._with_torch):
-            return held.get_state, held.set_state
-        return None
+        access: tuple[Callable[[], Any], Callable[[Any], object]]
+        if isinstance(held, random.Random):
+            access = held.getstate, held.setstate
+        elif isinstance(held, numpy.random.Generator):
+            bits = held.bit_generator
+            access = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        elif isinstance(held, numpy.random.RandomState) or (of_torch and self._with_torch):
+            access = held.get_state, held.set_state
+        else:
+            return
+        generator = PythonGenerator(name, *access)
+        self._states.append((generator, generator.get_state()))
 
     def drawn(self) -> list[str]:
         """The names of the generators that were drawn from."""
