@@ -7,7 +7,8 @@ import contextlib
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +36,14 @@ FILLED = Obstacle(
 )
 
 
+@dataclass(eq=False)
 class Place(abc.ABC):
     """Where something is kept."""
 
-    counted: tuple[type, ...] = ()
-    """The types of what is counted or filled there."""
+    name: str  # what messages call it
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # what messages call it
+    counted: ClassVar[tuple[type, ...]] = ()
+    """The types of what is counted or filled there."""
 
     @abc.abstractmethod
     def now(self) -> Any:
@@ -61,13 +62,12 @@ class Place(abc.ABC):
         return type(self.now()) not in self.counted
 
 
+@dataclass(eq=False)
 class Entry(Place):
     """An attribute, or an entry of what attributes hold, levels deep."""
 
-    def __init__(self, name: str, owner: Any, keys: tuple[Any, ...]) -> None:
-        super().__init__(name)
-        self.owner = owner  # the module, or a table of its parameters or buffers
-        self.keys = keys  # of the attribute, of the entry in what it holds, and so on
+    owner: Any  # the module, or a table of its parameters or buffers
+    keys: tuple[Any, ...]  # of the attribute, of the entry in what it holds, and so on
 
     @property
     def table(self) -> Any:
@@ -119,12 +119,11 @@ class Growing(Entry):
     counted = (list,)
 
 
+@dataclass(eq=False)
 class Memory(Place):
     """The memory of a parameter or buffer, which ``tensor.data = ...`` exchanges."""
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        super().__init__(name)
-        self.tensor = tensor
+    tensor: Tensor
 
     def now(self) -> Any:
         return self.tensor.detach()
