@@ -34,6 +34,7 @@ from lightning_graphs.core.obstacles import (
 from lightning_graphs.core.private.torch import current_autograd_node
 from lightning_graphs.training.guards.frozen import COUNTER
 from lightning_graphs.training.guards.python_state import DRAWN
+from lightning_graphs.training.host.draws import item_of
 from lightning_graphs.training.host.followed import Followed
 from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
 from lightning_graphs.training.host.logs import METRIC_VALUE
@@ -289,12 +290,8 @@ class WatchedNumbers:
         """Stand for a value that is drawn; ``read`` gives further ones, on a tape."""
         if type(value) in (list, tuple):
             tape = tape if len(value) <= WAYS else None  # that would take long
-            return type(value)(
-                [
-                    self.drawn(name, v, tape, lambda i=i: read()[i])  # type: ignore[misc]
-                    for i, v in enumerate(value)
-                ]
-            )
+            items = enumerate(value)
+            return type(value)([self.drawn(name, v, tape, item_of(read, i)) for i, v in items])
         is_whole, few = isinstance(value, Integral), False
         if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
             ways = self.ways * tape.told(read)

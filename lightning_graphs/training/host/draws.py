@@ -130,7 +130,8 @@ def draws_recorded(
         return torch.as_tensor(array) if isinstance(array, LiveArray) else from_numpy(array)
 
     exchanged = draws_exchanged(drawing, functions)
-    recording.reader_of = _reader_of
+    # What gives the present value of data with live numbers in it; None of other data
+    recording.reader_of = lambda d: partial(present, d) if leaves_of(d, LiveNumber) else None
     with recording, exchanged, replaced(torch, "from_numpy", converted):
         yield
 
@@ -150,18 +151,13 @@ def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _plainly.discard(thread)
 
 
-def _reader_of(data: Any) -> Callable[[], Any] | None:
-    """What gives the present value of data with live numbers in it; None of other data."""
-    return partial(present, data) if leaves_of(data, LiveNumber) else None
-
-
 def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:
     """What stands for something that is drawn, or that follows from it."""
     if type(value) is numpy.ndarray:
         return LiveArray(numbers, name, read, value, True, drawn=True)
     if type(value) in (list, tuple):
         items = enumerate(value)
-        return type(value)(standing(numbers, f"{name}[{i}]", _item(read, i), v) for i, v in items)
+        return type(value)(standing(numbers, f"{name}[{i}]", item_of(read, i), v) for i, v in items)
     if not isinstance(value, bool) and isinstance(value, Real):  # NumPy's are, too
         return LiveNumber(numbers, name, read, value, True, drawn=True)
     if not is_plain(value):
@@ -169,7 +165,7 @@ def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: An
     return numbers.guarded(name, read, value, drawn=True)
 
 
-def _item(read: Callable[[], Any], index: int) -> Callable[[], Any]:
+def item_of(read: Callable[[], Any], index: int) -> Callable[[], Any]:
     return lambda: read()[index]
 
 

@@ -231,17 +231,11 @@ class LiveNumber(Followed, FrozenNumber):
         lasts, drawn = all(n.lasts for n in numbers), any(n.drawn for n in numbers)
         return LiveNumber(self.numbers, name, *self.follow(function, *operands), lasts, drawn)
 
-    def compared(self, symbol: str, function: Callable[..., Any], other: Any) -> Any:
-        """The outcome of a comparison, which is a guard."""
-        if type(other) is float:
-            self.numbers.bounds.append(other)
-        return self.outcome(_infix(self, symbol, other), function, self, other)
-
     def __bool__(self) -> Any:
         return self.outcome(f"bool({self.name})", bool, self)
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        """What Python is told."""
+        """What Python is told, which is a guard."""
         return self.computed(name, function, *operands).guarded()
 
     def guarded(self) -> Any:
@@ -340,7 +334,12 @@ def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
-    return _of_numbers(lambda self, other: self.compared(symbol, function, other))
+    def compare(self: LiveNumber, other: Any) -> Any:
+        if type(other) is float:
+            self.numbers.bounds.append(other)
+        return self.outcome(_infix(self, symbol, other), function, self, other)
+
+    return _of_numbers(compare)
 
 
 def _converted(kind: type) -> Any:
