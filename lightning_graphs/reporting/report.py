@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from textwrap import indent
@@ -181,26 +181,19 @@ _ROWS = 20
 _REST = re.compile(r"(?<=^[^;]{44})[^;]{5,}")
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-_WORDS: dict[str, Callable[[GraphRecord], str]] = {
-    "signature": lambda r: _REST.sub("...", r.signature),
-    "scope": lambda r: r.scope,
-}
-_SIZES: dict[str, Callable[[GraphRecord], str]] = {
-    "nodes": lambda r: _number(r.nodes, ",d"),
-    "kernels": lambda r: _number(r.kernels, ",d"),
-    "pool MiB": lambda r: _number(r.pool_mib, ",.1f"),
-    "replays": lambda r: _number(r.replays, ",d"),
-}
-_TIMES: dict[str, Callable[[GraphRecord], str]] = {
-    "capture ms": lambda r: _number(r.capture_ms, ".0f"),
-    "eager ms/step": lambda r: _number(r.eager_ms, ".3f"),
-    "replay ms/step": lambda r: _number(r.replay_ms, ".3f"),
-    "speed-up": lambda r: _number(r.speed_up, ".2f") + "x" * (r.speed_up is not None),
-}
+# Title, attribute and form of each column.
+_SIZES = (
+    ("nodes", "nodes", "{:,d}"),
+    ("kernels", "kernels", "{:,d}"),
+    ("pool MiB", "pool_mib", "{:,.1f}"),
+    ("replays", "replays", "{:,d}"),
+)
+_TIMES = (
+    ("capture ms", "capture_ms", "{:.0f}"),
+    ("eager ms/step", "eager_ms", "{:.3f}"),
+    ("replay ms/step", "replay_ms", "{:.3f}"),
+    ("speed-up", "speed_up", "{:.2f}x"),
+)
 _SUMMARY = {
     "graphs/nodes": "{:,.0f} nodes",
     "graphs/capture_ms": "captured in {:.0f} ms",
@@ -243,18 +236,17 @@ def summary_line(report: Report) -> str:
 
 def render(report: Report) -> str:
     """The table, with a dash for the unknown, and what is to be said below it."""
-    columns = _WORDS | _SIZES | (_TIMES if report.times_mean_something else {})
-    rows = [[text(r) for text in columns.values()] for r in report.graphs[:_ROWS]]
+    numbers = (*_SIZES, *_TIMES) if report.times_mean_something else _SIZES
+    table = [["signature", "scope", *(title for title, *_ in numbers)]]
+    for record in report.graphs[:_ROWS]:
+        found = [(getattr(record, name), form) for _, name, form in numbers]
+        cells = ["-" if value is None else form.format(value) for value, form in found]
+        table.append([_REST.sub("...", record.signature), record.scope, *cells])
     hidden = len(report.graphs) - _ROWS
     if hidden > 0:
-        rows.append([f"and {hidden:,d} more", *[""] * (len(columns) - 1)])
-    table = [list(columns), *rows] if rows else []
+        table.append([f"and {hidden:,d} more", *[""] * (len(table[0]) - 1)])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < len(_WORDS) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+    sides = "<<" + ">" * len(numbers)
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    lines = [form.format(*row).rstrip() for row in table if report.graphs]
     return "\n".join([*lines, *_notes(report)])
