@@ -166,11 +166,8 @@ class Generators:
         # On a CPU, torch's generator is that of the captured operators themselves.
         self._with_torch = seen is None and module.device.type != "cpu"
         others = {getattr(generator, "name", "") for generator in seen or ()}
-        found = [generator for _, generator in shared_generators() if generator.name not in others]
-        if self._with_torch:
-            name = "torch's generator of the CPU"
-            found.append(PythonGenerator(name, torch.get_rng_state, torch.set_rng_state))
-        self._states = [(generator, generator.get_state()) for generator in found]
+        self._states = [(g, g.get_state()) for _, g in shared_generators() if g.name not in others]
+        self.add("torch's generator of the CPU", torch.default_generator)
         for name, value in held:
             self.add(name, value)
 
