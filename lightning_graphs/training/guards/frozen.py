@@ -27,12 +27,12 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.python_state import STORED, AttributeReads
 from lightning_graphs.training.interception import replaced, subclassed
 
-_COUNTERS = ("global_step", "current_epoch", "is_last_batch")
-_MOVING = frozenset(
-    {"callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"}
-    | {"checkpoint_callbacks", "early_stopping_callbacks"}
-)
-"""What the trainer gives anew in every step, beside its counters."""
+_COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
+_MOVING = _COUNTERS | {
+    *("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"),
+    *("checkpoint_callbacks", "early_stopping_callbacks"),
+}
+"""What the trainer gives anew in every step."""
 
 _LASTING = frozenset(
     {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
@@ -252,15 +252,10 @@ def counters_watched(
     is_library = CallSiteFinder().is_library
 
     def read(owner: Trainer, key: str) -> Any:
-        if key in _COUNTERS:
-            if counter is not None:
-                return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
-            on_use(COUNTER, f"trainer.{key}", COUNTER.refused_here(f"trainer.{key} is read"))
-        elif not (
-            key in _LASTING
-            or key.startswith("__")
-            or is_library(sys._getframe(1).f_code.co_filename)
-        ):
+        if key in _COUNTERS and counter is not None:
+            return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+        lasts = key in _LASTING or key.startswith("__")
+        if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
             _note(owner, key, on_use, reads)
         return original.__getattribute__(owner, key)
 
