@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any, NoReturn
 
@@ -263,6 +263,7 @@ class LogRecorder:
             torch.set_default_dtype(dtype)
 
 
+@dataclass(eq=False)
 class QuickLog:
     """Stands for ``LightningModule.log`` in steps that are no graph as a whole, at a lower price.
 
@@ -270,39 +271,34 @@ class QuickLog:
     value, goes through Lightning's function; the others update the entry that it made.
     """
 
-    def __init__(self, module: LightningModule, is_stepping: Callable[[], bool]) -> None:
-        self._module = module
-        self._is_stepping = is_stepping
-        self._known: dict[str, _LogCall] = {}
+    module: LightningModule
+    is_stepping: Callable[[], bool]
+    known: dict[str, _LogCall] = field(default_factory=dict)  # the last calls, by their keys
 
     def __call__(
         self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
     ) -> None:
         """``LightningModule.log``, which is the first argument."""
-        known = self._known.get(name) if self._is_stepping() and not rest else None
+        known = self.known.get(name) if self.is_stepping() and not rest else None
         is_same = known is not None and known.options == options
         if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:
             known.log(value)
             return
         log(name, value, *rest, **options)
         if not rest and all(type(v) in _PLAIN for v in options.values()):
-            self._known[name] = _LogCall(self._module, log, name, options)
+            self.known[name] = _LogCall(self.module, log, name, options)
 
 
+@dataclass(eq=False)
 class LoggedNumbers:
     """Watches the Python numbers that warm-up steps log: one that changes cannot be captured."""
 
-    def __init__(
-        self,
-        # Whether a captured step would log the present one
-        is_live: Callable[[Any], bool] = lambda _: False,
-        # Entered around Lightning's own ``log``
-        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        self._is_live = is_live
-        self._around = around
-        self._values: dict[str, Any] = {}
-        self.changing: dict[str, CallSite] = {}
+    # Whether a captured step would log the present one
+    is_live: Callable[[Any], bool] = lambda _: False
+    # Entered around Lightning's own ``log``
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    values: dict[str, Any] = field(default_factory=dict)  # what was logged last
+    changing: dict[str, CallSite] = field(default_factory=dict)
 
     def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
         return log_exchanged(module, self._watched)
@@ -310,11 +306,11 @@ class LoggedNumbers:
     def _watched(
         self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if isinstance(value, Number) and not self._is_live(value):
-            if self._values.get(name, value) != value:
+        if isinstance(value, Number) and not self.is_live(value):
+            if self.values.get(name, value) != value:
                 self.changing[name] = CallSiteFinder().here()
-            self._values[name] = value
-        with self._around():
+            self.values[name] = value
+        with self.around():
             log(name, value, *args, **kwargs)
 
 
