@@ -31,9 +31,7 @@ class FitWatch:
     """Reads the conditions of a fit, and finds what has invalidated its graphs."""
 
     def __init__(self, module: LightningModule, body: StepBody, learned: Learned) -> None:
-        self._kept = learned.kept
-        self._places = learned.places
-        self._reads = learned.reads
+        self._learned = learned
         self._trainer = trainer = module.trainer
         self._plugin = trainer.precision_plugin
         self._optimizer = optimizer = body.optimizer
@@ -46,7 +44,7 @@ class FitWatch:
         self._code = CodeOfModules([module])
 
     def look_again(self) -> None:
-        self._guard = AddressGuard.of_module(self._module, exempt=self._places.exempt)
+        self._guard = AddressGuard.of_module(self._module, exempt=self._learned.places.exempt)
 
     def reason_to_rebind(self, *, has_graphs: bool = True) -> str | None:
         """Why no graph of the fit is right any longer; None as long as they are.
@@ -64,8 +62,8 @@ class FitWatch:
         epoch, capturable = self._trainer.current_epoch, self._capturable
         if capturable is not None and (reason := capturable.reason_to_rebind(epoch)):
             return reason
-        if self._kept.look():
-            self._kept.are_copied = True
+        if self._learned.kept.look():
+            self._learned.kept.are_copied = True
             return "a gradient of an earlier step is kept, and is copied now"
         return None
 
@@ -75,7 +73,7 @@ class FitWatch:
         except ReplayError as error:
             if self._guard.bring_back():
                 return self._moved_or_exchanged()
-            if not self._places.learn_moved(self._guard.moved()):
+            if not self._learned.places.learn_moved(self._guard.moved()):
                 return error.observed
         return self._code.exchanged()
 
@@ -101,7 +99,7 @@ class FitWatch:
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *zip(OF_THE_TRAINER, (clipping, syncs(trainer), *KernelChoice.now()), strict=True),
-            *self._reads.now(),
+            *self._learned.reads.now(),
         )
 
 
