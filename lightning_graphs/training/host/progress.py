@@ -54,20 +54,17 @@ class ProgressValues:
         return replaced(self._results, "metrics", self._metrics)
 
     def capture(self, values: Mapping[str, Tensor]) -> frozenset[str]:
-        """Copy scalars to the host, as part of a capture; the names that found a place."""
-        return frozenset(name for name in values if self._copied(name, values[name]))
+        """Copy scalars to the host, as a part of a capture, too; the names that found a place."""
+        placed = list(filter(self._has_place, values))
+        for name in placed:
+            place = self._host[self._slots[name] :][:1]
+            place.copy_(values[name].detach().float().reshape(1), non_blocking=True)
+        return frozenset(placed)
 
     def show(self, name: str, number: Any) -> None:
         if self._has_place(name):
             self._values[self._slots[name]] = number
             self.mirrored |= {name}
-
-    def _copied(self, name: str, value: Tensor) -> bool:
-        """Copy a scalar to its place on the host; False if there is none left."""
-        if has_place := self._has_place(name):
-            place = self._host[self._slots[name] :][:1]
-            place.copy_(value.detach().float().reshape(1), non_blocking=True)
-        return has_place
 
     def _has_place(self, name: str) -> bool:
         if name not in self._slots and len(self._slots) < _SLOTS:
@@ -81,14 +78,11 @@ class ProgressValues:
         is_late = on_step and (self.mirrored or self.follows)
         if not is_late or trainer.is_last_batch or updates_loggers(trainer):
             return original(results, on_step)
-        entries = step_progress(results)
-        late = {n: e for n, e in entries.items() if e.meta.name in self.mirrored}
+        entries, names = step_progress(results), self.mirrored
         if self.follows:
-            values = {n: step_value(results, e) for n, e in entries.items()}
-            on_gpu = {n: v for n, v in values.items() if v is not None and v.is_cuda}
-            late = {
-                n: entries[n] for n, v in on_gpu.items() if self._copied(entries[n].meta.name, v)
-            }
+            values = {e.meta.name: step_value(results, e) for e in entries.values()}
+            names = self.capture({n: v for n, v in values.items() if v is not None and v.is_cuda})
+        late = {n: e for n, e in entries.items() if e.meta.name in names}
         numbers = {n: float(self._values[self._slots[e.meta.name]]) for n, e in late.items()}
         if any(number != number for number in numbers.values()):
             return original(results, on_step)  # no replay has finished yet, or a real NaN
