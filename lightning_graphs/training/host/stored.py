@@ -282,26 +282,22 @@ class CapturedStores:
                 if id(place) not in rebound or version_of(leaf) != self._versions[position]:
                     self._written.append((leaf.detach(), position))
                 position += 1
-        given = {id(tensor): i for i, tensor in enumerate(self._own)}
-        self._sources: list[Tensor] = []
+        sources: dict[str, list[Tensor]] = {"copy": [], "itself": []}
         self._slots: list[tuple[str, int]] = []
-        known: dict[int, int] = {}
+        known = {id(tensor): ("given", i) for i, tensor in enumerate(self._own)}
         for leaf in leaves_of([value for _, value in self._outgoing]):
             if isinstance(leaf, StandIn):
                 leaf.now()  # or a refusal, where no replay has the value
-            elif not isinstance(leaf, Tensor):
-                if not is_plain(leaf):
-                    raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
-            elif id(leaf) in given:
-                self._slots.append(("given", given[id(leaf)]))
-            else:
-                index = known.setdefault(id(leaf), len(self._sources))
-                if index == len(self._sources):
-                    self._sources.append(leaf)
-                itself = storage_address(leaf) in self._themselves
-                self._slots.append(("itself" if itself else "copy", index))
-        self._parameters = [isinstance(leaf, Parameter) for leaf in self._sources]
-        self._sources = [leaf.detach() for leaf in self._sources]
+            elif isinstance(leaf, Tensor):
+                if id(leaf) not in known:
+                    kind = "itself" if storage_address(leaf) in self._themselves else "copy"
+                    known[id(leaf)] = kind, len(sources[kind])
+                    sources[kind].append(leaf)
+                self._slots.append(known[id(leaf)])
+            elif not is_plain(leaf):
+                raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
+        self._parameters = [isinstance(leaf, Parameter) for leaf in sources["copy"]]
+        self._sources = {kind: [leaf.detach() for leaf in sources[kind]] for kind in sources}
         self._outgoing = [(place, _detached(value)) for place, value in self._outgoing]
 
     # ------------------------------------------------------------------ around a replay
@@ -336,7 +332,7 @@ class CapturedStores:
         self.write_back()
         if not self._outgoing:
             return
-        copies = clone_all(self._sources)
+        copies = clone_all(self._sources["copy"])
         copies = [
             Parameter(copy) if is_parameter else copy
             for copy, is_parameter in zip(copies, self._parameters, strict=True)
@@ -348,7 +344,7 @@ class CapturedStores:
                 place.put(value)
 
     def _built(self, copies: Sequence[Tensor]) -> Iterator[tuple[Place, Any]]:
-        sources = {"given": self._raw, "copy": copies, "itself": self._sources}
+        sources = {**self._sources, "given": self._raw, "copy": copies}
         supply = iter([sources[kind][index] for kind, index in self._slots])
         for place, value in self._outgoing:
             yield place, present(substitute(value, supply))
@@ -356,7 +352,8 @@ class CapturedStores:
     def results(self) -> list[Result]:
         """After a replay: what would be stored."""
         self.write_back()
-        return [r for place, value in self._built(self._sources) for r in _results(place, value)]
+        built = self._built(self._sources["copy"])
+        return [result for place, value in built for result in _results(place, value)]
 
     def eager_results(self) -> Callable[[], list[Result]]:
         """Ahead of an eager step: what gives, after it, what it has stored where a replay does."""
