@@ -46,7 +46,7 @@ _LASTING = frozenset(
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
-_OURS = "lightning_graphs."
+OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
 
 COUNTER = Obstacle(
@@ -301,7 +301,7 @@ def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator
     def used(name: str) -> None:
         frame = sys._getframe(2)
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
-        computes_nothing = module.startswith((_COMPILER, _OURS)) or code.co_name in harmless
+        computes_nothing = module.startswith((_COMPILER, OURS)) or code.co_name in harmless
         if not (computes_nothing and is_library(code.co_filename)):
             on_use(OLD_GRADIENTS, name, OLD_GRADIENTS.refused_here(name))
 

@@ -20,7 +20,7 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.guards.frozen import StandIn
+from lightning_graphs.training.guards.frozen import OURS, StandIn
 
 
 @contextlib.contextmanager
@@ -76,8 +76,6 @@ def _refuse(names: Sequence[str]) -> None:
     )
 
 
-_OURS = "lightning_graphs."
-
 BATCH_VALUE = Obstacle(
     "A graph would freeze a Python value of the batch, which differs from batch to batch.",
     "make a tensor of what the step needs of the value, in the dataset or in collate_fn",
@@ -116,7 +114,7 @@ class _UnreadValue(StandIn):
         frame: Any = sys._getframe(1)
         while frame.f_globals.get("__name__") == "abc":  # which asks for abstract classes
             frame = frame.f_back
-        ours = frame.f_globals.get("__name__", "").startswith(_OURS)
+        ours = frame.f_globals.get("__name__", "").startswith(OURS)
         return type(self) if ours else self._kind
 
     def refuse(self) -> NoReturn:
