@@ -181,7 +181,7 @@ class LogRecorder:
         self._dtype = torch.get_default_dtype()
         # Gives what tells the present value of something that is logged; None where that is the
         # captured one
-        self.live: Callable[[Any], Callable[[], Any] | None] = _of_stand_in
+        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -203,7 +203,8 @@ class LogRecorder:
         arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
         refuse_stand_ins(arguments)
-        device, now = self._module.device, _of_stand_in(value) or self.live(value)
+        device = self._module.device
+        now = value.now if isinstance(value, StandIn) else self.live(value)
         if now is None and isinstance(value, Number):
             site = None if self._numbers is None else self._numbers.changing.get(name)
             if site is not None:
@@ -312,10 +313,6 @@ class LoggedNumbers:
             self.values[name] = value
         with self.around():
             log(name, value, *args, **kwargs)
-
-
-def _of_stand_in(value: Any) -> Callable[[], Any] | None:
-    return value.now if isinstance(value, StandIn) else None
 
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:
