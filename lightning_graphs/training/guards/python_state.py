@@ -72,7 +72,6 @@ class AttributeReads(HeldValues):
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
         self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
-        self._thread = threading.get_ident()
         self._paths: dict[int, str] = {}
 
     def read(self, words: Iterable[str]) -> None:
@@ -202,7 +201,9 @@ class AttributeReads(HeldValues):
         if key not in table and (is_everywhere or not (is_plain(of_class) or is_method)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
-        _refuse_iterators(name, value)
+        inside = () if isinstance(value, nn.Module) else held_in_value(name, value, {})
+        for label in iterators_in(inside):  # before anything is taken from one
+            raise DRAWN.refused_here(f"{label}, an iterator, is read")
         if key not in table and not is_method:
             self.add(name, partial(getattr, owner), key, owner)
         elif key in table and value is None:  # which a table without it gives as well
@@ -225,13 +226,6 @@ def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
     """The names of those among named values that are iterators, but for open files."""
     kinds = ((name, isinstance(v, Iterator) and not isinstance(v, io.IOBase)) for name, v in held)
     return [name for name, is_iterator in kinds if is_iterator]
-
-
-def _refuse_iterators(name: str, value: Any) -> None:
-    """Refuse to read an iterator, or what has one inside, before anything is taken from it."""
-    inside = [] if isinstance(value, nn.Module) else held_in_value(name, value, {})
-    for label in iterators_in([(name, value), *inside]):
-        raise DRAWN.refused_here(f"{label}, an iterator, is read")
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:

@@ -24,8 +24,7 @@ _OWN_DROPOUT = (
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
     """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
-    obstacle = obstacle_in(module)
-    if obstacle is not None:
+    if (obstacle := obstacle_in(module)) is not None:
         return obstacle
     if not module.automatic_optimization:
         return "the module optimizes manually, and scope='step' needs automatic optimization"
