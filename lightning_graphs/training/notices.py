@@ -121,7 +121,6 @@ class FitReporter:
             self._stopwatch,
             self._settled,
             manual=not fit.module.automatic_optimization,
-            verified=self._is_verified,
         )
 
     def _settled(self) -> None:
@@ -149,11 +148,6 @@ class FitReporter:
         self._off_since = self._batches()
         self._statistics.note(reason)
 
-    def _is_verified(self) -> bool:
-        """Whether the coming step is compared with the eager one, which takes time."""
-        every = self._fit.options.verify
-        return type(every) is int and self._fit.trainer.global_step % every == 0
-
     def _batches(self) -> int:
         """Index of the present micro-batch in the whole fit."""
         return self._fit.trainer.fit_loop.epoch_loop.total_batch_idx
@@ -164,8 +158,8 @@ class FitReporter:
             return True
         eager = self._statistics.pace.eager
         verdict = judge(self._statistics.graphs, median(eager) if eager else None)
-        self._statistics.verdict = verdict.sentence if verdict is not None else ""
-        return verdict is None or verdict.profitable
+        self._statistics.verdict = verdict.sentence
+        return verdict.profitable
 
     def finish(self) -> None:
         """End the report; to be called at the end of a fit, while the graphs still live."""

@@ -58,6 +58,7 @@ class Statistics(Report):
     recaptures: list[str] = field(default_factory=list)
     times: list[StepTime] = field(default_factory=list)
     captures: int = 0  # steps captured, a signature each
+    comparisons: int = 0  # of graphs with eager runs
     # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
     waiting: str = ""  # why the last eager step was not captured, where none was refused

@@ -69,7 +69,7 @@ class Stopwatch:
 def _counted(done: Statistics) -> tuple[tuple[object, ...], int, list[int]]:
     """What disturbs a step's time, eager steps, and replays of each graph so far."""
     captures = done.captures, sum(record.captures for record in done.graphs)
-    disturbances = (*captures, *done.fallbacks, len(done.recaptures))
+    disturbances = (*captures, done.comparisons, *done.fallbacks, len(done.recaptures))
     return disturbances, done.eager, [record.replays for record in done.graphs]
 
 
@@ -107,14 +107,12 @@ class StepTiming:
         settled: Callable[[], None],
         *,
         manual: bool = False,
-        verified: Callable[[], bool] = bool,
     ) -> None:
         self._handler = handler
         self._statistics = statistics
         self._stopwatch = stopwatch
         self._settled = settled
         self._manual = manual
-        self._verified = verified
         self._stepping = False
         self._steps = 0
         self._open: _Sample | None = None
@@ -127,12 +125,10 @@ class StepTiming:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run it; a step begins here."""
-        self._open = None
-        if not self._verified():
-            tensors = leaves_of(args[:1], Tensor)
-            shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
-            batch, counted = (shapes, self._stepping), _counted(self._statistics)
-            self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)
+        tensors = leaves_of(args[:1], Tensor)
+        shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
+        batch, counted = (shapes, self._stepping), _counted(self._statistics)
+        self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)
         self._steps += 1
         result = self._handler.training_step(*args, **kwargs)
         if self._manual:
@@ -224,19 +220,19 @@ GPU_BOUND_FROM = 0.95
 class Verdict:
     """What the times say."""
 
-    profitable: bool  # whether replayed steps are faster at all
+    profitable: bool  # whether replayed steps are faster at all, as far as one can tell
     sentence: str = ""  # what a user should know; empty where graphs pay off clearly
 
 
-def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict | None:
-    """Compare the time of replayed steps with that of eager ones; None without both times."""
+def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict:
+    """Compare the time of replayed steps with that of eager ones."""
     timed = [
         (eager, record.replay_ms, record.replays)
         for record in records
         if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
     ]
     if not timed:
-        return None
+        return Verdict(True)
     steps = sum(count for *_, count in timed)
     eager = sum(ms * count for ms, _, count in timed) / steps
     replay = sum(ms * count for _, ms, count in timed) / steps

@@ -54,6 +54,7 @@ class Agreement:
 
     def __init__(self, fit: Fit) -> None:
         self.root, self.budget, self.ranks = fit.module, fit.retry.budget, fit.ranks
+        self._statistics = fit.statistics
         verify = fit.options.verify
         self.is_on = verify is not False
         self.every = 0 if isinstance(verify, bool) else verify
@@ -68,6 +69,7 @@ class Agreement:
 
     def compare(self, ways: BothWays, what: str, tolerance: Tolerance | None = None) -> None:
         """Compare both ways, or say that there was no memory for it."""
+        self._statistics.comparisons += 1
         try:
             kept = self.ranks.together(ways.keep)
             try:

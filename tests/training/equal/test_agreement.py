@@ -12,6 +12,7 @@ from lightning_graphs import VerificationError
 from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import Ranks
+from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
 from lightning_graphs.training.verify.differences import Result
 from lightning_graphs.training.verify.state import Kept
@@ -30,7 +31,7 @@ def agreement() -> Agreement:
     root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
     retry = SimpleNamespace(budget=MemoryBudget(CPU))
     parts = {"module": root, "options": Options(), "retry": retry, "ranks": Ranks(trainer)}
-    fit: Any = SimpleNamespace(trainer=trainer, **parts)
+    fit: Any = SimpleNamespace(trainer=trainer, statistics=Statistics(), **parts)
     return Agreement(fit)
 
 
