@@ -187,18 +187,20 @@ def gather(tensors: Iterable[Tensor]) -> None:
     if reserved - torch.cuda.memory_allocated() < _WORTH_A_MOVE * reserved:
         return
     movable = [t for t in tensors if t.is_cuda and t.device.index == device and _is_whole(t)]
-    pool = torch.cuda.MemPool()
+    pool, freed = torch.cuda.MemPool(), 0
     try:
-        for part in _parts(movable):
+        for tensor in movable:
             with torch.cuda.use_mem_pool(pool):
-                copies = [tensor.clone() for tensor in part]
-            for tensor, copy in zip(part, copies, strict=True):
-                tensor.data = copy
-            del copies, tensor, copy
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+                tensor.data = tensor.clone()
+            freed += tensor.untyped_storage().nbytes()
+            if freed >= _AT_ONCE:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+                freed = 0
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()  # what has moved has moved; the rest stays
+        pass  # what has moved has moved; the rest stays
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -206,16 +208,3 @@ def _is_whole(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     fills = storage.nbytes() == tensor.numel() * tensor.element_size() > 0
     return fills and storage_uses(storage) == 2  # by the tensor, and by the name above
-
-
-def _parts(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    part: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        part.append(tensor)
-        size += tensor.numel() * tensor.element_size()
-        if size >= _AT_ONCE:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
