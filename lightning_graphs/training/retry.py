@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -48,29 +48,6 @@ _OURS = frozenset({"forward", "log"})
 _NONE_YET = -1, 0
 
 
-class PythonState:
-    """What modules, a batch and generators hold that is no tensor, and what was logged."""
-
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, held: Sequence[tuple[str, Any]]
-    ) -> None:
-        self._modules = list(module.modules())
-        self._contents = Contents(held)
-        self._generators = Generators(module, held)
-        self._put_logs_back = logs_kept(trainer)
-
-    def restore(self) -> None:
-        tables = list(map(vars, self._modules))
-        ours = [{key: table[key] for key in _OURS & table.keys()} for table in tables]
-        self._contents.restore()
-        for table, now in zip(tables, ours, strict=True):
-            for key in _OURS & table.keys():
-                del table[key]
-            table.update(now)
-        self._generators.restore()
-        self._put_logs_back()
-
-
 class StepBegin(Kept):
     """What a step finds as it begins, to be put back.
 
@@ -91,11 +68,27 @@ class StepBegin(Kept):
         self.args = args
         held = [*held_in(module), *held_in_value("batch", args, {})]
         self.gradients = Gradients(module.parameters())
-        self.python = PythonState(trainer, module, held)
+        self._tables = list(map(vars, module.modules()))
+        self._contents, self._generators = Contents(held), Generators(module, held)
+        self._put_logs_back = logs_kept(trainer)
         tensors = [*module.buffers(), *LooseTensors(module, held).tensors]
         tensors += self.gradients.tensors if gradients else []
-        others = self.gradients.restore, self.python.restore
-        super().__init__(tensors, module.device, budget.room_for, *others)
+        super().__init__(tensors, module.device, budget.room_for, self.gradients.restore)
+
+    def restore(self) -> None:
+        super().restore()
+        self.restore_python()
+
+    def restore_python(self) -> None:
+        """Put back what is no tensor, and what was logged."""
+        ours = [{key: table[key] for key in _OURS & table.keys()} for table in self._tables]
+        self._contents.restore()
+        for table, now in zip(self._tables, ours, strict=True):
+            for key in _OURS & table.keys():
+                del table[key]
+            table.update(now)
+        self._generators.restore()
+        self._put_logs_back()
 
 
 class Runner(StepHandler, Protocol):
@@ -224,7 +217,7 @@ class EagerRetry:
             if not self._may_retry(error) or self._begin is None:
                 raise
             self._reason = first_line(error)
-        self._begin.python.restore()
+        self._begin.restore_python()
         return plan.hand_out(copies=False)
 
     def _may_retry(self, error: Exception) -> bool:
