@@ -203,7 +203,7 @@ class Forward:
         this = self._label, self._module, self._original
         call = ObservedCall(*this, args, kwargs, device_type)
         # What earlier captures have read: a value that never returns is not worth a graph.
-        read = frozenset(item for site in cache.plans() for item in site.baked.now())
+        read = frozenset(item for site in cache.plans() for item in site.baked.reads.now())
         key = call.key(), call.kernels, read
         if not cache.is_due(key):
             return _NONE

@@ -82,7 +82,7 @@ class Baked:
     def __init__(self, root: LightningModule, own: OwnCode) -> None:
         self._root = root
         self._own = own
-        self._reads = AttributeReads()
+        self.reads = AttributeReads()
         self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @contextlib.contextmanager
@@ -96,28 +96,25 @@ class Baked:
         self.outside = OutsideValues(nn.ModuleList(modules), self._own, *found)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._reads.watching(self._root))
-            stack.enter_context(counters_watched(trainer, reads=self._reads))
+            stack.enter_context(self.reads.watching(self._root))
+            stack.enter_context(counters_watched(trainer, reads=self.reads))
             stack.enter_context(old_gradients_watched(trainer))
             for optimizer in trainer.optimizers:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
             yield
-        self.outside.read_into(self._reads)
-        self.values = self.now()
+        self.outside.read_into(self.reads)
+        self.values = self.reads.now()
 
     @property
     def is_current(self) -> bool:
         """Whether all of this is as it was at capture, the code of the modules, too."""
-        return self.now() == self.values and not self._code.exchanged()
-
-    def now(self) -> tuple[tuple[str, Any], ...]:
-        return self._reads.now()
+        return self.reads.now() == self.values and not self._code.exchanged()
 
     def left(self) -> tuple[dict[str, Tensor], Stores]:
         """Tensors that the body has written, and attributes that it has set, since last asked."""
-        return self.loose.written(), self._reads.stored()
+        return self.loose.written(), self.reads.stored()
 
     def left_alone(
         self, run: Callable[[], Result], module: nn.Module, attributes: Contents
@@ -129,7 +126,7 @@ class Baked:
             ):
                 result = run()
         finally:
-            changed = self._reads.changed_outside(set(map(id, module.modules())))
+            changed = self.reads.changed_outside(set(map(id, module.modules())))
             if inside := attributes.changed():
                 changed += inside
                 attributes.restore()
@@ -147,7 +144,7 @@ class Baked:
         inside = {id(module) for site in sites for module in site.call.module.modules()}
         for site in sites:
             own = {id(module) for module in site.call.module.modules()}
-            site.read = self._reads.without(inside - own)
+            site.read = self.reads.without(inside - own)
             site.values = site.read.now()
 
 
@@ -263,18 +260,15 @@ class CapturedStep:
             order.begin()
 
     def enter(self, statistics: Statistics) -> None:
-        for sites in self._by_module():
-            enter(sites, statistics, f"; {len(sites)} calls" if len(sites) > 1 else "")
+        for found in self.sites.values():
+            if sites := [site for site in found if site is not None]:
+                enter(sites, statistics, f"; {len(sites)} calls" if len(sites) > 1 else "")
 
     def release(self, statistics: Statistics) -> None:
-        for sites in self._by_module():  # the first one stands for all, none of which is empty yet
-            for site in sites:
-                site.release(statistics)
-
-    def _by_module(self) -> Iterator[list[Site]]:
-        for sites in self.sites.values():
-            if found := [site for site in sites if site is not None]:
-                yield found
+        for site in self.captured:  # one stands for all of its module, none of which is empty yet
+            statistics.released(site.graphed.forward_graph)
+        for site in self.captured:
+            site.graphed.reset()
 
 
 def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:

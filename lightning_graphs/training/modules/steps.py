@@ -238,13 +238,13 @@ class ModuleGraphs:
         moved = (
             line + named_at(line, baked.outside.codes)
             for baked in steps
-            for line in moved_values(baked.values, baked.now())
+            for line in moved_values(baked.values, baked.reads.now())
         )
         return before.change(kind) or list(dict.fromkeys(moved))
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
-        return frozenset(item for step in self._plans_of(kind) for item in step.baked.now())
+        return frozenset(item for step in self._plans_of(kind) for item in step.baked.reads.now())
 
     def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
         return [step for step in self._cache.plans() if step.kind == kind]
