@@ -41,16 +41,12 @@ class Choice:
         self._root = root
         self._refused: set[nn.Module] = set()
         self._shown: dict[Hashable, str] = {}
-        self._named: Mapping[str, nn.Module] = {}
-        self._left_out: set[str] = set()
         self._keys: dict[Hashable, set[Hashable]] = {}
         self._looked_at: set[StepKind] = set()
         only_if_faster = options.only_if_faster and options.min_repeats is None
         self._work = _WORK if only_if_faster and not options.modules else 0
-        if options.modules:
-            self._named = select(root, options.modules, options.exclude)
-        else:
-            self._left_out = excluded(root, options.exclude)
+        self._named = select(root, options.modules or (), options.exclude)
+        self._left_out = _all_matches(_submodules(root), options.exclude, "exclude")
 
     def candidates(self) -> Mapping[str, nn.Module]:
         """Name and module of everything that a step may call as a graph, as they are now.
@@ -255,8 +251,7 @@ def select(
             f"got exclude={list(exclude)!r} for modules={list(patterns)!r}",
             "leave out exclude, or name other modules",
         )
-    chosen = [name for name in named if name in found]
-    chosen = [name for name in chosen if not any(is_inside(name, outer) for outer in chosen)]
+    chosen = [n for n in named if n in found and not any(is_inside(n, outer) for outer in found)]
     for outer in chosen:
         inner = next((name for name in left_out if is_inside(name, outer)), None)
         if inner is not None:
@@ -267,11 +262,6 @@ def select(
                 f"name the submodules of `{outer}` instead: modules=['{outer}.*']",
             )
     return {name: named[name] for name in chosen}
-
-
-def excluded(root: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """The names of the submodules that ``exclude`` means where nothing is selected by name."""
-    return _all_matches(_submodules(root), patterns, "exclude")
 
 
 def is_inside(name: str, outer: str) -> bool:
