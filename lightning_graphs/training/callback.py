@@ -248,7 +248,6 @@ class GraphCapture(Callback):
                 methods.close()
                 if progress is not None:
                     progress.mirrored = frozenset()
-                self._retry = None
 
             statistics.backend = name
             reporter = FitReporter(fit, switch_off)

@@ -77,13 +77,6 @@ class MemoryBudget:
         self.is_tight = False
 
     @property
-    def _limit(self) -> int:
-        assert self._device is not None
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        least = min(_LEAST, int(_LEAST_SHARE * total))
-        return max(self._part, self._peak + least)
-
-    @property
     def _part(self) -> int:
         return int((1 + self._share) * self._peak)
 
@@ -96,14 +89,17 @@ class MemoryBudget:
             self._peak = torch.cuda.max_memory_allocated(self._device)
             self._activations = self._peak - taken
             torch.cuda.empty_cache()  # graphs take from a pool, never what lies cached
-        if torch.cuda.memory_reserved(self._device) + self._activations > self._limit:
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        least = min(_LEAST, int(_LEAST_SHARE * total))
+        limit = max(self._part, self._peak + least)
+        if torch.cuda.memory_reserved(self._device) + self._activations > limit:
             torch.cuda.empty_cache()  # what is left is in use, or in pools: eager steps cannot
             taken = torch.cuda.memory_reserved(self._device)
-        if taken + self._activations > self._limit:
+        if taken + self._activations > limit:
             raise no_room(
                 what,
                 f"{taken // _MIB} MiB are taken, a step takes {self._activations // _MIB} MiB "
-                f"beside, and memory={self._share:g} allows {self._limit // _MIB} MiB",
+                f"beside, and memory={self._share:g} allows {limit // _MIB} MiB",
             )
 
     @property

@@ -68,8 +68,8 @@ class Stopwatch:
 
 def _counted(done: Statistics) -> tuple[tuple[object, ...], int, list[int]]:
     """What disturbs a step's time, eager steps, and replays of each graph so far."""
-    captures = done.captures, sum(record.captures for record in done.graphs)
-    disturbances = (*captures, done.comparisons, *done.fallbacks, len(done.recaptures))
+    captures = sum(record.captures for record in done.graphs)
+    disturbances = (captures, done.comparisons, *done.fallbacks, len(done.recaptures))
     return disturbances, done.eager, [record.replays for record in done.graphs]
 
 
