@@ -24,7 +24,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
 from lightning_graphs.training.modules.sequence import Means, capture_alone
 from lightning_graphs.training.modules.sites import CallRefused, Site, enter
-from lightning_graphs.training.verify.verification import CallChecks, CallDiffers
+from lightning_graphs.training.verify.verification import CallDiffers
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
@@ -40,7 +40,6 @@ class Stage:
 
     fit: Fit
     means: Means  # for captures of calls without autograd, which may be replayed in any order
-    checks: CallChecks  # compares new graphs with the modules' own code
     stepping: bool = False  # a training step's own code is running, and no backward pass
     evaluating: bool = False  # a validation step's is, and it shall have graphs
     stale: str = ""  # why no graph may be right any longer; empty if all may
@@ -212,7 +211,6 @@ class Forward:
         stage.stepping = stage.evaluating = False
         try:
             site = capture_alone(call, stage.means)
-            stage.checks.check_new([site], stage.fit.statistics)
         except CaptureError as error:
             if isinstance(error, CallRefused):
                 cache.refuse(key)

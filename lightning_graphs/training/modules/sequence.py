@@ -44,6 +44,7 @@ class Means:
     own: OwnCode  # tells its author's code from others'
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradient_buffers: GradientBuffers  # where parameter gradients go
+    check: Callable[[Sequence[Site]], object]  # raises where graphs differ from the modules' code
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
     # gradients of some parameters only, autograd must know of them.
@@ -109,6 +110,9 @@ def _captured(
                 for call, way in passes:
                     here[call].run(way, here if means.lends else {})
             sites = [capture.finish() for capture in captures]
+        for capture in captures:
+            capture.passes.outputs.settle()
+        means.check(sites)
     except BaseException:
         for capture in captures:
             capture.passes.abandon()
@@ -118,8 +122,6 @@ def _captured(
     # All of them share the memory, whose size takes long to read: the first one stands for it.
     for site in sites[:1]:
         site.cost.added.update(cost.added)
-    for capture in captures:
-        capture.passes.outputs.settle()
     return sites, baked
 
 
@@ -140,8 +142,6 @@ class _Capture:
         self, call: ObservedCall, means: Means, order: ReplayOrder, baked: Baked, *, warm: bool
     ) -> None:
         self._call = call
-        with as_observed(call):
-            self._attributes = Contents(held_in(call.module))
         self._baked = baked
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
@@ -152,6 +152,7 @@ class _Capture:
         here = CaptureSettings(means.pool, order, direct, True, gradient_buffers=buffers)
 
         def prepare() -> CallableCapture:
+            self._attributes = Contents(held_in(call.module))
             capture = CallableCapture(call.module, call.args, call.kwargs, here, call.original)
             capture.draws = call.draws
             capture.gradient_strides = call.gradient_strides

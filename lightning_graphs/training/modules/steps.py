@@ -85,10 +85,10 @@ class ModuleGraphs:
         # Graphs write gradients of which autograd knows nothing.
         self._watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
-        self._means = Means(module, own, pool, gradients.of, direct=direct)
-        self._agreement = agreement
+        self._agreement, self._checks = agreement, CallChecks(agreement)
+        self._means = Means(module, own, pool, gradients.of, self._checks.check, direct=direct)
         # What decides over the calls while a step runs.
-        self.stage = Stage(fit, replace(self._means, pool=apart), CallChecks(agreement))
+        self.stage = Stage(fit, replace(self._means, pool=apart))
         self._fit = fit
         self._device_type = pool.backend.device_type
         self._choice = Choice(module, options)
@@ -122,7 +122,6 @@ class ModuleGraphs:
         step.release(self._fit.statistics)
         if not self._plans_of(step.kind):
             self._searches.pop(step.kind, None)
-            self._cache.forget((step.kind, self._read(step.kind)))
 
     # ------------------------------------------------------------------ each step
 
@@ -358,7 +357,6 @@ class ModuleGraphs:
             try:
                 self._agreement.budget.require_room("A captured module")
                 sites, baked = capture_step(calls, observation, self._means)
-                self.stage.checks.check_new(sites, self._fit.statistics)
                 step = CapturedStep(kind, calls, observation, sites, baked)
             except NoRoomError as error:
                 if options.on_failure == "raise":
@@ -410,7 +408,7 @@ class ModuleGraphs:
     def _is_wrong(self, step: CapturedStep) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
         try:
-            self.stage.checks.check(step.captured, again=True)
+            self._checks.check(step.captured, again=True)
         except CallDiffers as error:
             if self._fit.options.on_failure == "raise":
                 raise

@@ -25,7 +25,6 @@ from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.modules.sequence import as_observed
 from lightning_graphs.training.modules.sites import CallRefused, Site
-from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
@@ -149,15 +148,6 @@ class CallChecks:
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
-
-    def check_new(self, sites: Sequence[Site], statistics: Statistics) -> None:
-        """Verify graphs that were just captured; if that fails, they are released."""
-        try:
-            self.check(sites)
-        except BaseException:
-            for site in sites:
-                site.release(statistics)
-            raise
 
     def check(self, sites: Sequence[Site], *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
