@@ -169,9 +169,6 @@ class PlanCache(Generic[Key, Plan]):
         else:
             self._captures += 1
 
-    def forget(self, key: Key) -> None:
-        self._seen.pop(key, None)
-
     def drop_all(self) -> None:
         """Release every plan; how often each key was seen stays known."""
         for key in reversed([*self._plans]):
