@@ -23,7 +23,7 @@ from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
 from lightning_graphs.training.modules.sequence import Means, capture_alone
-from lightning_graphs.training.modules.sites import CallRefused, Site, enter
+from lightning_graphs.training.modules.sites import CallRefused, Site, enter, release
 from lightning_graphs.training.verify.verification import CallDiffers
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
@@ -77,7 +77,7 @@ class Forward:
         fit = stage.fit
         self._without_autograd: PlanCache[Hashable, Site] = PlanCache(
             fit.investment,
-            lambda site: site.release(fit.statistics),
+            lambda site: release([site], fit.statistics),
             capacity=fit.options.max_graphs,
             uses=attrgetter("record.replays"),
         )
@@ -87,7 +87,6 @@ class Forward:
         self._place = COMPILED_CALL if is_compiled_in_place(self._module) else "forward"
         # What the module itself has in its place, unlike its class; None for nothing.
         self._own: Callable[..., Any] | None = self._attributes.get(self._place)
-        self._compiled = self._attributes.get(COMPILED_CALL)
         self._original: Callable[..., Any] = getattr(self._module, self._place)
         self.__wrapped__ = self._original  # inspect.signature shows the original's arguments
 
@@ -103,9 +102,9 @@ class Forward:
 
     def install(self) -> None:
         """Take the place of the module's own; with another one there, no graph is right."""
-        before = self._own, self._compiled
+        before = self._place, self._own
         self._look()  # its class may be another one by now
-        if not self.is_graphed or before == (self._own, self._compiled):
+        if not self.is_graphed or before == (self._place, self._own):
             self._attributes[self._place] = self
         else:
             self._stage.stale = f"the forward of `{self._label}` was exchanged"

@@ -94,12 +94,11 @@ def _captured(
     warm: bool,  # the calls have just run, as they are captured
 ) -> tuple[list[Site], Baked]:
     """Capture passes in their order, each group of them over the memory of a pool."""
-    baked = Baked(means.root, means.own)
+    baked = Baked(means.root, means.own, list(dict.fromkeys(call.module for call in calls)))
     captures: list[_Capture] = []
     pools: list[GraphPool] = []
     try:
-        modules = dict.fromkeys(call.module for call in calls)
-        with capture_cost(means.pool.backend) as cost, baked.watched(modules):
+        with capture_cost(means.pool.backend) as cost, baked.watched():
             for memory, passes in groups:
                 own, order = memory.beside(memory.handle), ReplayOrder()
                 pools.append(own)

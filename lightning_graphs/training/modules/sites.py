@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -76,24 +76,22 @@ class Baked:
     Those are attributes of modules and of the trainer, and global and enclosing variables.
     """
 
-    outside: OutsideValues  # follows the code of the captures
-    loose: LooseTensors  # tensors that no module has in a table
-
-    def __init__(self, root: LightningModule, own: OwnCode) -> None:
+    def __init__(self, root: LightningModule, own: OwnCode, modules: Sequence[nn.Module]) -> None:
         self._root = root
         self._own = own
         self.reads = AttributeReads()
         self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
+        self._code = CodeOfModules(modules, graphed=True)
+        held = list(held_in(root))
+        self._generators = Generators(root, held)
+        self.loose = LooseTensors(root, held)  # tensors that no module has in a table
+        found = self._generators.add, self.loose.add
+        # Follows the code of the captures
+        self.outside = OutsideValues(nn.ModuleList(modules), own, *found)
 
     @contextlib.contextmanager
-    def watched(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
         """Note what the body, a capture of these modules, reads."""
-        modules = list(modules)
-        self._code = CodeOfModules(modules, graphed=True)
-        held = list(held_in(self._root))
-        self._generators, self.loose = Generators(self._root, held), LooseTensors(self._root, held)
-        found = self._generators.add, self.loose.add
-        self.outside = OutsideValues(nn.ModuleList(modules), self._own, *found)
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.reads.watching(self._root))
@@ -178,10 +176,6 @@ class Site:
         same = self.is_as_captured and self.call.kernels == KernelChoice.now()
         return same and self.graphed.accepts(args, kwargs)
 
-    def release(self, statistics: Statistics) -> None:
-        statistics.released(self.graphed.forward_graph)
-        self.graphed.reset()
-
 
 class CapturedStep:
     """The graphs for steps of one kind that make the same calls."""
@@ -264,11 +258,12 @@ class CapturedStep:
             if sites := [site for site in found if site is not None]:
                 enter(sites, statistics, f"; {len(sites)} calls" if len(sites) > 1 else "")
 
-    def release(self, statistics: Statistics) -> None:
-        for site in self.captured:  # one stands for all of its module, none of which is empty yet
-            statistics.released(site.graphed.forward_graph)
-        for site in self.captured:
-            site.graphed.reset()
+
+def release(sites: Sequence[Site], statistics: Statistics) -> None:
+    for site in sites:  # one stands for all of its module, none of which is empty yet
+        statistics.released(site.graphed.forward_graph)
+    for site in sites:
+        site.graphed.reset()
 
 
 def enter(sites: Sequence[Site], statistics: Statistics, remark: str) -> None:

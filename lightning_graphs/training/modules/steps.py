@@ -33,6 +33,7 @@ from lightning_graphs.training.modules.sites import (
     Site,
     StepKind,
     batch_signature,
+    release,
 )
 from lightning_graphs.training.step.gradients import PersistentGradients
 from lightning_graphs.training.verify.agreement import Agreement
@@ -119,7 +120,7 @@ class ModuleGraphs:
         self.stage.means.pool.close()
 
     def _release(self, step: CapturedStep) -> None:
-        step.release(self._fit.statistics)
+        release(step.captured, self._fit.statistics)
         if not self._plans_of(step.kind):
             self._searches.pop(step.kind, None)
 
