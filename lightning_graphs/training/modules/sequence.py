@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -32,8 +32,6 @@ from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.training.modules.sites import REQUIRES_GRAD, Baked, CallRefused, Site
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +148,16 @@ class _Capture:
         buffers = means.gradient_buffers
         here = CaptureSettings(means.pool, order, direct, True, gradient_buffers=buffers)
 
-        def prepare() -> CallableCapture:
+        with self._explained():
             self._attributes = Contents(held_in(call.module))
-            capture = CallableCapture(call.module, call.args, call.kwargs, here, call.original)
-            capture.draws = call.draws
-            capture.gradient_strides = call.gradient_strides
-            capture.used_elsewhere = call.used_elsewhere
+            made = CallableCapture(call.module, call.args, call.kwargs, here, call.original)
+            made.draws = call.draws
+            made.gradient_strides = call.gradient_strides
+            made.used_elsewhere = call.used_elsewhere
             if not warm:
-                with baked.loose.kept():
-                    self._left_alone(partial(capture.warm_up, 1))
-            return capture
-
-        self.passes = self._explained(prepare)
+                with baked.loose.kept(), baked.left_alone(call.module, self._attributes):
+                    made.warm_up(1)
+        self.passes = made
 
     def _read_arguments_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
         """An argument may be the output of another graph, or an argument of it, too."""
@@ -197,7 +193,8 @@ class _Capture:
             self._read_gradients_in_place(lenders)
             capture = self.passes.capture_backward
         self._baked.left()  # by others, since
-        self._explained(partial(self._left_alone, capture))
+        with self._explained(), self._baked.left_alone(self._call.module, self._attributes):
+            capture()
         written, self._stores[way] = self._baked.left()
         self._written |= written
 
@@ -213,8 +210,9 @@ class _Capture:
         made = self._call, graphed, self._baked, self._cost
         return Site(*made, parameters, required, self._written)
 
-    def _explained(self, run: Callable[[], Result]) -> Result:
-        """Run a part as the call was run; a failure names the call, and leaves nothing behind."""
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Run the body as the call was run; a failure names the call, and leaves nothing behind."""
         call, started = self._call, perf_counter()
         try:
             # Leaving inference mode turns autograd on, whatever it was.
@@ -224,16 +222,13 @@ class _Capture:
                 as_observed(call),
                 capture_unseen([]),
             ):
-                return run()
+                yield
         except NoRoomError:
             raise
         except GraphError as error:
             raise CallRefused(call, error.rule, error.observed, error.remedy) from error
         finally:
             self._cost.ms += (perf_counter() - started) * 1e3
-
-    def _left_alone(self, run: Callable[[], Result]) -> Result:
-        return self._baked.left_alone(run, self._call.module, self._attributes)
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ from lightning_graphs.training.lightning_private import kept_log_caught
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
 from lightning_graphs.training.statistics import CaptureCost, Statistics, listed, tensors_in_words
 
-Result = TypeVar("Result")
 REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -114,15 +113,13 @@ class Baked:
         """Tensors that the body has written, and attributes that it has set, since last asked."""
         return self.loose.written(), self.reads.stored()
 
-    def left_alone(
-        self, run: Callable[[], Result], module: nn.Module, attributes: Contents
-    ) -> Result:
-        """Run a part of a capture; refuse code that acts on anything but tensors."""
+    @contextlib.contextmanager
+    def left_alone(self, module: nn.Module, attributes: Contents) -> Iterator[None]:
+        """Refuse code of the body, a part of a capture, that acts on anything but tensors."""
+        trainer, what = self._root.trainer, "the module's forward"
         try:
-            with effects_refused(
-                self._root.trainer, self._own, self.outside, "the module's forward"
-            ):
-                result = run()
+            with effects_refused(trainer, self._own, self.outside, what):
+                yield
         finally:
             changed = self.reads.changed_outside(set(map(id, module.modules())))
             if inside := attributes.changed():
@@ -134,7 +131,6 @@ class Baked:
             raise STORED.refused(f"the module's forward changes {self.outside.listed(changed)}")
         if drawn:
             raise DRAWN.refused(f"the module's forward draws from {self.outside.listed(drawn)}")
-        return result
 
     def share(self, sites: Sequence[Site]) -> None:
         """Let each of these calls look at its part: the code between them may change any value."""
