@@ -126,6 +126,9 @@ class _CopyPlan:
             copy_all(targets, sources[part])
 
 
+_Move = tuple[str, Mapping[str, Any] | None, str, Tensor]
+
+
 class AddressGuard:
     """Notices that tensors a graph was captured over have moved or changed, but for values."""
 
@@ -222,50 +225,44 @@ class AddressGuard:
             tensor.data = place
         return bool(places)
 
-    def moved(self) -> list[tuple[str, Mapping[str, Any] | None, str, Tensor]]:
+    def moved(self) -> list[_Move]:
         """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
 
         Without a table it is the same tensor. Nothing is told if something else has changed, too.
         """
-        found: list[tuple[str, Mapping[str, Any] | None, str, Tensor]] = [
-            (_named(name, key), table, key, was)
-            for name, table, known in self._known
-            for key, was in known.items()
-            if isinstance(was, Tensor)
-            and isinstance(now := table.get(key), Tensor)
-            and now is not was
-        ]
-        watched = zip(self._tensor_names, self._local, self._pointers, strict=True)
-        found += [(name, None, "data", t) for name, t, was in watched if t.data_ptr() != was]
-        if len(found) != len(list(self._differences())):
-            return []
-        return [(name.split("`")[1], table, key, was) for name, table, key, was in found]
+        moves = [move for _, move in self._differences()]
+        return [(move[0].split("`")[1], *move[1:]) for move in moves if move and all(moves)]
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(
             "A graph can replay only over the tensors of its capture, in the same memory.",
-            next(self._differences()),
+            next(self._differences())[0],
             "change values in place (`copy_`, `load_state_dict`), or capture again",
         )
 
-    def _differences(self) -> Iterator[str]:
-        for name, table, known in self._known:
+    def _differences(self) -> Iterator[tuple[str, _Move | None]]:
+        """What has changed since capture, in words, and where it is a tensor that has moved."""
+        for table_name, table, known in self._known:
             for key in {**known, **table}:
+                name = _named(table_name, key)
                 if key not in table:
-                    yield f"{_named(name, key)} was removed since capture"
+                    yield f"{name} was removed since capture", None
                 elif key not in known:
-                    yield f"{_named(name, key)} was added since capture"
-                elif table[key] is not known[key]:
-                    yield f"{_named(name, key)} was replaced since capture"
+                    yield f"{name} was added since capture", None
+                elif (now := table[key]) is not (was := known[key]):
+                    are_tensors = isinstance(was, Tensor) and isinstance(now, Tensor)
+                    move = (name, table, key, was) if are_tensors else None
+                    yield f"{name} was replaced since capture", move
             if list(table) != list(known):
-                yield f"{_named(name, next(iter(table), ''))} changed its place since capture"
+                name = _named(table_name, next(iter(table), ""))
+                yield f"{name} changed its place since capture", None
         for i, (name, tensor) in enumerate(zip(self._tensor_names, self._tensors, strict=True)):
             if self._local[i].data_ptr() != self._pointers[i]:
-                yield f"{name} moved since capture"
-            if tensor.requires_grad is not self._requires_grad[i]:
-                yield f"{name} changed since capture: requires_grad is now {tensor.requires_grad}"
+                yield f"{name} moved since capture", (name, None, "data", self._local[i])
+            if (now := tensor.requires_grad) is not self._requires_grad[i]:
+                yield f"{name} changed since capture: requires_grad is now {now}", None
         if list(map(version_of, self._sparse)) != self._versions:
-            yield "a sparse tensor was written since capture"
+            yield "a sparse tensor was written since capture", None
 
 
 class _Part(Mapping[str, Any]):
