@@ -150,26 +150,13 @@ _LOOKED_AT = frozenset(
 )
 """See ``_linalg_check_errors`` and ``mexp`` in aten/src/ATen/native."""
 
-INDEXING: dict[OpOverload, int] = {
-    aten.index.Tensor: 1,
-    aten.index_put.default: 1,
-    aten.index_put_.default: 1,
-    aten._index_put_impl_.default: 1,
-    aten._unsafe_index.Tensor: 1,
-}
-"""Operator -> position of its list of indices. A boolean index is a hidden ``nonzero``."""
-
-_MOVES_STORAGE = frozenset(
-    {
-        aten.set_.source_Storage,
-        aten.set_.source_Storage_storage_offset,
-        aten.set_.source_Tensor,
-        aten.set_.source_Tensor_storage_offset,
-        aten.resize_.default,
-        aten.resize_as_.default,
-    }
+INDEXING = frozenset(
+    {aten.index.Tensor, aten._unsafe_index.Tensor}
+    | {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 )
+"""Operators whose second argument is a list of indices; a boolean one is a hidden ``nonzero``."""
 
+_MOVES_STORAGE = (aten.set_, aten.resize_, aten.resize_as_)
 
 _Remedy = tuple[str, str]
 
@@ -261,7 +248,7 @@ def _copy_obstacle(
 def _boolean_index(
     func: OpOverload, args: Sequence[object], is_constant: Callable[[Tensor], bool]
 ) -> bool:
-    indices = args[INDEXING[func]]
+    indices = args[1]
     assert isinstance(indices, Sequence)
     boolean = [i for i in indices if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
     if not boolean:
@@ -295,7 +282,7 @@ def operator_obstacle(
         return None if kwargs.get("output_size") is not None else DYNAMIC_SHAPE
     if torch.Tag.dynamic_output_shape in func.tags:
         return DYNAMIC_SHAPE
-    if func in _MOVES_STORAGE:
+    if func.overloadpacket in _MOVES_STORAGE:
         return MOVED_STORAGE
     if func in (aten._to_copy.default, aten.copy_.default):
         return _copy_obstacle(func, args, kwargs)

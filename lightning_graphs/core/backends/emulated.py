@@ -35,16 +35,7 @@ from lightning_graphs.core.private.modes import dispatch_modes
 from lightning_graphs.core.private.torch import announced_as_cuda_capture
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
-_NO_KERNEL = frozenset(
-    {
-        torch.ops.aten.empty.memory_format,
-        torch.ops.aten.empty_like.default,
-        torch.ops.aten.empty_permuted.default,
-        torch.ops.aten.empty_strided.default,
-        torch.ops.aten.new_empty.default,
-        torch.ops.aten.new_empty_strided.default,
-    }
-)
+_NO_KERNEL = ("aten.empty", "aten.new_empty")
 """Allocations: on CUDA they launch nothing, so a replay leaves their memory as it is."""
 
 
@@ -121,6 +112,8 @@ class Recording:
         self, operations: list[Operation], born: Sequence[tuple[UntypedStorage, torch.dtype]]
     ) -> None:
         self.operations = operations
+        # Those that launch work
+        self.launched = [o for o in operations if not o.name.startswith(_NO_KERNEL)]
         self._born = born
         self._hidden: list[UntypedStorage] = []
 
@@ -134,14 +127,10 @@ class Recording:
         for (storage, _), value in zip(self._born, self._hidden, strict=False):
             storage.copy_(value)
 
-    def launched(self) -> list[Operation]:
-        """The operations that launch work; allocations do not."""
-        return [operation for operation in self.operations if operation.func not in _NO_KERNEL]
-
     def run(self) -> None:
         """Execute every operator once and write its results into the recorded storages."""
         with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-            for operation in self.launched():
+            for operation in self.launched:
                 with torch.set_grad_enabled(operation.grad_mode):
                     result = operation.func(
                         *[_resolve(a) for a in operation.args],
@@ -173,8 +162,7 @@ class RecordingCapture(Recorder):
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-        self._born: list[tuple[UntypedStorage, torch.dtype]] = []
-        self._born_ids: set[int] = set()
+        self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         if not known.born and known.id not in self._saved:
@@ -193,9 +181,8 @@ class RecordingCapture(Recorder):
     def keep(self, operation: Operation) -> None:
         for tensor in tensors_in(operation.result):
             known = self.know(tensor)
-            if known.born and known.id not in self._born_ids:
-                self._born_ids.add(known.id)
-                self._born.append((tensor.untyped_storage(), tensor.dtype))
+            if known.born:
+                self._born.setdefault(known.id, (tensor.untyped_storage(), tensor.dtype))
         operation.args = tuple(mapped(a, self._reference) for a in operation.args)
         operation.kwargs = {k: mapped(v, self._reference) for k, v in operation.kwargs.items()}
         operation.result = mapped(operation.result, _own_view)
@@ -220,7 +207,7 @@ class RecordingCapture(Recorder):
             # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
             bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
         self._saved.clear()
-        return Recording(self.operations, self._born)
+        return Recording(self.operations, [*self._born.values()])
 
 
 class EmulatedBackend(Backend):
@@ -362,4 +349,4 @@ class EmulatedGraph(CapturedGraph):
 
     def inspection(self) -> GraphInfo:
         assert self.recording is not None
-        return from_recording(self.recording.launched())
+        return from_recording(self.recording.launched)
