@@ -8,7 +8,7 @@ since ``copy_`` casts as autograd does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -206,22 +206,31 @@ def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
     )
 
 
-@contextlib.contextmanager
-def cast_together(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Iterator[None]:
+def taken_ahead_of_casts(
+    outputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    # Called with a parameter, the node that accumulates its gradient, and what the cast is given
+    take: Callable[[Any, Node | None, tuple[Tensor | None, ...]], tuple[None] | None],
+) -> AbstractContextManager[None]:
+    """While the body runs a backward pass, ask ahead of each cast whether it has nothing to do."""
+    edges = zip(parameters, ahead_of_casts(outputs, parameters), strict=True)
+    return removed(
+        edge.node.register_prehook(partial(take, parameter, edge.node.next_functions[0][0]))
+        for parameter, edge in edges
+        if isinstance(edge, GradientEdge)
+    )
+
+
+def cast_together(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> AbstractContextManager[None]:
     """While the body runs a backward pass through these outputs, cast many gradients at once.
 
     Autograd keeps the gradients of parameters that have one already or are used more than once, and
     those of a pass that asks for some parameters only or will be differentiated. Others are in
     ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
     """
-    gathered = _GatheredGradients()
-    with contextlib.ExitStack() as hooks:
-        for parameter, edge in zip(parameters, ahead_of_casts(outputs, parameters), strict=True):
-            if isinstance(edge, GradientEdge):
-                accumulation = edge.node.next_functions[0][0]
-                take = partial(gathered.take, parameter, accumulation)
-                hooks.enter_context(edge.node.register_prehook(take))
-        yield
+    return taken_ahead_of_casts(outputs, parameters, _GatheredGradients().take)
 
 
 class _GatheredGradients:
@@ -232,7 +241,6 @@ class _GatheredGradients:
     def take(
         self, parameter: Tensor, accumulation: Node | None, gradients: tuple[Tensor | None, ...]
     ) -> tuple[None] | None:
-        """A hook ahead of a cast: takes what the cast is given, and gives it nothing to do."""
         gradient = gradients[0]
         if (
             type(gradient) is not Tensor

@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +23,7 @@ from lightning_graphs.core.autograd.backward import (
     refuse_sparse_gradients,
     write_all,
 )
-from lightning_graphs.core.autograd.nodes import ahead_of_casts, removed
+from lightning_graphs.core.autograd.nodes import removed, taken_ahead_of_casts
 from lightning_graphs.core.private.distributed import buckets_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.interception import replaced
@@ -59,15 +57,10 @@ class BucketReduction:
     def reducing(self, loss: Tensor) -> Iterator[None]:
         """While the body runs the backward pass; after it ``.grad`` is what DDP would make it."""
         parameters = [*self._bucket_of]
-        edges = zip(parameters, ahead_of_casts([loss], parameters), strict=True)
-        hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters]
-        hooks += [
-            edge.node.register_prehook(partial(self._ahead_of_cast, parameter))
-            for parameter, edge in edges
-            if isinstance(edge, GradientEdge)
-        ]
+        hooks = (p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters)
+        casts = taken_ahead_of_casts([loss], parameters, self._ahead_of_cast)
         try:
-            with removed(hooks):
+            with removed(hooks), casts:
                 yield
             self._finish()
         finally:
@@ -75,7 +68,7 @@ class BucketReduction:
             self._waiting.clear()
 
     def _ahead_of_cast(
-        self, parameter: Parameter, gradients: tuple[Tensor | None, ...]
+        self, parameter: Parameter, _: object, gradients: tuple[Tensor | None, ...]
     ) -> tuple[None] | None:
         gradient = gradients[0]
         if type(gradient) is not Tensor or gradient.layout is not torch.strided:
