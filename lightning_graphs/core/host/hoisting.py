@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_graphs.core.arguments.buffers import extent
 from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.host.half import (
@@ -301,8 +302,7 @@ class HostRecording(OperatorMode):
 
     def _static(self, value: Tensor) -> Tensor:
         """Memory on the device for a tensor of this shape."""
-        span = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
-        size = span * value.element_size() if value.numel() else 0
+        size = extent(value) * value.element_size() if value.numel() else 0
         begin = self._needed
         self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
         if self._needed > self._arena.nbytes:  # the capture is done again with more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
@@ -14,6 +15,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.core.autograd.backward import empty_gradient, refuse_sparse_gradients
+from lightning_graphs.core.autograd.nodes import removed
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
 from lightning_graphs.training.guards.conditions import Phase
@@ -87,9 +89,8 @@ class AttachedGradients:
 
     def _use(self, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
-        strided = (local(b) for b in self.buffers if b.layout is torch.strided)
         self._are_whole = all(local(b) is b for b in self.buffers)
-        self._memory_uses = storage_uses_of([buffer.untyped_storage() for buffer in strided])
+        self._memory_uses = storage_uses_of([local(b).untyped_storage() for b in self.buffers])
 
     @property
     def held(self) -> int:
@@ -98,10 +99,9 @@ class AttachedGradients:
 
     def lend(self) -> None:
         """Let the next capture use the memory of the buffers, which every replay writes anew."""
-        if not (self.in_pool and self._are_whole) or self._has_lent:
-            return
         before = self.buffers
-        if not all(b.is_cuda and b.layout is torch.strided for b in before):
+        lends = self.in_pool and self._are_whole and all(b.is_cuda for b in before)
+        if not lends or self._has_lent:
             return
         self._use(without_ownership(before))
         for parameter, old, new in zip(self.parameters, before, self.buffers, strict=True):
@@ -128,8 +128,7 @@ class AttachedGradients:
         for parameter in self.parameters if self.in_pool else ():
             parameter.grad = None
 
-    @contextlib.contextmanager
-    def taking_over(self) -> Iterator[None]:
+    def taking_over(self) -> AbstractContextManager[None]:
         """While an eager step runs, move its gradients to the buffers: they take no more memory.
 
         Buffers that were lent stay as they are: their memory is free for that step.
@@ -144,11 +143,7 @@ class AttachedGradients:
 
         takes_over = self.in_pool and not self._has_lent
         pairs = zip(self.parameters, self.buffers, strict=True) if takes_over else ()
-        with contextlib.ExitStack() as hooks:
-            for parameter, buffer in pairs:
-                hook = parameter.register_post_accumulate_grad_hook(partial(move, buffer))
-                hooks.callback(hook.remove)
-            yield
+        return removed(p.register_post_accumulate_grad_hook(partial(move, b)) for p, b in pairs)
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
