@@ -76,7 +76,7 @@ class CUDAGraph:
         """The backend that captures and replays this graph."""
         self._keep_graph = keep_graph
         self._captured = self.backend.new_graph(keep_graph)
-        self._capturing = self._has_debug_mode = self._is_annotated = False
+        self._capturing = self._is_annotated = False
         self._replay = _replay_of_nothing
 
     def capture_begin(
@@ -177,13 +177,13 @@ class CUDAGraph:
 
     def enable_debug_mode(self) -> None:
         """Keep what :meth:`debug_dump` needs; to be called before the capture."""
-        self._has_debug_mode = True
+        self._keep_graph = True
         self._captured.keep_template()
 
     def debug_dump(self, debug_path: str) -> None:
         """Write the graph as DOT to ``debug_path``, if debug mode was enabled."""
         self._require_capture("debug_dump()")
-        if not (self._has_debug_mode or self._keep_graph):  # torch's words
+        if not self._keep_graph:  # torch's words
             message = "CUDA Graphs debug not enabled, set with CUDAGraph.enable_debug_mode()"
             warnings.warn(message, stacklevel=2)
             return
@@ -206,7 +206,7 @@ class CUDAGraph:
     def inspection(self) -> GraphInfo:
         """Nodes and edges; :func:`lightning_graphs.core.inspect.inspect` is the way to call it."""
         self._require_capture("inspection()")
-        if not (self._keep_graph or self._has_debug_mode or self._is_annotated):
+        if not (self._keep_graph or self._is_annotated):
             raise UnsupportedError(
                 "Inspecting a graph needs its cudaGraph_t.",
                 "keep_graph=False drops the cudaGraph_t at capture_end",

@@ -85,11 +85,10 @@ class BucketReduction:
 
     def _take(self, parameter: Parameter, gradient: Tensor) -> None:
         self._waiting[self._bucket_of[parameter]][parameter] = gradient
-        while (i := len(self._begun)) < len(self._buckets) and self._is_complete(i):
+        for i in range(len(self._begun), len(self._buckets)):
+            if len(self._waiting[i]) < len(self._buckets[i]):
+                break
             self._begun.append(self._reduce(self._buckets[i], self._waiting.pop(i)))
-
-    def _is_complete(self, i: int) -> bool:
-        return len(self._waiting[i]) == len(self._buckets[i])
 
     def _reduce(
         self, bucket: Sequence[Parameter], gradients: dict[Parameter, Tensor]
