@@ -236,7 +236,6 @@ def cast_together(
 class _GatheredGradients:
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._is_announced = False
 
     def take(
         self, parameter: Tensor, accumulation: Node | None, gradients: tuple[Tensor | None, ...]
@@ -252,17 +251,12 @@ class _GatheredGradients:
             or not will_execute(accumulation)
         ):
             return None
-        if not self._is_announced:
-            after_backward(self._finish)
-            self._is_announced = True
+        if not self._waiting:  # what still waits at the end is written then
+            after_backward(self._write)
         self._waiting.append((parameter, gradient))
         if len(self._waiting) == _MOST_WAITING:
             self._write()
         return (None,)
-
-    def _finish(self) -> None:
-        self._is_announced = False
-        self._write()
 
     def _write(self) -> None:
         waiting, self._waiting = self._waiting, []
