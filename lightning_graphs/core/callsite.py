@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import importlib.util
 import inspect
 import linecache
@@ -79,26 +80,20 @@ def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
-class CallSiteFinder:
-    """Finds the innermost frame that is the user's, remembering which files are not.
+@functools.cache
+def is_library(filename: str) -> bool:
+    """Whether a file is part of torch, Lightning or this package."""
+    # A path in sys.path may be `project/.` or `tests/..`; code keeps it as it is.
+    return os.path.normpath(filename).startswith(LIBRARY_ROOTS + GENERATED)
 
-    A finder lives as long as one recording; the verdict on a file is taken once.
-    """
+
+class CallSiteFinder:
+    """Finds the innermost frame that is the user's."""
 
     def __init__(self, until: types.CodeType | None = None) -> None:
         # Outside of what calls the observed code lie lines such as ``trainer.fit``, which are the
         # user's and explain nothing.
         self._until = until
-        self._is_library: dict[str, bool] = {}
-
-    def is_library(self, filename: str) -> bool:
-        """Whether a file is part of torch, Lightning or this package."""
-        verdict = self._is_library.get(filename)
-        if verdict is None:
-            # A path in sys.path may be `project/.` or `tests/..`; code keeps it as it is.
-            verdict = os.path.normpath(filename).startswith(LIBRARY_ROOTS + GENERATED)
-            self._is_library[filename] = verdict
-        return verdict
 
     def here(self) -> CallSite:
         """The user's line that is being executed by the calling thread."""
@@ -106,7 +101,7 @@ class CallSiteFinder:
             code = frame.f_code
             if code is self._until:
                 break
-            if not self.is_library(code.co_filename):
+            if not is_library(code.co_filename):
                 return CallSite(code.co_filename, frame.f_lineno, code.co_name)
         return CallSite()
 
@@ -115,7 +110,7 @@ class CallSiteFinder:
         site = CallSite()
         for frame, line in walk_tb(error.__traceback__):
             code = frame.f_code
-            if not self.is_library(code.co_filename):
+            if not is_library(code.co_filename):
                 site = CallSite(code.co_filename, line, code.co_name)
         return site
 
@@ -183,6 +178,5 @@ _OWN_LEVELS = 4
 
 def stacklevel_of_user() -> int:
     """The ``stacklevel`` with which ``rank_zero_warn`` names the user's line, such as the fit's."""
-    is_library = CallSiteFinder().is_library
     files = (frame.f_code.co_filename for frame in frames_from(sys._getframe(1)))
     return _OWN_LEVELS + sum(1 for _ in takewhile(is_library, files))

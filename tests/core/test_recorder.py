@@ -289,7 +289,6 @@ def test_a_library_is_known_wherever_it_lies(
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(callsite, "LIBRARY_ROOTS", callsite._library_roots())
-    finder = callsite.CallSiteFinder()
-    assert finder.is_library(str(tmp_path / "torchmetrics" / "metric.py"))
-    assert finder.is_library(torch.__file__)
-    assert not finder.is_library(str(tmp_path / "metrics.py"))
+    assert callsite.is_library(str(tmp_path / "torchmetrics" / "metric.py"))
+    assert callsite.is_library(torch.__file__)
+    assert not callsite.is_library(str(tmp_path / "metrics.py"))

@@ -23,6 +23,7 @@ from lightning_graphs.core.callsite import (
     CallSiteFinder,
     definition_of,
     frames_from,
+    is_library,
     site_naming,
 )
 from lightning_graphs.core.host.hoisting import FROM_PYTHON
@@ -373,8 +374,7 @@ class Doctor:
             if self._rehearsal and is_compiled(child):
                 add(COMPILED, path or "self")
             for hook in module_hooks(child) if self._only_submodules else ():
-                site = definition_of(hook)
-                if not self._sites.is_library(site.file):
+                if not is_library((site := definition_of(hook)).file):
                     add(findings.HOOK, f"hook of {path or 'self'}", site, effect="further graph")
         observers = Observers.of(trainer, module)
         owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import Absence, is_object, is_plain
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
@@ -249,7 +249,6 @@ def counters_watched(
     that an author's code finds there and that can be compared are noted. It may set none.
     """
     original: Any = type(trainer)
-    is_library = CallSiteFinder().is_library
 
     def read(owner: Trainer, key: str) -> Any:
         if key in _COUNTERS and counter is not None:
@@ -293,7 +292,6 @@ def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator
     one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
     """
     gradient: Any = Tensor.grad
-    is_library = CallSiteFinder().is_library
     # A loss may move its network at each call: it is there already. Lightning zeroes by itself
     # after the forward pass, which takes nothing away unless gradients are accumulated.
     harmless = {"_apply"} if trainer.accumulate_grad_batches > 1 else {"_apply", "zero_grad"}

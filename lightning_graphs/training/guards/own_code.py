@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.private.torch import is_compiled
 
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -77,7 +77,6 @@ class OwnCode:
     def __init__(self, root: LightningModule) -> None:
         kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
         self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
-        self._finder = CallSiteFinder()
         self._standard = sysconfig.get_paths()["stdlib"]
         # Whether code of this file, in the module of this name, is the author's
         self.has: Callable[[str, str], bool] = cache(self._judge)
@@ -87,7 +86,7 @@ class OwnCode:
             if name not in sys.modules:
                 return False
             file = getattr(sys.modules[name], "__file__", None) or file
-        if self._finder.is_library(file):
+        if is_library(file):
             return False
         if name.partition(".")[0] == self._package:
             return True

@@ -22,7 +22,7 @@ from lightning_graphs.core.arguments.values import (
     is_plain,
     value_of_class,
 )
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import current_autograd_node
@@ -163,7 +163,6 @@ class AttributeReads(HeldValues):
         own: Any = kind
         inherited = own.__getattribute__
         inherited_missing = own.__getattr__
-        is_library = CallSiteFinder().is_library
         noted: set[tuple[int, str]] = set()
 
         def read(owner: Any, key: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from lightning_graphs.core.callsite import CallSiteFinder, frames_from
+from lightning_graphs.core.callsite import frames_from, is_library
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.training.interception import replaced
 
@@ -108,7 +108,6 @@ def stands_for_a_while(value: Any) -> bool:
 
 def constants_around() -> Iterator[Any]:
     """The constants in the text of the author's functions that are running."""
-    is_library = CallSiteFinder().is_library
     for frame in frames_from(sys._getframe(1)):
         if not is_library(frame.f_code.co_filename):
             yield from frame.f_code.co_consts

@@ -22,7 +22,7 @@ from lightning_graphs.core.arguments.signature import (
     Signature,
 )
 from lightning_graphs.core.arguments.values import HeldValues
-from lightning_graphs.core.callsite import CallSiteFinder, definition_of
+from lightning_graphs.core.callsite import definition_of, is_library
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import GraphedCallable, Stores
 from lightning_graphs.core.private.torch import (
@@ -63,7 +63,7 @@ class CallRefused(CaptureError):
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         site = definition_of(call.original)
-        if not (CallSiteFinder().is_library(site.file) or _LINE.search(observed)):
+        if not (is_library(site.file) or _LINE.search(observed)):
             observed += f", in the code of {site.describe()}"
         super().__init__(rule, observed, remedy)
         self.call = call
