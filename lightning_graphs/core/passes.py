@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot, StaticInputs
 from lightning_graphs.core.arguments.contents import contents_left, contents_of
-from lightning_graphs.core.arguments.fingerprints import Fingerprinter
+from lightning_graphs.core.arguments.fingerprints import fingerprints_of
 from lightning_graphs.core.arguments.held import Bindings, Held
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
@@ -201,10 +201,9 @@ class CallableCapture:
         """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
         tensors = self._tensors
         # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
-        fingerprints = Fingerprinter()
-        before, start = fingerprints.of(tensors), nodes_recorded()
+        before, start = fingerprints_of(tensors), nodes_recorded()
         outputs = self._call_leaving_arguments(static=True)
-        written = map(operator.ne, before, fingerprints.of(tensors))
+        written = map(operator.ne, before, fingerprints_of(tensors))
         self._refuse_written(written)
         self._look_behind(outputs, start)
         return outputs

@@ -19,40 +19,30 @@ _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 Fingerprint = tuple[int, ...]
 
 
-class Fingerprinter:
-    """Makes fingerprints: equal for equal bits, and otherwise different.
+def fingerprints_of(tensors: Sequence[Tensor], *, together: bool = False) -> list[Fingerprint]:
+    """Of each tensor what is equal for equal bits, and otherwise different; whatever its strides.
 
     The elements, read as integers, are multiplied by odd numbers that depend on their place and
     added up, modulo 2**64, which does not depend on the order. One element that changed always
-    shows; several go unseen with a probability of about 2**-64.
+    shows; several go unseen with a probability of about 2**-64. There is one wait a device.
+
+    Together, small ones have one fingerprint for as many as are looked at at a time.
     """
-
-    def __init__(self) -> None:
-        self._factors: dict[torch.device, Tensor] = {}
-
-    def of(self, tensors: Sequence[Tensor], *, together: bool = False) -> list[Fingerprint]:
-        """The fingerprint of each tensor's values, whatever its strides; one wait a device.
-
-        Together, small ones have one fingerprint for as many as are looked at at a time.
-        """
-        sums: dict[torch.device, list[Tensor]] = defaultdict(list)
-        owners: dict[torch.device, list[list[int]]] = defaultdict(list)
-        for whose, words in _pieces(tensors, together):
-            sums[words.device].append((words * self._of_place(words)).sum())
-            owners[words.device].append(whose)
-        found: list[list[int]] = [[] for _ in tensors]
-        for device, scalars in sums.items():
-            for whose, value in zip(owners[device], torch.stack(scalars).tolist(), strict=True):
-                for i in whose:
-                    found[i].append(value)
-        return [tuple(values) for values in found]
-
-    def _of_place(self, words: Tensor) -> Tensor:
-        known = self._factors.get(words.device)
-        if known is None or known.numel() < words.numel():
-            places = torch.arange(1, words.numel() + 1, device=words.device)
-            known = self._factors[words.device] = (places * _FACTOR) | 1
-        return known[: words.numel()]
+    factors: dict[torch.device, Tensor] = {}
+    sums: dict[torch.device, list[Tensor]] = defaultdict(list)
+    owners: dict[torch.device, list[list[int]]] = defaultdict(list)
+    for whose, words in _pieces(tensors, together):
+        device, size = words.device, words.numel()
+        if device not in factors or factors[device].numel() < size:
+            factors[device] = (torch.arange(1, size + 1, device=device) * _FACTOR) | 1
+        sums[device].append((words * factors[device][:size]).sum())
+        owners[device].append(whose)
+    found: list[list[int]] = [[] for _ in tensors]
+    for device, scalars in sums.items():
+        for whose, value in zip(owners[device], torch.stack(scalars).tolist(), strict=True):
+            for i in whose:
+                found[i].append(value)
+    return [tuple(values) for values in found]
 
 
 def _words(tensor: Tensor) -> Tensor:

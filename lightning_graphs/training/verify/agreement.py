@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_graphs.core.arguments.fingerprints import Fingerprinter
+from lightning_graphs.core.arguments.fingerprints import fingerprints_of
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import VerificationError
 from lightning_graphs.training.costs.memory import first_line, is_out_of_memory
@@ -89,15 +89,14 @@ class Agreement:
         return self.ranks.together(way, exchanges=True)
 
     def _require(self, ways: BothWays, kept: Kept, tolerance: Tolerance) -> None:
-        prints = Fingerprinter()
         expected = self._run(ways.eager)
         names = [result.name for result in expected]
-        known = prints.of([result.value for result in expected], together=True)
+        known = fingerprints_of([result.value for result in expected], together=True)
         del expected
         kept.restore()
         found = self._run(ways.replayed)
         self.ranks.together(partial(self._require_names, names, [r.name for r in found]))
-        now = prints.of([result.value for result in found], together=True)
+        now = fingerprints_of([result.value for result in found], together=True)
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
         if self.ranks.any(bool(differing)):
