@@ -162,12 +162,13 @@ class TestBothShapes:
 
 
 class TestErrors:
-    def test_check(self) -> None:
-        assert driver.check((OK,)) is None
-        assert driver.check((OK, 4)) == 4
-        assert driver.check((OK, 4, 5)) == (4, 5)
-        with pytest.raises(GraphError, match="CUDA_ERROR_INVALID_VALUE"):
-            driver.check((INVALID, None))
+    def test_a_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bindings = SimpleNamespace(cuCall=lambda *result: result)
+        monkeypatch.setattr(driver, "driver", lambda: bindings)
+        assert driver._call("cuCall", OK, 4) == 4
+        assert driver._call("cuCall", OK, 4, 5) == (4, 5)
+        with pytest.raises(GraphError, match=r"cuCall .*: CUDA_ERROR_INVALID_VALUE"):
+            driver._call("cuCall", INVALID, None)
 
     def test_driver_version(self, install: Callable[..., None]) -> None:
         install(13, version=13020)

@@ -53,24 +53,10 @@ def driver() -> ModuleType:
         ) from error
 
 
-def check(result: tuple[Any, ...], call: str = "the CUDA driver call") -> Any:
-    status, *values = result
-    if int(status) != 0:
-        name = str(getattr(status, "name", f"CUDA error {int(status)}"))
-        raise GraphError(
-            f"{call} returned an error.",
-            name,
-            "check that graph and stream are alive and on this device, or update the driver",
-        )
-    if len(values) == 1:
-        return values[0]
-    return tuple(values) or None
-
-
 def _call(name: str, *args: object) -> Any:
     function = getattr(driver(), name)
     try:
-        result: tuple[Any, ...] = function(*args)
+        status, *values = function(*args)
     except RuntimeError as error:
         # Without libcuda, or without this function in it, the bindings raise instead of returning.
         raise UnsupportedError(
@@ -78,7 +64,13 @@ def _call(name: str, *args: object) -> Any:
             str(error),
             "install or update the NVIDIA driver, or use the emulated backend",
         ) from error
-    return check(result, name)
+    if int(status) != 0:
+        raise GraphError(
+            f"{name} returned an error.",
+            str(getattr(status, "name", f"CUDA error {int(status)}")),
+            "check that graph and stream are alive and on this device, or update the driver",
+        )
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def driver_version() -> tuple[int, int]:
