@@ -93,13 +93,13 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+@dataclass(eq=False)
 class OperatorCall:
     """An operator that is about to run."""
 
-    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     @functools.cached_property
     def inputs(self) -> list[Tensor]:

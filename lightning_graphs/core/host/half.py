@@ -86,27 +86,23 @@ class Draw:
         self.value = self._call()
 
 
+@dataclass(eq=False)
 class HostHalf:
     """What the host computes for a graph."""
 
-    def __init__(
-        self,
-        operations: Sequence[Operation],
-        values: list[Any],
-        inputs: Sequence[tuple[int, int]],
-        held: Sequence[Tensor],
-    ) -> None:
-        self._operations = operations
-        self._values = values
-        self._inputs = inputs
-        self._held = held
-        self.generators = list({o.draws: None for o in operations if o.draws is not None})
-        self._begun: dict[HostGenerator, Any] = {}
+    operations: Sequence[Operation]
+    values: list[Any]  # of the registers
+    inputs: Sequence[tuple[int, int]]  # registers, and which input of the graph is copied to each
+    held: Sequence[Tensor]  # memory that the graph reads
+    _begun: dict[HostGenerator, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.generators = list({o.draws: None for o in self.operations if o.draws is not None})
 
     @property
     def read(self) -> tuple[Any, ...]:
         """What Python was told of values that every replay computes anew."""
-        return tuple(o.read for o in self._operations if not o.results)
+        return tuple(o.read for o in self.operations if not o.results)
 
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
@@ -114,16 +110,16 @@ class HostHalf:
 
         If not, the generators are where they were, and the graph is not for this step.
         """
-        values = self._values
+        values = self.values
         self._begun = {}
-        if self._inputs:
+        if self.inputs:
             given = copies()
-            for register, i in self._inputs:
+            for register, i in self.inputs:
                 if given[i] is None:
                     return False
                 values[register] = given[i]
         self._begun = {generator: generator.get_state() for generator in self.generators}
-        for operation in self._operations:
+        for operation in self.operations:
             for holder, key, register in operation.places:
                 holder[key] = values[register]
             result = operation.func(*operation.args, **operation.kwargs)
