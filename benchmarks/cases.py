@@ -100,7 +100,7 @@ def fifteen_steps(tiny: bool) -> Case:
 
 def validation_every_20_steps(tiny: bool) -> Case:
     case = gpt2(300, ({"verify": False}, {"scope": "modules", "validation": True}), tiny)
-    return replace(case, validation=case.batches[:4])
+    return replace(case, validation=case.batches[:4], repeats=1 if tiny else 2)
 
 
 def bert_with_a_padding_collator(tiny: bool) -> Case:

@@ -313,8 +313,9 @@ def test_instantiate_picks_up_edits_of_the_template() -> None:
     captured.instantiate()
     cuda, raw = bindings.driver(), captured.raw_cuda_graph()
     assert bindings.count_kinds(raw) == {"kernel": 2}
-    nodes, *_ = bindings.check(cuda.cuGraphGetNodes(raw, 2))
-    bindings.check(cuda.cuGraphDestroyNode(nodes[-1]))
+    found, nodes, *_ = cuda.cuGraphGetNodes(raw, 2)
+    (destroyed,) = cuda.cuGraphDestroyNode(nodes[-1])
+    assert found == destroyed == cuda.CUresult.CUDA_SUCCESS
     captured.replay()
     assert y.unique().tolist() == [3.0]
     captured.instantiate()
