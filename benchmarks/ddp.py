@@ -15,8 +15,8 @@ by side, each on a GPU of its own.
     python benchmarks/ddp.py --overlap
 
 ``--compiled`` measures steps of a compiled network; the captured ones are compared with eager ones,
-and those of GPT-2 with ``torch.compile(mode="reduce-overhead")``, too. ``--sharded`` measures with
-FSDP2 in place of DDP, a unit for each block. ``--views`` measures with
+and those of GPT-2 with ``torch.compile(mode="reduce-overhead")`` and with another eager fit, too.
+``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--views`` measures with
 ``DDPStrategy(gradient_as_bucket_view=True)``, which saves the copies between gradients and buckets.
 
 ``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--overlap`` traces
@@ -170,7 +170,7 @@ def fit(
         rank: The rank.
         ranks: How many there are.
         row: Name of the workload, and maybe ``compiled``, ``sharded`` or ``views`` behind it.
-        how: ``eager``, ``captured``, ``modules`` or ``reduce-overhead``.
+        how: ``eager``, ``again`` (the same), ``captured``, ``modules`` or ``reduce-overhead``.
         tiny: In a rehearsal.
         traced: Trace some more steps.
     """
@@ -309,7 +309,7 @@ def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
     plan = [(name, how, ranks, False) for ranks in (gpus, 1) for name in plain for how in ways]
     plan += [(name, how, gpus, False) for name in variants for how in ways]
     ahead = [name for name in variants if name in AHEAD and not tiny]
-    return plan + [(name, "reduce-overhead", gpus, False) for name in ahead]
+    return plan + [(n, how, gpus, False) for n in ahead for how in ("reduce-overhead", "again")]
 
 
 Found = dict[tuple[str, int], list[Any]]
@@ -327,11 +327,7 @@ def judge(row: str, gpus: int, tiny: bool, found: Found) -> list[Row]:
         return []
     captured = found["captured", gpus]
     ms, floor = ms_of(found, "captured", gpus), max(one["floor"] for one in captured)
-    difference = max(
-        abs(a - b)
-        for eager, ours in zip(found["eager", gpus], captured, strict=True)
-        for a, b in zip(eager["losses"], ours["losses"], strict=True)
-    )
+    difference = apart(found["eager", gpus], captured)
     correct = all(one["equal"] for one in captured) and difference <= LOSSES_DIFFER
     rows = [
         Row("step over floor", ms / floor, "x", None if tiny else LIMIT, correct),
@@ -348,7 +344,16 @@ def judge(row: str, gpus: int, tiny: bool, found: Found) -> list[Row]:
         theirs = ms_of(found, "reduce-overhead", gpus)
         limit, detail = 1 / AHEAD[row], f"{theirs / ms:.2f} times ahead"
         rows.append(Row("over reduce-overhead", ms / theirs, "x", limit, True, detail))
+    if ("again", gpus) in found:
+        between = apart(found["eager", gpus], found["again", gpus])
+        rows.append(Row("largest difference of losses of two eager fits", between, "", None, True))
     return rows
+
+
+def apart(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """The largest difference of losses of two fits, on any rank."""
+    ranks = zip(one, other, strict=True)
+    return max(abs(a - b) for x, y in ranks for a, b in zip(x["losses"], y["losses"], strict=True))
 
 
 def in_words(row: Row) -> str:
