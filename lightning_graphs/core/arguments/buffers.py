@@ -230,8 +230,12 @@ class AddressGuard:
 
         Without a table it is the same tensor. Nothing is told if something else has changed, too.
         """
-        moves = [move for _, move in self._differences()]
-        return [(move[0].split("`")[1], *move[1:]) for move in moves if move and all(moves)]
+        moves: list[_Move] = []
+        for _, move in self._differences():
+            if move is None:
+                return []
+            moves.append((move[0].split("`")[1], *move[1:]))
+        return moves
 
     def _refuse(self) -> NoReturn:
         raise ReplayError(
@@ -381,11 +385,13 @@ _AT_ONCE = 2**24
 def _parts(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Those that are copied at once; a large one alone, which then needs no memory beside it."""
     part: list[Tensor] = []
+    size = 0
     for view in views:
-        if part and sum(v.nbytes for v in part) + view.nbytes > _AT_ONCE:
+        if part and size + view.nbytes > _AT_ONCE:
             yield part
-            part = []
+            part, size = [], 0
         part.append(view)
+        size += view.nbytes
     if part:
         yield part
 

@@ -167,8 +167,7 @@ class Investment:
         """Milliseconds that the next capture costs."""
         if not self._costs:
             steps, constant = _FIRST_CAPTURE
-            first = steps * median(pace.eager) + constant
-            return first * self._dearer
+            return (steps * median(pace.eager) + constant) * self._dearer
         first, *further = self._costs
         return median(further) if further else _FURTHER_CAPTURE * first
 
