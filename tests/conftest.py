@@ -19,13 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-row",
         action="store_true",
-        help="run every row of the long tables of fits, as a machine with a GPU does",
+        help="run slow tests, and every row of the long tables of fits, as with a GPU",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Brings in the fixtures, but not where pytest-xdist hands out tests: they take seconds."""
     config.addinivalue_line("markers", "xdist_group(name): runs in one process with its like")
+    config.addinivalue_line("markers", "slow: runs with --every-row, and where there is a GPU")
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
     import torch
@@ -41,14 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"tables of fits: {_ROWS} rows of each; --every-row, or a GPU, runs them all"
+    rows = f"slow tests are left out, and of each table of fits all rows but {_ROWS}"
+    return f"{rows}; --every-row, or a GPU, runs them all"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thins out long tables, and marks what runs on a GPU: ``-m gpu`` selects exactly that."""
+    """Leaves out what takes long, and marks what runs on a GPU: ``-m gpu`` selects exactly that."""
     here = Path(__file__).parent
     if not config.getoption("--every-row"):
-        left_out = set(_further_rows(items, here))
+        slow = (item for item in items if item.get_closest_marker("slow"))
+        left_out = {*_further_rows(items, here), *slow}
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
         items[:] = [i for i in items if i not in left_out]
     for item in items:
