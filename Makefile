@@ -26,7 +26,7 @@ demo: $(call PART,demo)
 	$(PY) examples/finetune_classifier.py
 
 # Side by side where pytest-xdist is there; what forks runs in one process with its like.
-# ROWS=--every-row runs slow tests, too, and the long tables of fits as a whole.
+# ROWS=--every-row runs the long tables of fits as a whole.
 # Bytecode is kept: else every process of the tests compiles the package, and some all tests.
 XDIST := import importlib.util as u; print('-n auto --dist loadgroup' * bool(u.find_spec('xdist')))
 test: export OMP_NUM_THREADS := 1

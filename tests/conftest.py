@@ -19,14 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-row",
         action="store_true",
-        help="run slow tests, and every row of the long tables of fits, as with a GPU",
+        help="run every row of the long tables of fits, as a machine with a GPU does",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Brings in the fixtures, but not where pytest-xdist hands out tests: they take seconds."""
     config.addinivalue_line("markers", "xdist_group(name): runs in one process with its like")
-    config.addinivalue_line("markers", "slow: runs with --every-row, and where there is a GPU")
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
     import torch
@@ -42,16 +41,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    rows = f"slow tests are left out, and of each table of fits all rows but {_ROWS}"
-    return f"{rows}; --every-row, or a GPU, runs them all"
+    return f"tables of fits: {_ROWS} rows of each; --every-row, or a GPU, runs them all"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what takes long, and marks what runs on a GPU: ``-m gpu`` selects exactly that."""
+    """Thins out long tables, and marks what runs on a GPU: ``-m gpu`` selects exactly that."""
     here = Path(__file__).parent
     if not config.getoption("--every-row"):
-        slow = (item for item in items if item.get_closest_marker("slow"))
-        left_out = {*_further_rows(items, here), *slow}
+        left_out = set(_further_rows(items, here))
         config.hook.pytest_deselected(items=[i for i in items if i in left_out])
         items[:] = [i for i in items if i not in left_out]
     for item in items:

@@ -104,7 +104,6 @@ def test_a_captured_fit_learns_what_the_eager_one_learns(
     assert done.replayed >= 16
 
 
-@pytest.mark.slow  # `make demo` is the same, longer
 @in_one_process
 def test_the_classifier_reports_a_rehearsal_on_real_code() -> None:
     arguments = ("--backend", "emulated", "--max-steps", "8", "--batch-size", "8")

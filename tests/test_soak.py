@@ -25,7 +25,6 @@ def soak(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return script("soak")
 
 
-@pytest.mark.slow
 @in_one_process
 @pytest.mark.filterwarnings("ignore")
 def test_memory_is_bounded_and_a_killed_fit_goes_on(

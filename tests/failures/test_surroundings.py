@@ -235,7 +235,6 @@ made("exiting", lambda: sys.exit(3)).run()
 """
 
 
-@pytest.mark.slow  # a process of its own imports everything anew
 def test_the_process_ends_without_a_teardown(backend: str, tmp_path: Path) -> None:
     """``sys.exit`` in a hook, while the graphs of another thread wait for their next replay."""
     done = subprocess.run(

@@ -28,7 +28,6 @@ def test_what_is_not_captured_runs_eagerly_on_all_ranks(tmp_path: Path, case: st
     require_eager_fits("emulated", tmp_path, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["one file", "a file of each rank"])
 def test_checkpoints_are_those_of_eager_fits(tmp_path: Path, whole: bool) -> None:
     require_equal_checkpoints("emulated", tmp_path, whole)

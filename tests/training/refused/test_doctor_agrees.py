@@ -605,7 +605,6 @@ class TestAgreement:
         (row,) = agreed(tmp_path, module=Binding, capture={"scope": "modules"})
         assert (row.operator, row.line) == ("self.layer.last", line(Bound.forward, "bound"))
 
-    @pytest.mark.slow
     def test_ways_that_draws_and_counters_decide_are_graphs(
         self, backend: str, tmp_path: Path
     ) -> None:
