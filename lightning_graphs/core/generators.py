@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.obstacles import SET_GENERATOR
+from lightning_graphs.core.private.cudnn import DropoutState, dropout_state_of
 
 
 class HostGenerator(Protocol):
@@ -60,11 +61,46 @@ def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
     return replaced(torch.cuda, "set_rng_state", refuse) if draws else contextlib.nullcontext()
 
 
+class RandomState:
+    """torch's generators of the CPU and of one GPU as they are now, to be put back.
+
+    Args:
+        device: The GPU; of a CPU there is no other generator.
+        modules: Recurrent layers among these may draw from cuDNN's own state, which is kept, too.
+    """
+
+    def __init__(self, device: torch.device, modules: Iterable[nn.Module]) -> None:
+        self._on_host = torch.get_rng_state()
+        self._on_device: Tensor | None = None
+        self._dropout: DropoutState | None = None
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            # Another generator with the same state: to set torch's own would make cuDNN's anew.
+            self._shared = torch.cuda.default_generators[index].graphsafe_get_state()
+            self._on_device = self._shared.get_state()
+            self._dropout = dropout_state_of(device, modules)
+        if self._dropout is not None:
+            masks = self._dropout.now()
+            self._masks = None if masks is None else masks.clone()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._on_host)
+        if self._on_device is not None:
+            self._shared.set_state(self._on_device)
+        if self._dropout is not None:
+            self._dropout.restore(self._masks)
+
+
 @contextlib.contextmanager
-def same_random_numbers(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore torch's random generators of the CPU and of the tensors' GPUs."""
-    devices = sorted({t.device.index for t in tensors if t.device.type == "cuda"})
+def same_random_numbers(tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore torch's random generators of the CPU and of the tensors' GPUs, cuDNN's included."""
+    devices = {t.device for t in tensors if t.device.type == "cuda"}
     if torch.cuda.is_available() and not devices:
-        devices = [torch.cuda.current_device()]
-    with torch.random.fork_rng(devices):
+        devices = {torch.device("cuda", torch.cuda.current_device())}
+    modules = list(modules)
+    states = [RandomState(device, modules) for device in devices or {torch.device("cpu")}]
+    try:
         yield
+    finally:
+        for state in states:
+            state.restore()

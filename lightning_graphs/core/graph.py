@@ -15,6 +15,7 @@ from lightning_graphs.core.backends.backend import Backend, BackendName, PoolHan
 from lightning_graphs.core.backends.cuda import CudaBackend
 from lightning_graphs.core.backends.emulated import EmulatedBackend
 from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 
@@ -169,6 +170,11 @@ class CUDAGraph:
             self.abandon_capture()
         self._replay = _replay_of_nothing
         self._captured.reset()
+
+    @property
+    def dropout(self) -> CapturedDropout | None:
+        """cuDNN's random state, where captured recurrent layers draw their dropout from it."""
+        return self._captured.dropout
 
     def pool(self) -> PoolHandle:
         """The token of this graph's memory pool."""

@@ -62,8 +62,9 @@ class GraphedCallable:
 
     Calls must equal the captured one in everything but values. Where the train/eval flag of any
     submodule, or of a module that a function holds, differs from its state at capture, the original
-    runs instead; also inside of a transform (``torch.func``, forward-mode autograd), and where a
-    replay would overwrite a lent output that the caller has kept.
+    runs instead; also inside of a transform (``torch.func``, forward-mode autograd), where a replay
+    would overwrite a lent output that the caller has kept, and in the first call of a recurrent
+    layer with dropout after a seed was set, which makes cuDNN's random state anew.
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
@@ -116,7 +117,7 @@ class GraphedCallable:
         """Be ready for calls, given all modules that it holds, and guards over their tensors."""
         self._modules, self._guards = modules, guards
         self._training = [m.training for m in modules]
-        self._replay_forward = self.forward_graph.replay
+        self._replay_forward, self._dropout = self.forward_graph.replay, self.forward_graph.dropout
         backward = self.backward_pass
         self._writes_gradients = backward is not None and backward.direct is not None
         self._shared = tuple(self.shared.items())
@@ -124,6 +125,11 @@ class GraphedCallable:
         self._witness = self.parameters[0] if self.parameters else self._anchor
         self._version = version_of(self._witness)
         return self
+
+    @property
+    def is_seeded(self) -> bool:
+        """Whether a call makes cuDNN's random state anew, from which the graph draws."""
+        return self._dropout is not None and not self._dropout.is_current()
 
     @property
     def is_next(self) -> bool:
@@ -149,7 +155,7 @@ class GraphedCallable:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         changed = self._released or [m.training for m in self._modules] != self._training
-        if changed or in_transform():
+        if changed or in_transform() or self.is_seeded:
             return self.original(*args, **kwargs)
         tensors = self.plan.tensors(args, kwargs)
         for guard in self._guards:

@@ -147,7 +147,8 @@ class CallableCapture:
         backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
-        with same_random_numbers(self._tensors), backend.side_stream():
+        modules = self._held.submodules
+        with same_random_numbers(self._tensors, modules), backend.side_stream():
             try:
                 place = random_place(backend.device_type)
                 self._check_gradients(self._pull_back(self._first_call()))

@@ -21,7 +21,8 @@ from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.ddp import capture_stream, is_model_parallel, why_not_captured
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.hooks import moves_batches_itself
-from lightning_graphs.training.guards.uncapturable import flattened_once, why_no_whole_step
+from lightning_graphs.training.guards.recurrent import flattened_once
+from lightning_graphs.training.guards.uncapturable import why_no_whole_step
 from lightning_graphs.training.host.progress import ProgressValues
 from lightning_graphs.training.interception import calls_of, intercepted
 from lightning_graphs.training.lightning_private import cheap_contexts

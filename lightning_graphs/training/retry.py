@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.callsite import stacklevel_of_user
+from lightning_graphs.core.generators import RandomState
 from lightning_graphs.errors import GraphError
 from lightning_graphs.training.costs.memory import (
     SETTLED,
@@ -73,7 +74,8 @@ class StepBegin(Kept):
         self._put_logs_back = logs_kept(trainer)
         tensors = [*module.buffers(), *LooseTensors(module, held).tensors]
         tensors += self.gradients.tensors if gradients else []
-        super().__init__(tensors, module.device, budget.room_for, self.gradients.restore)
+        random = RandomState(module.device, module.modules())
+        super().__init__(tensors, random, budget.room_for, self.gradients.restore)
 
     def restore(self) -> None:
         super().restore()

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 import torch
 
 from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.errors import CaptureError
 
 BackendName = Literal["auto", "cuda", "emulated"]
@@ -22,6 +23,8 @@ class CapturedGraph(Protocol):
     The methods mean what torch documents for ``torch.cuda.CUDAGraph``. Capture has no effect on the
     world: afterwards every tensor that existed before, and every random generator, is as it was.
     """
+
+    dropout: CapturedDropout | None  # cuDNN's random state, where the graph draws from it
 
     def capture_begin(
         self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool

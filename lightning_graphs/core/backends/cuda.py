@@ -28,6 +28,7 @@ from lightning_graphs.core.backends.recorder import (
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.core.obstacles import known_remedy
+from lightning_graphs.core.private.cudnn import CapturedDropout, DropoutCapture
 from lightning_graphs.core.private.torch import abandon_capture_pool, empty_host_cache
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 
@@ -145,6 +146,8 @@ class CudaBackend(Backend):
 
 
 class CudaGraph(CapturedGraph):
+    dropout: CapturedDropout | None
+
     def __init__(self, backend: CudaBackend, keep_graph: bool) -> None:
         self._backend = backend
         self._keep_graph = keep_graph
@@ -182,6 +185,7 @@ class CudaGraph(CapturedGraph):
             self._release_generators()
             self._renew()
             raise
+        self._recorders.enter_context(self._draws.noting())
         for recorder in (self._liveness, self._annotations):
             if recorder is not None:
                 self._recorders.enter_context(recorder)
@@ -192,6 +196,8 @@ class CudaGraph(CapturedGraph):
             self._inspection = self._annotations.inspection()
             self._annotations = None
         self._native.capture_end()
+        self._draws.end()
+        self.dropout = self._draws.found
         assert self._pool is not None
         self._backend.taken(self._pool, self)
         self._lives_in = self._pool
@@ -218,6 +224,7 @@ class CudaGraph(CapturedGraph):
                 self._lives_in = self._pool
                 self._native.reset()
         self._release_generators()
+        self._draws.end()
         torch.cuda.synchronize()
         self._renew()
 
@@ -249,6 +256,8 @@ class CudaGraph(CapturedGraph):
     def _renew(self) -> None:
         self._native = torch.cuda.CUDAGraph(keep_graph=self._keep_graph)
         self.replay = self._native.replay  # type: ignore[method-assign]
+        self._draws = DropoutCapture()
+        self.dropout = None
         self._liveness = self._annotations = self._inspection = self._pool = None
         if self._lives_in is not None:
             self._backend.left(self._lives_in, self)

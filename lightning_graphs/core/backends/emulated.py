@@ -252,6 +252,8 @@ _captures = itertools.count()
 class EmulatedGraph(CapturedGraph):
     """A recording, which is template and executable graph at once."""
 
+    dropout = None  # on a CPU recurrent layers draw from torch's generator
+
     def __init__(self, backend: EmulatedBackend) -> None:
         self.recording: Recording | None = None
         self._backend = backend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -10,15 +9,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_graphs.core.private.torch import makes_own_graphs, module_hooks
-from lightning_graphs.training.interception import replaced
 
 _OWN_GRAPHS = (
     "is compiled to CUDA graphs of its own, which no graph can hold; write torch.compile(...) "
     "without mode, or mode='max-autotune-no-cudagraphs'"
-)
-_OWN_DROPOUT = (
-    "draws the dropout between its layers from a random state inside of cuDNN, which no graph can "
-    "hold; write dropout=0, and layers of their own with nn.Dropout between them"
 )
 
 
@@ -39,46 +33,7 @@ def obstacle_in(module: nn.Module) -> str | None:
     """Why no graph can hold a module, or one inside of it, in a sentence; None if one can."""
     for owner in with_own_graphs(module):
         return f"`{owner}` {_OWN_GRAPHS}"
-    for name, inner in module.named_modules():
-        if has_own_dropout(inner):
-            return f"`{name or type(inner).__name__}` {_OWN_DROPOUT}"
     return None
-
-
-def has_own_dropout(module: nn.Module) -> bool:
-    """Whether a module is a recurrent layer of cuDNN's that draws numbers.
-
-    Their random state is the library's: neither a replay nor ``torch.manual_seed`` sets it.
-    """
-    return (
-        isinstance(module, nn.RNNBase)
-        and module.training
-        and module.dropout > 0
-        and module.num_layers > 1
-        and computed_by_cudnn(module)
-    )
-
-
-def computed_by_cudnn(layer: nn.RNNBase) -> bool:
-    """Whether cuDNN computes a recurrent layer; torch's own kernels draw from torch's state."""
-    return bool(torch.backends.cudnn.is_acceptable(next(layer.parameters())))
-
-
-@contextlib.contextmanager
-def flattened_once() -> Iterator[None]:
-    """Let recurrent layers stay where they are when they are flattened again.
-
-    cuDNN wants their weights in one piece of memory. Models flatten them in each forward, as
-    ``nn.DataParallel`` demands, and each time the weights move, which no graph can follow.
-    """
-    original = nn.RNNBase.flatten_parameters
-
-    def flatten(layer: nn.RNNBase) -> None:
-        if len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) > 1:
-            original(layer)
-
-    with replaced(nn.RNNBase, "flatten_parameters", flatten):
-        yield
 
 
 def with_own_graphs(module: nn.Module) -> Iterator[str]:

@@ -13,7 +13,6 @@ from torch import nn
 from lightning_graphs.core.private.torch import is_compiled, is_compiled_in_place, module_hooks
 from lightning_graphs.training.guards.uncapturable import (
     bound_by_hooks,
-    has_own_dropout,
     obstacle_in,
 )
 from lightning_graphs.training.modules.observation import Observation, ObservedCall
@@ -118,8 +117,6 @@ class Choice:
             if module not in called:
                 note(_left_out(name, _not_called(name, module)))
         for call in observation.calls:
-            if has_own_dropout(call.module):  # all the same where its siblings are graphed
-                note(_left_out(call.name, _obstacle(call.module, observation)))
             if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
                 note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
         bound: dict[str, dict[nn.Module, str]] = {}

@@ -51,6 +51,7 @@ class Stage:
     observer: StepObserver | None = None  # is told of every call; None where nobody is
     # Another captured step makes the call that found none: it is no reason to search.
     foreseen: bool = False
+    seeded: bool = False  # a call made cuDNN's random state anew, eagerly; others follow from it
 
 
 class Forward:
@@ -152,6 +153,9 @@ class Forward:
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
                 return _NONE
+            if site.graphed.is_seeded:
+                stage.seeded = True
+                return _NONE
             kernels = KernelChoice.now()
             if kernels != site.call.kernels:
                 self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
@@ -167,7 +171,7 @@ class Forward:
         site = stage.elsewhere(self._module, index, (args, kwargs))
         if site is not None:
             return self._replayed(site, args, kwargs)
-        if not (stage.missed or stage.foreseen):  # others follow from it
+        if not (stage.missed or stage.foreseen or stage.seeded):  # others follow from it
             stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return _NONE
 
@@ -177,7 +181,7 @@ class Forward:
         except SignatureError as error:
             self._missing = str(error)
             # After a call without a graph the next one is given other tensors, which is no news.
-            follows = bool(self._stage.missed or self._stage.stale)
+            follows = bool(self._stage.missed or self._stage.stale or self._stage.seeded)
             self._stage.astray |= isinstance(error, ArgumentElsewhereError) and not follows
             return _NONE
         except ReplayError as error:

@@ -147,7 +147,7 @@ class ModuleGraphs:
             step = self._step_of(args)
         if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
-        stage.missed = ""
+        stage.missed, stage.seeded = "", False
         if step is None:
             self.held = "graphs" if len(self._cache) else ""
             if self._observed is not None:

@@ -18,6 +18,7 @@ from lightning_graphs.core.callsite import definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
+from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.core.private.torch import (
     capture_unseen,
     has_compiled_anything,
@@ -42,6 +43,7 @@ from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.training.guards.recurrent import refuse_new_seeds
 from lightning_graphs.training.guards.side_effects import (
     RaisedInCapture,
     code_captured,
@@ -223,6 +225,7 @@ class StepCapture(StepBody):
                 gradients = targets.attached(inside=True, copied=copied)
                 others = targets.attached(inside=False)
             unread.refuse_read()
+            refuse_new_seeds(segments.dropout)
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
             # A step may ask for gradients of its batch, and has made that of static inputs
@@ -258,6 +261,7 @@ class StepCapture(StepBody):
             places=places,
             scaling=scaling,
             host=host,
+            dropout=segments.dropout,
             numbers=[n for n in numbers if n is not None],
         )
 
@@ -347,6 +351,11 @@ class _Segments:
             self.graphs[name] = self._captured
             if stores := self._reads.stored():
                 self.stores[name] = stores
+
+    @property
+    def dropout(self) -> CapturedDropout | None:
+        """cuDNN's random state, if any of the graphs draws from it."""
+        return next((graph.dropout for graph in self.graphs.values() if graph.dropout), None)
 
     def abandon(self) -> None:
         while self.graphs:

@@ -16,6 +16,7 @@ from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import Stores, set_again
 from lightning_graphs.core.host.half import HostHalf
+from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
@@ -59,6 +60,7 @@ class StepPlan:
     # What the gradient scaler knows between ``unscale`` and ``step``
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostHalf | None = None  # what its code computes on the host; None if that is nothing
+    dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
     number: int = 0  # the same on all ranks
     # What its graphs read of the optimizer and the trainer, to be refreshed before every replay
     numbers: Sequence[CapturableOptimizer | NumberOnDevice] = ()
@@ -66,6 +68,8 @@ class StepPlan:
     def fits(self, batch: Any, conditions: Conditions) -> bool:
         """Whether batch and fit are what it was captured from; if so it is ready for a replay."""
         if not self.conditions.holds(conditions):
+            return False
+        if self.dropout is not None and not self.dropout.is_current():
             return False
         tensors = self.call.match((batch,), {})
         return tensors is not None and self.fill(tensors)

@@ -25,6 +25,7 @@ from lightning_graphs.training.guards.before_step import FitWatch
 from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.own_batch import BatchValueRead, BatchValues
+from lightning_graphs.training.guards.recurrent import NewSeeds
 from lightning_graphs.training.interception import nothing
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
@@ -85,6 +86,7 @@ class StepRunner:
         self._learned = Learned(fit.module, self._forget_plans)
         self._kept = self._learned.kept
         self._values = BatchValues()
+        self._seeds = NewSeeds(fit.module)
         self._active: StepPlan | None = None
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often
@@ -286,6 +288,8 @@ class StepRunner:
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
+        if self._seeds.are_used_by_next_step():
+            return False
         try:
             signature, _ = self._signature_of(args, conditions)
         except CaptureError as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot
+from lightning_graphs.core.generators import RandomState
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.training.step.optimizers import scaler_of
 from lightning_graphs.training.verify.differences import Result, difference, results_in
@@ -27,7 +28,7 @@ class Kept:
     def __init__(
         self,
         tensors: Iterable[Tensor],
-        device: torch.device,
+        random: RandomState,
         room: Callable[[int], int],  # how many of so many bytes may be copied on the device
         *others: Callable[[], object],  # put others back as they were
     ) -> None:
@@ -36,18 +37,13 @@ class Kept:
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         self._snapshot = StateSnapshot(tensors, room=room(size))
         self._others = others
-        self._device = device if device.type == "cuda" else None
-        self._on_host = torch.get_rng_state()
-        self._on_device = torch.cuda.get_rng_state(device) if self._device else None
+        self._random = random
 
     def restore(self) -> None:
         self._snapshot.restore()
         for restore in self._others:
             restore()
-        torch.set_rng_state(self._on_host)
-        if self._on_device is not None:
-            assert self._device is not None
-            torch.cuda.set_rng_state(self._on_device, self._device)
+        self._random.restore()
 
     def moved(self, tensor: Tensor) -> float:
         """How far one of the tensors is from its copy, as a Euclidean norm."""
@@ -116,7 +112,7 @@ class StepState:
         loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
     ) -> None:
         self._optimizer = optimizer
-        self._device = module.device
+        self._module = module
         self._buffers = dict(module.named_buffers())
         self._loose = dict(loose)
         self._scaler = scaler_of(trainer.precision_plugin)
@@ -128,7 +124,8 @@ class StepState:
         gradients, known = Gradients(parameters), OptimizerState(self._optimizer, self._scaler)
         tensors = [*self._buffers.values(), *self._loose.values(), *parameters]
         tensors += [*gradients.tensors, *known.tensors]
-        return Kept(tensors, self._device, room, *others, gradients.restore, known.restore)
+        random = RandomState(self._module.device, self._module.modules())
+        return Kept(tensors, random, room, *others, gradients.restore, known.restore)
 
     def results(self, returned: Any) -> list[Result]:
         """What a step returned and what it changed, in the order of its computation."""

@@ -16,6 +16,7 @@ from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
+from lightning_graphs.core.generators import RandomState
 from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
@@ -209,7 +210,8 @@ class _CallRun:
             *gradients.tensors,
         ]
         others = *self._python, gradients.restore
-        return Kept(tensors, self.device, self._budget.room_for, *others)
+        random = RandomState(self.device, self._root.modules())
+        return Kept(tensors, random, self._budget.room_for, *others)
 
     def eager(self) -> list[Result]:
         try:
