@@ -8,6 +8,8 @@ import functools
 import gc
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from lightning_graphs.core.backends.cuda import CudaBackend
 from lightning_graphs.core.backends.emulated import EmulatedBackend
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.core.private.cudnn import CapturedDropout
+from lightning_graphs.core.private.torch import stale_gradient_nodes_tolerated
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 
@@ -242,20 +245,13 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def graph(
-    cuda_graph: CUDAGraph,
-    pool: PoolHandle | None = None,
-    stream: torch.cuda.Stream | None = None,
-    capture_error_mode: str = "global",
-    enable_annotations: bool = False,
-    check_input_liveness: bool = False,
-) -> Iterator[None]:
+class graph:
     """Context manager that captures its body into a :class:`CUDAGraph`.
 
     Whatever happens in the body, afterwards the current stream, the allocator and the random
     generators are as before, and the next capture works. An exception of the body wins over one of
-    ending the capture.
+    ending the capture. As torch's class it may be subclassed, entered by hand, and entered again
+    once its graph was reset.
 
     Args:
         cuda_graph: The graph to capture into.
@@ -273,28 +269,71 @@ def graph(
     Raises:
         CaptureError: what the body did cannot be captured; it names the user's file and line.
     """
-    backend = cuda_graph.backend
-    refuse_nested(backend, "capture_begin()")
-    backend.prepare_capture()
-    try:
-        with _without_garbage_collection(), backend.capture_stream(stream):
-            try:
-                cuda_graph.capture_begin(
-                    pool,
-                    capture_error_mode,
-                    check_input_liveness,
-                    enable_annotations=enable_annotations,
-                )
-                yield
-                cuda_graph.capture_end()
-            except BaseException:  # of the body, or an interrupt
-                if cuda_graph._capturing or backend.is_capturing():
-                    cuda_graph.abandon_capture()
-                raise
-    except BaseException as error:
-        if (refusal := backend.refusal(error)) is not None:
-            raise refusal from error
-        raise
+
+    default_capture_stream: torch.cuda.Stream | None = None
+    """Where captures without ``stream`` run, if it is of their device; the last such one."""
+
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: PoolHandle | None = None,
+        stream: torch.cuda.Stream | None = None,
+        capture_error_mode: str = "global",
+        enable_annotations: bool = False,
+        check_input_liveness: bool = False,
+    ) -> None:
+        backend = cuda_graph.backend
+        if stream is None:
+            kind = type(self)
+            stream = backend.default_capture_stream(kind.default_capture_stream)
+            kind.default_capture_stream = stream or kind.default_capture_stream
+        self.cuda_graph = cuda_graph
+        self.pool: tuple[()] | tuple[PoolHandle] = () if pool is None else (pool,)
+        self.capture_stream = stream
+        """Where the body runs; None if emulated, unless a stream was given."""
+        self.stream_ctx = backend.capture_stream(stream)
+        self.capture_error_mode = capture_error_mode
+        self.enable_annotations = enable_annotations
+        self.check_input_liveness = check_input_liveness
+        self._capture: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        capture = self._captured()
+        capture.__enter__()
+        self._capture = capture
+
+    def __exit__(self, *error: Any) -> None:
+        capture, self._capture = self._capture, None
+        if capture is None:
+            self.cuda_graph.capture_end()  # which says that nothing has begun
+        else:
+            capture.__exit__(*(error or (None, None, None)))
+
+    @contextlib.contextmanager
+    def _captured(self) -> Iterator[None]:
+        captured = self.cuda_graph
+        backend = captured.backend
+        refuse_nested(backend, "capture_begin()")
+        backend.prepare_capture()
+        try:
+            with _without_garbage_collection(), self.stream_ctx, stale_gradient_nodes_tolerated():
+                try:
+                    captured.capture_begin(
+                        self.pool[0] if self.pool else None,
+                        self.capture_error_mode,
+                        self.check_input_liveness,
+                        enable_annotations=self.enable_annotations,
+                    )
+                    yield
+                    captured.capture_end()
+                except BaseException:  # of the body, or an interrupt
+                    if captured._capturing or backend.is_capturing():
+                        captured.abandon_capture()
+                    raise
+        except BaseException as error:
+            if (refusal := backend.refusal(error)) is not None:
+                raise refusal from error
+            raise
 
 
 def _replay_of_nothing() -> None:

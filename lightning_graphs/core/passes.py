@@ -47,6 +47,7 @@ from lightning_graphs.core.private.torch import (
     hooks_registered,
     nodes_recorded,
     recorded_before,
+    stale_gradient_nodes_tolerated,
     version_of,
 )
 from lightning_graphs.errors import CaptureError
@@ -147,8 +148,11 @@ class CallableCapture:
         backend = self._made.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
-        modules = self._held.submodules
-        with same_random_numbers(self._tensors, modules), backend.side_stream():
+        with (
+            same_random_numbers(self._tensors, self._held.submodules),
+            backend.side_stream(),
+            stale_gradient_nodes_tolerated(),
+        ):
             try:
                 place = random_place(backend.device_type)
                 self._check_gradients(self._pull_back(self._first_call()))

@@ -312,3 +312,76 @@ class TestGenerators:
         captured.replay()
         torch.manual_seed(1)
         assert torch.equal(y, torch.rand(8))
+
+
+class TestClass:
+    """What code does with ``torch.cuda.graph``, which is a class."""
+
+    def test_subclasses_begin_and_end_around_the_body(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        calls = []
+
+        class Noted(graph):
+            def __init__(self, captured: CUDAGraph, name: str) -> None:
+                super().__init__(captured, capture_error_mode="thread_local")
+                self.name = name
+
+            def __enter__(self) -> None:
+                super().__enter__()
+                calls.append((self.name, is_current_stream_capturing()))
+
+            def __exit__(self, *error: object) -> None:
+                calls.append((self.name, is_current_stream_capturing()))
+                super().__exit__(*error)
+
+        captured, x = CUDAGraph(backend=backend), torch.ones(4, device=device)
+        with Noted(captured, "mine"):
+            y = x * 2
+        captured.replay()
+        assert y.tolist() == [2.0] * 4
+        with pytest.raises(ValueError, match="of the body"), Noted(CUDAGraph(backend=backend), "b"):
+            raise ValueError("of the body")
+        assert calls == [("mine", True)] * 2 + [("b", True)] * 2
+        assert not is_current_stream_capturing()
+
+    def test_entered_by_hand_and_once_more(
+        self, backend: BackendName, device: torch.device
+    ) -> None:
+        captured, x = CUDAGraph(backend=backend), torch.ones(4, device=device)
+        context = graph(captured)
+        for factor in (2, 3):
+            context.__enter__()
+            assert not gc.isenabled()
+            y = x * factor
+            context.__exit__(None, None, None)
+            assert gc.isenabled()
+            captured.replay()
+            assert y.tolist() == [float(factor)] * 4
+            captured.reset()
+        context.__enter__()
+        error = ValueError("of the body")
+        context.__exit__(ValueError, error, None)
+        assert not is_current_stream_capturing()
+        with pytest.raises(CaptureError, match="needs a capture_begin"):
+            context.__exit__(None, None, None)
+
+    def test_what_it_was_given(self, backend: BackendName, device: torch.device) -> None:
+        captured = CUDAGraph(backend=backend)
+        pool = graph_pool_handle(backend=backend)
+        context = graph(captured, pool, capture_error_mode="relaxed", check_input_liveness=True)
+        assert context.cuda_graph is captured
+        assert context.pool == (pool,)
+        assert graph(captured).pool == ()
+        assert context.capture_error_mode == "relaxed"
+        assert context.check_input_liveness
+        if backend == "cuda":
+            assert context.capture_stream == graph.default_capture_stream
+            assert isinstance(context.stream_ctx, torch.cuda.StreamContext)
+            with context:
+                assert torch.cuda.current_stream() == context.capture_stream
+                torch.zeros(1, device=device)
+            own = torch.cuda.Stream()
+            assert graph(captured, stream=own).capture_stream is own
+        else:
+            assert context.capture_stream is None

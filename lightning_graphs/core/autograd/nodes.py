@@ -25,7 +25,6 @@ from lightning_graphs.core.private.torch import (
     after_backward,
     is_compiled_node,
     outputs_of,
-    stale_gradient_nodes_tolerated,
     will_execute,
     without_hooks,
 )
@@ -100,7 +99,6 @@ def gradients_behind(
         torch.autocast(outputs[0].device.type, enabled=False),
         without_hooks(hooked),
         gradients_kept_apart(apart),
-        stale_gradient_nodes_tolerated(),
     ):
         found: tuple[Tensor | None, ...]
         found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)

@@ -77,8 +77,12 @@ class Backend(abc.ABC):
     def is_capturing(self) -> bool:
         """Whether the current stream (CUDA) or thread (emulated) is being captured."""
 
+    def default_capture_stream(self, last: torch.cuda.Stream | None) -> torch.cuda.Stream | None:
+        """The current device's stream for captures; the last one that was used, if it is there."""
+        return None
+
     def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Make ``stream``, or the device's default capture stream, current; restore afterwards."""
+        """Make ``stream`` current; restore afterwards. It may be entered several times."""
         return nullcontext()
 
     def side_stream(self) -> AbstractContextManager[object]:

@@ -11,8 +11,7 @@ import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -108,23 +107,19 @@ class CudaBackend(Backend):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    @contextlib.contextmanager
-    def capture_stream(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        if stream is None:
-            # torch keeps one default stream for all devices, made on whichever came first.
-            device = torch.cuda.current_device()
-            if device not in self._capture_streams:
-                self._capture_streams[device] = torch.cuda.Stream(device)
-            stream = self._capture_streams[device]
-        current = torch.cuda.current_stream()
-        try:
-            with torch.cuda.stream(stream):
-                yield
-        finally:
-            # A capture begins by setting the generators' state there: no replay may overtake.
-            current.wait_stream(stream)
+    def default_capture_stream(self, last: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        # torch keeps one default stream for all devices, made on whichever came first.
+        device = torch.cuda.current_device()
+        if last is not None and last.device.index == device:
+            return last
+        if device not in self._capture_streams:
+            self._capture_streams[device] = torch.cuda.Stream(device)
+        return self._capture_streams[device]
 
-    def side_stream(self) -> AbstractContextManager[None]:
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> torch.cuda.StreamContext:
+        return _JoinedStream(stream)
+
+    def side_stream(self) -> torch.cuda.StreamContext:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         return self.capture_stream(stream)
@@ -143,6 +138,16 @@ class CudaBackend(Backend):
         if not isinstance(error, RuntimeError) or isinstance(error, CaptureError):
             return None
         return _explained(error) if any(part in str(error) for part in _REFUSALS) else None
+
+
+class _JoinedStream(torch.cuda.StreamContext):
+    """Makes a stream current; the one that was waits for it afterwards."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        # A capture begins by setting the generators' state there: no replay may overtake.
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
 
 class CudaGraph(CapturedGraph):

@@ -309,18 +309,19 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
     """Let a backward pass run on our stream though the user's autograd graph lives on another.
 
     A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
-    From 2.13 on torch can be told to use the capture stream all the same; its warning (2.9) is
-    about streams that we chose.
+    From 2.13 on torch can be told to use the capture stream all the same, and privately tells
+    whether the user has said so; its warning (2.9) is about streams that we chose.
     """
     graph = torch.autograd.graph
     override = getattr(graph, "set_override_stale_capture_stream", _nothing)
     warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
+    before = bool(getattr(torch._C, "_override_stale_capture_stream", _nothing)())
     override(True)
     warn(False)
     try:
         yield
     finally:
-        override(False)
+        override(before)
         warn(True)
 
 
