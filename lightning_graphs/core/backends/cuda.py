@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -63,6 +64,8 @@ class CudaBackend(Backend):
     def __init__(self) -> None:
         self._capture_streams: dict[int, torch.cuda.Stream] = {}
         self._failed: list[torch.cuda.CUDAGraph] = []
+        self.captures: set[int] = set()  # identities of the graphs that are being captured
+        self._retired: list[torch.cuda.CUDAGraph] = []
         self._replacements: dict[PoolHandle, PoolHandle] = {}
         self._graphs_of: dict[PoolHandle, weakref.WeakSet[CudaGraph]] = {}
 
@@ -101,6 +104,18 @@ class CudaBackend(Backend):
         self._failed.append(native)
         self._replacements[pool] = torch.cuda.graph_pool_handle()
 
+    def retire(self, native: torch.cuda.CUDAGraph) -> None:
+        """Destroy a graph, which would end a capture that is under way: then, after it.
+
+        Of captures without this class the one on the current stream is seen.
+        """
+        self._retired.append(native)
+        self.destroy_retired()
+
+    def destroy_retired(self) -> None:
+        if self._retired and not self.captures and not self.is_capturing():
+            self._retired = []
+
     def new_pool(self) -> PoolHandle:
         return torch.cuda.graph_pool_handle()
 
@@ -126,6 +141,7 @@ class CudaBackend(Backend):
 
     def prepare_capture(self) -> None:
         torch.cuda.synchronize()
+        self.destroy_retired()
         if getattr(torch.compiler.config, "force_cudagraph_gc", False):
             gc.collect()
         torch.cuda.empty_cache()
@@ -179,12 +195,14 @@ class CudaGraph(CapturedGraph):
             self._liveness = InputLiveness(self._pool)
         if annotate:
             self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
+        self._backend.captures.add(id(self))
         try:
             self._native.capture_begin(
                 pool=self._pool,  # type: ignore[arg-type]
                 capture_error_mode=mode,
             )
         except RuntimeError:
+            self._left_capture()
             if not self._released_by_torch():
                 self._backend.bury(self._native, self._device, self._pool)
             self._release_generators()
@@ -203,6 +221,7 @@ class CudaGraph(CapturedGraph):
         self._native.capture_end()
         self._draws.end()
         self.dropout = self._draws.found
+        self._left_capture()
         assert self._pool is not None
         self._backend.taken(self._pool, self)
         self._lives_in = self._pool
@@ -228,10 +247,15 @@ class CudaGraph(CapturedGraph):
                 self._backend.taken(self._pool, self)  # whose last graph this may have been
                 self._lives_in = self._pool
                 self._native.reset()
+        self._left_capture()
         self._release_generators()
         self._draws.end()
         torch.cuda.synchronize()
         self._renew()
+
+    def _left_capture(self) -> None:
+        self._backend.captures.discard(id(self))
+        self._backend.destroy_retired()
 
     def _release_generators(self) -> None:
         """Let the generators notice that their capture is over.
@@ -278,8 +302,13 @@ class CudaGraph(CapturedGraph):
         self._native.replay()
 
     def reset(self) -> None:
-        self._native.reset()
+        self._backend.retire(self._native)
         self._renew()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._backend.captures.discard(id(self))  # one that was never ended
+            self._backend.retire(self._native)
 
     def pool(self) -> PoolHandle:
         return self._native.pool()
