@@ -17,8 +17,12 @@ from lightning_graphs.core.backends.backend import Backend, BackendName, PoolHan
 from lightning_graphs.core.backends.cuda import CudaBackend
 from lightning_graphs.core.backends.emulated import EmulatedBackend
 from lightning_graphs.core.inspect import GraphInfo
+from lightning_graphs.core.private.autograd import (
+    leaves_alive,
+    renew_gradient_nodes,
+    stale_gradient_nodes_tolerated,
+)
 from lightning_graphs.core.private.cudnn import CapturedDropout
-from lightning_graphs.core.private.torch import stale_gradient_nodes_tolerated
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 
@@ -298,6 +302,7 @@ class graph:
         self._capture: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
+        renew_gradient_nodes(leaves_alive())
         capture = self._captured()
         capture.__enter__()
         self._capture = capture
@@ -391,7 +396,7 @@ class GraphPool:
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:
         captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
-        with graph(captured, self.handle, self.stream, self._capture_error_mode):
+        with graph(captured, self.handle, self.stream, self._capture_error_mode)._captured():
             yield captured
         self._graphs.append(captured)
 

@@ -43,11 +43,14 @@ from lightning_graphs.core.generators import random_place, rewinding_refused, sa
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
 from lightning_graphs.core.obstacles import REBOUND
+from lightning_graphs.core.private.autograd import (
+    renew_gradient_nodes,
+    stale_gradient_nodes_tolerated,
+)
 from lightning_graphs.core.private.torch import (
     hooks_registered,
     nodes_recorded,
     recorded_before,
-    stale_gradient_nodes_tolerated,
     version_of,
 )
 from lightning_graphs.errors import CaptureError
@@ -254,6 +257,7 @@ class CallableCapture:
         before, start = Bindings(self._held), nodes_recorded()
         static = self._settings.static_outputs
         try:
+            renew_gradient_nodes(self._made.parameters)
             with self._made.pool.capture() as captured, contents_left(self._args, self._kwargs):
                 hooks = hooks_registered()
                 self._made.outputs = self._call_leaving_arguments(static=static)

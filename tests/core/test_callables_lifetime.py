@@ -271,3 +271,29 @@ def test_a_lazy_module_is_refused_until_it_ran(backend: BackendName, device: tor
         make_graphed_callables(module, (x,), backend=backend)
     expected = module(x).detach()
     assert torch.equal(make_graphed_callables(module, (x,), backend=backend)(x), expected)
+
+
+@both_ways
+def test_once_more_after_a_reset_with_outputs_kept(
+    backend: BackendName, device: torch.device, param_grads: Any
+) -> None:
+    linear = two_three_one(device)
+    x = torch.tensor([[1.0, 2.0]], device=device)
+    kept = []
+    for _ in range(2):
+        for _ in range(2):  # eagerly: autograd's nodes belong to this stream, and live on
+            kept.append(linear(x))
+            linear(x).sum().backward()
+        made = make_graphed_callables(
+            linear, (torch.zeros_like(x),), param_grads=param_grads, backend=backend
+        )
+        linear.zero_grad()
+        kept.append(made(x))
+        made(x).sum().backward()
+        assert linear.weight.grad is not None
+        assert linear.weight.grad.tolist() == [[1.0, 2.0]]
+        made.forward.reset()
+    linear.zero_grad()
+    kept[0].sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.tolist() == [[1.0, 2.0]]

@@ -385,3 +385,71 @@ class TestClass:
             assert graph(captured, stream=own).capture_stream is own
         else:
             assert context.capture_stream is None
+
+
+class TestBesideACapture:
+    """What is done with other graphs, of torch or of autograd, does not end a capture."""
+
+    @pytest.mark.parametrize("mode", ["global", "thread_local"])
+    @pytest.mark.parametrize("how", ["released", "rebound", "reset", "collected", "by a thread"])
+    def test_another_graph_is_given_up(
+        self, backend: BackendName, device: torch.device, mode: str, how: str
+    ) -> None:
+        others = [_doubling(backend, device)[0]]
+        captured, x = CUDAGraph(backend=backend), torch.ones(4, device=device)
+        gone = weakref.ref(others[0])
+        with graph(captured, capture_error_mode=mode):
+            y = x * 3
+            if how == "released":
+                others.clear()
+            elif how == "rebound":
+                others[0] = CUDAGraph(backend=backend)
+            elif how == "reset":
+                others[0].reset()
+            elif how == "collected":
+                circle: list[object] = [others.pop()]
+                circle.append(circle)
+                del circle
+                gc.collect()
+            else:
+                thread = threading.Thread(target=others.clear)
+                thread.start()
+                thread.join()
+            y = y + 1
+        captured.replay()
+        assert y.tolist() == [4.0] * 4
+        assert how == "reset" or gone() is None
+        if how == "reset":
+            with graph(others[0]):
+                z = x * 5
+            others[0].replay()
+            assert z.tolist() == [5.0] * 4
+
+    @pytest.mark.parametrize("on_another_stream", [False, True])
+    def test_a_step_whose_warm_up_is_kept(
+        self, backend: BackendName, device: torch.device, on_another_stream: bool
+    ) -> None:
+        linear, x = torch.nn.Linear(4, 3, device=device), torch.randn(2, 4, device=device)
+        kept = []
+        stream = torch.cuda.Stream() if backend == "cuda" and on_another_stream else None
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                linear.zero_grad()
+                loss = linear(x).square().mean()
+                loss.backward()
+                kept += [loss, linear(x).sum()]
+        expected = [p.grad for p in linear.parameters()]
+        linear.zero_grad()
+        captured = CUDAGraph(backend=backend)
+        with graph(captured):
+            linear(x).square().mean().backward()
+        captured.replay()
+        found = [p.grad for p in linear.parameters()]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine is not None
+            assert theirs is not None
+            assert torch.equal(mine, theirs)
+        linear.zero_grad()
+        kept[-1].backward()
+        assert linear.bias.grad is not None
+        assert linear.bias.grad.tolist() == [2.0] * 3

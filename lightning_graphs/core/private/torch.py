@@ -38,8 +38,10 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
     """
     if gradient_hooks(leaf) or accumulation_hooks(leaf):
         return True
-    if not leaf.requires_grad:
-        return False
+    return leaf.requires_grad and node_has_hooks(leaf)
+
+
+def node_has_hooks(leaf: Tensor) -> bool:
     with torch.inference_mode(False):
         node = get_gradient_edge(leaf).node
     handles = node.register_hook(_nothing), node.register_prehook(_nothing)
@@ -302,27 +304,6 @@ def is_compiled_node(node: object) -> bool:
 def after_backward(call: Callable[[], None]) -> None:
     """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-@contextlib.contextmanager
-def stale_gradient_nodes_tolerated() -> Iterator[None]:
-    """Let a backward pass run on our stream though the user's autograd graph lives on another.
-
-    A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
-    From 2.13 on torch can be told to use the capture stream all the same, and privately tells
-    whether the user has said so; its warning (2.9) is about streams that we chose.
-    """
-    graph = torch.autograd.graph
-    override = getattr(graph, "set_override_stale_capture_stream", _nothing)
-    warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
-    before = bool(getattr(torch._C, "_override_stale_capture_stream", _nothing)())
-    override(True)
-    warn(False)
-    try:
-        yield
-    finally:
-        override(before)
-        warn(True)
 
 
 def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:

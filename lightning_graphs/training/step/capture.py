@@ -18,6 +18,7 @@ from lightning_graphs.core.callsite import definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
+from lightning_graphs.core.private.autograd import renew_gradient_nodes
 from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.core.private.torch import (
     capture_unseen,
@@ -217,6 +218,7 @@ class StepCapture(StepBody):
                 self._environment(recorder, places) as (outside, loose),
             ):
                 targets.begin()
+                renew_gradient_nodes(targets.parameters)
                 with segments.capturing("forward"):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     if places is not None:
