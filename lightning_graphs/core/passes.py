@@ -19,6 +19,7 @@ from lightning_graphs.core.arguments.held import Bindings, Held
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.arguments.tree import substitute
+from lightning_graphs.core.autograd.accumulation import accumulation_refused
 from lightning_graphs.core.autograd.backward import (
     DirectGradients,
     GradientBuffers,
@@ -222,8 +223,18 @@ class CallableCapture:
         if not outputs.requiring_grad or not targets:
             return ()
         zeros = [torch.zeros_like(output) for output in outputs.requiring_grad]
+        return self._gradients(outputs.requiring_grad, targets, zeros)
+
+    def _gradients(
+        self,
+        outputs: Sequence[Tensor],
+        targets: Sequence[Tensor | GradientEdge],
+        given: Sequence[Tensor],
+        apart: Sequence[Tensor] = (),
+    ) -> tuple[Tensor | None, ...]:
         hooked = self._made.parameters
-        return gradients_behind(outputs.requiring_grad, targets, zeros, hooked=hooked)
+        with accumulation_refused(self._trained()):
+            return gradients_behind(outputs, targets, given, hooked=hooked, apart=apart)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         refuse_sparse_gradients(gradients)
@@ -240,11 +251,14 @@ class CallableCapture:
 
     def _call(self) -> Any:
         modes = self._made.modes
-        with torch.autocast(
-            modes.device_type,
-            dtype=modes.autocast_dtype,
-            enabled=modes.autocast_enabled,
-            cache_enabled=False,
+        with (
+            accumulation_refused(self._trained()),
+            torch.autocast(
+                modes.device_type,
+                dtype=modes.autocast_dtype,
+                enabled=modes.autocast_enabled,
+                cache_enabled=False,
+            ),
         ):
             return self._made.original(*self._args, **self._kwargs)
 
@@ -300,13 +314,7 @@ class CallableCapture:
         if direct is not None and not may_write:  # it copies to `.grad`, which casts as well
             asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
         with self._made.pool.capture() as captured, rewinding_refused(self.draws), uses.taken():
-            found = gradients_behind(
-                outputs,
-                asked,
-                static,
-                hooked=self._made.parameters,
-                apart=targets if may_write else (),
-            )
+            found = self._gradients(outputs, asked, static, apart=targets if may_write else ())
             self._check_gradients(found)
             pairs = zip(targets, found, strict=True)
             gradients = [part for target, whole in pairs for part in uses.of(target, whole)]
@@ -350,6 +358,12 @@ class CallableCapture:
 
     def abandon(self) -> None:
         self._bindings.rebound()
+
+    def _trained(self) -> dict[Tensor, str]:
+        """Everything that may have a gradient, but for arguments, by name."""
+        held = {tensor: name for name, tensor in self._held.named("parameters")}
+        own = {parameter: name for name, parameter in self._named()}
+        return own | {t: name for name, t in self._held.tensors.items() if t.requires_grad} | held
 
     def _named(self) -> list[tuple[str, Parameter]]:
         named = (*self._held.named("parameters"), *self._held.tensors.items())

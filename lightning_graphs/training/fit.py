@@ -43,5 +43,6 @@ class Learned:
         self.places = Places(module, self.reads, on_change)  # where steps store something
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
         self.has_host_half = False  # captures record what steps compute on the host
+        self.has_several_passes = False  # steps run backward passes inside of their own
         self.is_unseen = True  # libraries are not told of captures
         self.kept = KeptGradients()  # whether somebody keeps gradients past their step

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.private.torch import node_has_hooks
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -37,6 +39,40 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
     finally:
         override(before)
         warn(True)
+
+
+@contextlib.contextmanager
+def backward_passes_told(
+    accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+    reenters: Callable[[], object] = _nothing,
+) -> Iterator[None]:
+    """Tell of each backward pass that code in the body begins, before it adds to any ``.grad``.
+
+    The first function hears the roots, and the leaves that are asked for if these are named. The
+    second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
+    in, as reentrant checkpointing does. All passes go through one function of torch, which has no
+    hook. Where torch lacks either, nobody is told.
+    """
+    engine: Callable[..., Any] = getattr(torch.autograd, "_engine_run_backward", _nothing)
+    valid: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", lambda: True)
+
+    def run(
+        roots: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **k: Any
+    ) -> Any:
+        if k.get("accumulate_grad"):
+            accumulates([r for r in roots if isinstance(r, Tensor)], inputs)
+        return engine(roots, gradients, keep, create, inputs, *rest, **k)
+
+    def is_valid() -> bool:
+        if not (found := valid()):
+            reenters()
+        return found
+
+    with contextlib.ExitStack() as stack:
+        if engine is not _nothing:
+            stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run))
+            stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
+        yield
 
 
 def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:

@@ -95,6 +95,8 @@ class StepBody:
     ) -> OutputPlan:
         """Forward, loss, backward, clipping, update; the gradients are set up by the caller."""
         output, loss = self.forward(arguments, recorder)
+        if phase.zeroing and not self.observers.own_zero_grad:
+            self._zero()
         loss = loss / phase.window
         if self.observers.before_backward:
             cut("backward")
@@ -114,6 +116,12 @@ class StepBody:
         loss = loss_of(returned)
         recorder.finish()
         return output, loss
+
+    def _zero(self) -> None:
+        """Drop the gradients that a backward pass inside of ``training_step`` has left."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _backward(self, loss: Tensor) -> None:
         if self._scaler is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,7 +19,7 @@ from lightning_graphs.core.callsite import definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
-from lightning_graphs.core.private.autograd import renew_gradient_nodes
+from lightning_graphs.core.private.autograd import backward_passes_told, renew_gradient_nodes
 from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.core.private.torch import (
     capture_unseen,
@@ -98,6 +99,7 @@ class StepCapture(StepBody):
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
+        self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     def capture(
@@ -160,11 +162,31 @@ class StepCapture(StepBody):
         places = self._learned.places
         if places.learn(places.found):
             return True
+        if self._has_several_passes and not self._learned.has_several_passes:
+            self._learned.has_several_passes = True
+            return True
         known = self._conversions, self._functions
         asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
         self._conversions |= asked
         self._functions |= self._numbers.refused
         return known != (self._conversions, self._functions)
+
+    @contextlib.contextmanager
+    def _passes_counted(self, *, adds: bool) -> Iterator[None]:
+        """Capture anew where each of several backward passes adds to gradients by itself."""
+        passes = itertools.count(1)
+
+        def begun(*_: object) -> None:
+            if next(passes) > 1 and adds and not self._learned.has_several_passes:
+                self._has_several_passes = True
+                raise CaptureError(
+                    "A captured step must add the gradients of each backward pass by itself.",
+                    "a backward pass runs inside of another one, or of `training_step`",
+                    "use torch.utils.checkpoint(..., use_reentrant=False)",
+                )
+
+        with backward_passes_told(begun):
+            yield
 
     @code_captured("A captured step")
     def _captured(
@@ -206,7 +228,7 @@ class StepCapture(StepBody):
                 self.persistent,
                 phase,
                 self.observers,
-                ddp=ddp is not None,
+                in_place=self._learned.has_several_passes or (ddp is not None and phase.stepping),
             )
             self._reduction = reduction_of(ddp, adds=targets.adds) if phase.stepping else None
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
@@ -219,7 +241,7 @@ class StepCapture(StepBody):
             ):
                 targets.begin()
                 renew_gradient_nodes(targets.parameters)
-                with segments.capturing("forward"):
+                with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     if places is not None:
                         places.look()

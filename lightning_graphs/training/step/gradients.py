@@ -301,13 +301,14 @@ class GradientTargets:
         phase: Phase,  # of the accumulation window
         observers: Observers,  # who looks at gradients, or zeroes them, within the step
         *,
-        ddp: bool,  # a backward pass ahead of a step reduces them, those of earlier steps with them
+        # Autograd itself adds to those of earlier steps: a backward pass ahead of a step under DDP
+        # reduces them, too, and of several passes each is added by itself
+        in_place: bool,
     ) -> None:
         self.adds = adds = not phase.zeroing or observers.own_zero_grad  # to those of earlier steps
-        reduced = ddp and phase.stepping
         # Gradients outlive the step
         keeps = not (phase.zeroing and phase.stepping) or bool(observers.before_backward)
-        self._in_pool = not (keeps or reduced)
+        self._in_pool = not (keeps or in_place)
         inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**inside, **dict.fromkeys(trainable)})
         self._inside = inside
@@ -315,8 +316,7 @@ class GradientTargets:
         self._buffers = dict(zip(lasting, persistent.of(lasting), strict=True))
         known = {p for p in lasting if p.grad is not None}
         adding = {p for p in lasting if adds or p not in inside}
-        # Autograd itself adds to the buffer, where what is there must be reduced as well
-        self._grown = adding & known if reduced else set()
+        self._grown = adding & known if in_place else set()
         self._added = adding - self._grown
         # The optimizer step reads the buffer, whether it gets a gradient or not
         holds = phase.stepping and not phase.zeroing
