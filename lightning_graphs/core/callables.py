@@ -11,8 +11,9 @@ from torch import nn
 from lightning_graphs.core.autograd.lending import ReplayOrder
 from lightning_graphs.core.backends.backend import BackendName, PoolHandle
 from lightning_graphs.core.graph import GraphPool, get_backend, refuse_nested
-from lightning_graphs.core.graphed import GraphedCallable
+from lightning_graphs.core.graphed import HOOKED, GraphedCallable
 from lightning_graphs.core.passes import CallableCapture, CaptureSettings
+from lightning_graphs.core.private.torch import saved_tensors_hooks
 from lightning_graphs.errors import CaptureError
 
 ParamGrads = Literal["autograd", "direct"]
@@ -87,6 +88,8 @@ def make_graphed_callables(
             "the call is inside of torch.autocast(..., cache_enabled=True)",
             "write torch.autocast(..., cache_enabled=False)",
         )
+    if saved_tensors_hooks() is not None:
+        raise CaptureError(*HOOKED)
     if param_grads not in ("autograd", "direct"):
         raise CaptureError(
             "param_grads must be 'autograd' or 'direct'.",

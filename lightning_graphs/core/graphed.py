@@ -25,11 +25,24 @@ from lightning_graphs.core.autograd.lending import (
     Source,
 )
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
-from lightning_graphs.core.private.torch import in_transform, version_of, will_execute
+from lightning_graphs.core.private.torch import (
+    in_transform,
+    saved_tensors_hooks,
+    version_of,
+    will_execute,
+)
 from lightning_graphs.errors import ArgumentElsewhereError, ReplayError
 
 Stores = tuple[tuple[nn.Module, str, Any], ...]
 """Module, name and value of attributes that code sets; the values are plain ones."""
+
+
+HOOKED = (
+    "A graphed callable cannot call hooks for saved tensors, because a replay saves none.",
+    "it is called inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu)",
+    "enter the hooks in the callable itself, which makes them a part of its graphs; or leave it "
+    "ungraphed",
+)
 
 
 def set_again(stores: Stores) -> None:
@@ -157,6 +170,8 @@ class GraphedCallable:
         changed = self._released or [m.training for m in self._modules] != self._training
         if changed or in_transform() or self.is_seeded:
             return self.original(*args, **kwargs)
+        if saved_tensors_hooks() is not None and torch.is_grad_enabled():
+            raise ReplayError(*HOOKED)
         tensors = self.plan.tensors(args, kwargs)
         for guard in self._guards:
             guard.check(trainable=self._writes_gradients)

@@ -27,7 +27,7 @@ from lightning_graphs.core.arguments.tree import (
     frozen_context,
     open_container,
 )
-from lightning_graphs.core.private.torch import attention_switches
+from lightning_graphs.core.private.torch import attention_switches, saved_tensors_hooks
 from lightning_graphs.errors import CaptureError, SignatureError
 
 _flash, _efficient, _cudnn, _math = attention_switches
@@ -82,6 +82,7 @@ class KernelChoice(NamedTuple):
     kernels_of_attention: tuple[bool, ...]  # flash, memory-efficient, cuDNN's and plain ones
     deterministic_algorithms: bool
     default_dtype: torch.dtype
+    saved_tensors_hooks: bool  # not of all threads: what autograd saves passes through them
 
     @classmethod
     def now(cls) -> KernelChoice:
@@ -90,6 +91,7 @@ class KernelChoice(NamedTuple):
             (_flash(), _efficient(), _cudnn(), _math()),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_default_dtype(),
+            saved_tensors_hooks() is not None,
         )
 
     def changes(self, to: KernelChoice) -> list[str]:

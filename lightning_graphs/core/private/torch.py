@@ -10,6 +10,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -179,6 +180,15 @@ attention_switches: tuple[Callable[[], bool], ...] = tuple(
     for switch in (f"{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math"))
 )
 """Whether each kernel of attention may be used; the public functions take three times as long."""
+
+
+saved_tensors_hooks: Callable[[], object] = partial(
+    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _nothing), False
+)
+"""The hooks for what autograd saves now, or None; torch has contexts for them, and no reader.
+
+Where it lacks the function there seem to be none.
+"""
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:

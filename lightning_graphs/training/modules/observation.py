@@ -237,6 +237,11 @@ class StepObserver:
         here = self._kernels._replace(default_dtype=call.kernels.default_dtype)
         if transformed:
             call.obstacle = "is made inside of a transform (torch.func, forward-mode autograd)"
+        elif call.grad_enabled and call.kernels.saved_tensors_hooks:
+            call.obstacle = (
+                "is made inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu), which a "
+                "replay would not call"
+            )
         elif switched := ", ".join(here.changes(call.kernels)):
             call.obstacle = (
                 f"is made under switches of torch that the step has set just for it: {switched}"
