@@ -48,7 +48,9 @@ _MANY = 10_000
 _TOO_RARE = "no batch signature came back often enough"
 _NOT_TIMED = "no eager step was timed yet"
 _BUSY = "the GPU is busy all the time, and graphs save the time between kernels only"
-_LEAVE_ALONE = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
+_CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
+_OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps at most"
+"""The number is :data:`PAYBACK`."""
 _SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
 _PAD = "pad batches to a few fixed lengths"
 _LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
@@ -230,7 +232,7 @@ class Moves:
         if self._in_a_row < _MOVES:
             return False
         names = ", ".join(sorted(moved))
-        self.obstacle = f"a scheduler or a hook moves {names} time and again, {_LEAVE_ALONE}"
+        self.obstacle = f"a scheduler or a hook moves {names} time and again, {_OFTEN}"
         return True
 
 
@@ -238,7 +240,7 @@ def _cycled(trainer: Trainer) -> str:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
             name = type(config.scheduler).__name__
-            return f"{name} moves momentum or betas at every step, {_LEAVE_ALONE}"
+            return f"{name} moves momentum or betas at every step, {_CYCLES}"
     return ""
 
 

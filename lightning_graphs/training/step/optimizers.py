@@ -48,16 +48,17 @@ def capture_obstacle(
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
         return "parameters are float64, and a captured learning rate has 32 bits"
-    if _fusable(optimizer):
+    if not (why := _why_not_fused(optimizer)):
         return None
     if _is_sharded(optimizer):
         return f"over DTensors only a fused step can be captured, and {name} here has none"
     if scaler_of(plugin) is not None:
-        return f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
+        reads = f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
+        return f"{reads}, and it {why}"
     if device_type == "cpu":
-        return f"torch has no fused {name} on the CPU, and others read their step on the host"
+        return f"a rehearsal captures fused steps alone, and {name} {why}"
     if "capturable" not in optimizer.defaults:
-        return f"{name} has neither capturable=True nor a fused kernel"
+        return f"{name} has no capturable=True, and {why}"
     return None
 
 
@@ -68,21 +69,29 @@ def _sparse_embedding(module: nn.Module) -> str | None:
 
 
 def _fusable(optimizer: Optimizer) -> bool:
-    """Whether the fused kernel exists and the user has not asked for another implementation.
+    """Whether the fused kernel exists and the user has not asked for another implementation."""
+    return not _why_not_fused(optimizer)
 
-    It takes the elements of a parameter to fill their memory.
+
+def _why_not_fused(optimizer: Optimizer) -> str:
+    """Why an optimizer does not run a fused kernel, in words that follow its name; empty if it may.
+
+    That kernel takes the elements of a parameter to fill their memory. Of whole numbers, which have
+    no gradient, it is given none.
     """
-    if not isinstance(optimizer, _FUSED):
-        return False
-    if isinstance(optimizer, torch.optim.SGD) and _is_sharded(optimizer):
-        return False
-    return all(
-        group.get("fused") is not False
-        and not group.get("foreach")
-        and all(p.is_floating_point() for p in group["params"])
-        and (group.get("fused") or all(map(is_dense, group["params"])))
-        for group in optimizer.param_groups
-    )
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    if not isinstance(optimizer, _FUSED) or (is_sgd and _is_sharded(optimizer)):
+        return "has no fused kernel for graphs"
+    groups = optimizer.param_groups
+    if any(group.get("fused") is False for group in groups):
+        return "was made with fused=False"
+    if any(group.get("foreach") for group in groups):
+        return "was made with foreach=True"
+    if any(p.is_complex() for group in groups for p in group["params"]):
+        return "has complex parameters, which torch's fused kernels do not take"
+    if not all(group.get("fused") or all(map(is_dense, group["params"])) for group in groups):
+        return "has parameters with gaps in their memory, which torch's fused kernels do not take"
+    return ""
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
@@ -234,7 +234,7 @@ def test_numbers_that_keep_moving_leave_the_graph(
     options: dict[str, Any] = {"module": moving(name, hook, range(99)), **in_scope(scope)}
     eager = prepare(backend, tmp_path, False, **options).run()
     captured = prepare(backend, tmp_path, True, **options)
-    said = "the optimizer step runs eagerly: a scheduler or a hook moves .*cycle_momentum=False"
+    said = "the optimizer step runs eagerly: a scheduler or a hook moves .*every 20 steps"
     with pytest.warns(UserWarning, match=said):
         captured.run()
     compare(eager, captured, replayed=False)
@@ -242,9 +242,15 @@ def test_numbers_that_keep_moving_leave_the_graph(
     assert captured.statistics.replayed > 10
 
 
-@pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ({"foreach": True}, "AdamW was made with foreach=True"),
+        ({"fused": False}, "AdamW was made with fused=False"),
+    ],
+)
 def test_implementation_asked_for_by_the_user(
-    backend: str, tmp_path: Path, option: dict[str, bool]
+    backend: str, tmp_path: Path, option: dict[str, bool], why: str
 ) -> None:
     module = made(lambda p: optim.AdamW(p, lr=RATE, **option))
     eager = prepare(backend, tmp_path, False, module=module).run()
@@ -252,9 +258,52 @@ def test_implementation_asked_for_by_the_user(
     if backend == "cuda":
         compare(eager, captured.run(), tolerance=1e-4)
         return
-    with pytest.warns(UserWarning, match="the optimizer step runs eagerly"):
+    with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: .*, and {why}$"):
         captured.run()
     compare(eager, captured, replayed=False)
+
+
+class Extra(Net):
+    """Has one more parameter.
+
+    Args:
+        dtype: Of it; one of whole numbers is frozen, and a complex one is a factor of the loss.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(lambda m: optim.AdamW(m.parameters(), lr=RATE))
+        self.extra = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=dtype.is_complex)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * self.extra.real.mean() if self.extra.is_complex() else loss
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_parameters_of_whole_numbers_leave_the_step_fused(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    captured = prepare(
+        backend, tmp_path, True, module=lambda: Extra(torch.uint8), **in_scope(scope)
+    ).run()
+    assert captured.statistics.fused == ["AdamW"]
+    assert captured.statistics.fallbacks == []
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # by the trace of a fit
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_complex_parameters_are_said(backend: str, tmp_path: Path, scope: str) -> None:
+    options: dict[str, Any] = {"module": lambda: Extra(torch.complex64), **in_scope(scope)}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    if backend == "cuda":  # by the capturable implementation
+        compare(eager, captured.run(), tolerance=1e-4)
+        return
+    said = "runs eagerly: a rehearsal captures fused steps alone, and AdamW has complex parameters"
+    with pytest.warns(UserWarning, match=said):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 0
 
 
 def test_learning_rate_given_as_a_tensor(backend: str, tmp_path: Path) -> None:
