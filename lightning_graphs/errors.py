@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 FIX = "\n  Fix: "  # begins the second line of a message
+OF_PACKAGE = "of the installed package"  # precedes a package's name behind a line of its code
+_OF_PACKAGE = re.compile(rf"\({OF_PACKAGE} ([\w.-]+)\)")
+_OPTIONS = "GraphCapture(", "Trainer(", "scope=", "precision=", "config."  # which users set
 _LONGEST = 300  # characters of what was observed that a message shows; a report has all
 
 
@@ -41,7 +45,17 @@ class GraphError(RuntimeError):
         what = self.rule.rstrip(".")
         if observed:
             what += f"{', ' if observed.startswith('got ') else ': '}{observed}"
-        return f"{what}{FIX}{self.remedy}" if self.remedy else what
+        return f"{what}{FIX}{self.remedy}{self._whose(observed)}" if self.remedy else what
+
+    def _whose(self, observed: str) -> str:
+        """Who can follow the remedy, where the line is another author's than its reader's."""
+        package = _OF_PACKAGE.search(observed)
+        if package is None or any(option in self.remedy for option in _OPTIONS):
+            return ""
+        return (
+            f"; that is for the authors of {package[1]}: as its user look for an option that "
+            "avoids the line, or leave it as it is"
+        )
 
 
 class CaptureError(GraphError):

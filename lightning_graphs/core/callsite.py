@@ -11,14 +11,17 @@ import linecache
 import os
 import re
 import sys
+import threading
 import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from lightning_graphs.errors import OF_PACKAGE, GraphError
 
 
 def _library_roots() -> tuple[str, ...]:
@@ -51,6 +54,12 @@ def shown(file: str) -> str:
     return " ".join(name_of(file) or [file])
 
 
+def package_of(file: str) -> str:
+    """The installed package that a file is a part of; empty for the user's own."""
+    _, found, path = os.path.normpath(file).replace(os.sep, "/").rpartition("-packages/")
+    return path.partition("/")[0].removesuffix(".py") if found else ""
+
+
 @dataclass(frozen=True, slots=True)
 class CallSite:
     """A line of the user's code."""
@@ -58,6 +67,7 @@ class CallSite:
     file: str = "?"  # where no frame of the user's was on the stack
     line: int = 0  # line number, from 1
     function: str = "?"  # name of the function the line is in
+    in_backward: bool = False  # a backward pass ran, where no line is known
 
     def __str__(self) -> str:
         return f"{shown(self.file)}:{self.line}"
@@ -69,8 +79,12 @@ class CallSite:
 
     def describe(self) -> str:
         """``file.py:12 in training_step: loss.item()``, as it appears in messages."""
+        if not self.line:
+            return f"{NO_LINE}, in the backward pass" if self.in_backward else _IN_LIBRARIES
         source = f": {self.source}" if self.source else ""
-        return f"{self} in {self.function}{source}"
+        package = package_of(self.file)
+        whose = f" ({OF_PACKAGE} {package})" if package else ""
+        return f"{self} in {self.function}{whose}{source}"
 
 
 def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
@@ -87,23 +101,52 @@ def is_library(filename: str) -> bool:
     return os.path.normpath(filename).startswith(LIBRARY_ROOTS + GENERATED)
 
 
+NO_LINE = "no line of yours"
+"""In place of a line that nobody knows."""
+
+_IN_LIBRARIES = f"{NO_LINE}, in code of libraries"
+_LINE = re.compile(r":\d+ in ")
+
+
+def add_line(error: GraphError, how: str, site: CallSite) -> None:
+    """Let an error that names no line name this one, and how that comes to be the one."""
+    if not _LINE.search(error.observed):
+        known = site.line and not is_library(site.file)
+        found = error.observed.removesuffix(f" at {_IN_LIBRARIES}")
+        error.observed = f"{found}, {how} {site.describe()}" if known else found
+        error.args = (error.rule, error.observed, error.remedy)
+
+
+_CALLERS: set[types.CodeType] = set()
+"""Of functions that call the code which is captured or observed."""
+
+Caller = TypeVar("Caller", bound=Callable[..., Any])
+
+
+def calls_observed(function: Caller) -> Caller:
+    """Mark a function that calls the code which is captured or observed.
+
+    Outside of it lie lines such as ``trainer.fit``, which are the user's and explain nothing.
+    """
+    _CALLERS.add(inspect.unwrap(function).__code__)
+    return function
+
+
 class CallSiteFinder:
     """Finds the innermost frame that is the user's."""
 
-    def __init__(self, until: types.CodeType | None = None) -> None:
-        # Outside of what calls the observed code lie lines such as ``trainer.fit``, which are the
-        # user's and explain nothing.
-        self._until = until
-
     def here(self) -> CallSite:
         """The user's line that is being executed by the calling thread."""
+        # On a GPU a backward pass has a thread of its own.
+        in_backward = threading.current_thread() is not threading.main_thread()
         for frame in frames_from(sys._getframe(1)):
             code = frame.f_code
-            if code is self._until:
+            if code in _CALLERS:
                 break
             if not is_library(code.co_filename):
                 return CallSite(code.co_filename, frame.f_lineno, code.co_name)
-        return CallSite()
+            in_backward |= code.co_name == "_engine_run_backward"
+        return CallSite(in_backward=in_backward)
 
     def of_exception(self, error: BaseException) -> CallSite:
         """The user's line nearest to where ``error`` was raised."""
@@ -124,6 +167,22 @@ def definition_of(function: Any) -> CallSite:
     if code is None:
         return CallSite()
     return CallSite(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def returned_by(function: Any) -> CallSite:
+    """The line with the only ``return`` of a function; where it is defined if it has several."""
+    site = definition_of(function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
+        return site
+    lines, line = set(), code.co_firstlineno
+    starts = dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        if instruction.opname in ("RETURN_VALUE", "RETURN_CONST"):
+            lines.add(line)
+    return replace(site, line=lines.pop()) if len(lines) == 1 else site
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

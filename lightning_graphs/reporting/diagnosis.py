@@ -7,8 +7,9 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from lightning_graphs.core.callsite import CallSite, shown
+from lightning_graphs.core.callsite import CallSite, package_of, shown
 from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.errors import OF_PACKAGE
 
 _Remark = Literal[
     "further graph",
@@ -64,7 +65,9 @@ class Finding:
             return ""
         inside = self.file.startswith(os.path.join(os.getcwd(), ""))
         file = os.path.relpath(self.file) if inside else shown(self.file)
-        return f"{file}:{self.line} in {self.function}: {self.source}"
+        package = package_of(self.file)
+        whose = f" ({OF_PACKAGE} {package})" if package else ""
+        return f"{file}:{self.line} in {self.function}{whose}: {self.source}"
 
     @property
     def details(self) -> str:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.callsite import stacklevel_of_user
+from lightning_graphs.core.callsite import calls_observed, stacklevel_of_user
 from lightning_graphs.core.generators import RandomState
 from lightning_graphs.errors import GraphError
 from lightning_graphs.training.costs.memory import (
@@ -246,6 +246,7 @@ class EagerRetry:
 
     # ------------------------------------------------------------------ the strategy's own methods
 
+    @calls_observed
     def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         held = self.runner.held
         if self._retries and self._begin is None and held:
@@ -258,6 +259,7 @@ class EagerRetry:
         self._running = True
         return self.own.training_step(*args, **kwargs)
 
+    @calls_observed
     def _go_back(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         plugin = self._trainer.precision_plugin
         if self._begin is None or self._manual:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSiteFinder, calls_observed
 from lightning_graphs.training.diagnose.watched import Call, Observer, changes
 
 
@@ -37,7 +37,7 @@ class Notes:
             lambda operator, obstacle, site: self.rows.append((operator, obstacle.kind, site.line)),
             self._look,
             generators,
-            sites=CallSiteFinder(_outside.__code__),
+            sites=CallSiteFinder(),
             rehearsal=rehearsal,
         )
 
@@ -46,6 +46,7 @@ class Notes:
         return self.anew
 
 
+@calls_observed
 def _outside(observer: Observer, body: Callable[[], object]) -> None:
     with observer:
         body()

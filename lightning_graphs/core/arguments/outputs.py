@@ -22,6 +22,30 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+def tensors_returned(value: Any) -> list[Tensor]:
+    """The tensors in what a call returns, which a replay returns anew; other objects it cannot."""
+    leaves: list[tuple[str, Any]] = []
+    flatten(value, "output", leaves)
+    for name, leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            raise CaptureError(
+                "A graphed callable must return containers of tensors, None and constants.",
+                f"{name} is a {type(leaf).__qualname__}, in which a graph cannot find tensors",
+                _remedy_for(leaf),
+            )
+    return [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _remedy_for(leaf: object) -> str:
+    """What to return in place of an object."""
+    kind = type(leaf)
+    if kind.__module__.startswith("transformers."):
+        return "set config.use_cache = False: training needs no cache of keys and values"
+    if isinstance(leaf, torch.distributions.Distribution):
+        return f"return its parameters, and make the {kind.__name__} of them where it is used"
+    return "return the tensors in that object instead"
+
+
 class OutputPlan:
     """Rebuilds what a captured call returned around the tensors of a replay; constants stay."""
 
@@ -34,16 +58,7 @@ class OutputPlan:
         # itself: whoever writes it means to write there.
         state: Sequence[Tensor] = (),
     ) -> None:
-        leaves: list[tuple[str, Any]] = []
-        flatten(value, "output", leaves)
-        for name, leaf in leaves:
-            if not isinstance(leaf, (Tensor, *_CONSTANTS)):
-                raise CaptureError(
-                    "A graphed callable must return containers of tensors, None and constants.",
-                    f"{name} is a {type(leaf).__qualname__}, in which a graph cannot find tensors",
-                    "return the tensors in that object instead (transformers: set use_cache=False)",
-                )
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = tensors_returned(value)
         self.differentiable_indices = [i for i, t in enumerate(tensors) if t.requires_grad]
         self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
         # With the autograd graph behind them

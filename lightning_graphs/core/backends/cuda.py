@@ -25,7 +25,7 @@ from lightning_graphs.core.backends.recorder import (
     Recorder,
     refuse_dead_inputs,
 )
-from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.inspect import GraphInfo
 from lightning_graphs.core.obstacles import known_remedy
 from lightning_graphs.core.private.cudnn import CapturedDropout, DropoutCapture
@@ -431,7 +431,7 @@ def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> No
 def _explained(error: BaseException) -> CaptureError:
     finder = CallSiteFinder()
     site = finder.of_exception(error)
-    if site == CallSite():  # raised by the end of the capture, not by the body
+    if not site.line:  # raised by the end of the capture, not by the body
         site = finder.here()
     reason = str(error).splitlines()[0]
     if "legacy stream depend on a capturing" in reason:

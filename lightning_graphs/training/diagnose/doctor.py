@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
@@ -16,21 +15,22 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.arguments.outputs import tensors_returned
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.callsite import (
     CallSite,
     CallSiteFinder,
+    calls_observed,
     definition_of,
     frames_from,
-    is_library,
+    returned_by,
     site_naming,
 )
 from lightning_graphs.core.host.hoisting import FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
-    COMPILED,
     DYNAMIC_SHAPE,
     HOST_COPY,
     HOST_DATA,
@@ -41,13 +41,13 @@ from lightning_graphs.core.private.torch import (
     announced_as_cuda_capture,
     current_autograd_node,
     is_compiled,
-    module_hooks,
     values_checked_on_device,
     version_of,
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.diagnose import findings
+from lightning_graphs.training.diagnose.beforehand import judge_fit
 from lightning_graphs.training.diagnose.told import BatchReads, Told
 from lightning_graphs.training.diagnose.watched import (
     Call,
@@ -63,7 +63,6 @@ from lightning_graphs.training.guards.frozen import (
     counters_watched,
     old_gradients_watched,
 )
-from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
@@ -94,7 +93,6 @@ from lightning_graphs.training.interception import StrategyCalls, intercepted, l
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.step.capture import refuse_iterator
-from lightning_graphs.training.step.optimizers import capture_obstacle
 from lightning_graphs.training.step.transfer import copies_on_host
 
 _BETWEEN: Effect = "stays eager between them"
@@ -137,11 +135,12 @@ class Doctor:
         generators = [torch.default_generator]
         if device.type == "cuda":
             generators.append(torch.cuda.default_generators[device.index or 0])
-        self._sites = sites = CallSiteFinder(Doctor._run.__code__)
+        self._sites = sites = CallSiteFinder()
         self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
         self._metrics = metrics_of(module)
         self._own = OwnCode(module)
         self._step = definition_of(module.training_step)
+        self._returned = returned_by(module.training_step)
         self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
         self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
@@ -155,7 +154,14 @@ class Doctor:
         self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
         self._before: tuple[Contents, ...] = ()  # what the last step found
         self._has_moved = False  # something in there did, in a step or between two
-        self._judge_fit(reason, no_whole_step)
+        judge_fit(
+            self.diagnosis,
+            trainer,
+            reason,
+            no_whole_step,
+            only_submodules=self._only_submodules,
+            rehearsal=self._rehearsal,
+        )
         self._methods = intercepted(trainer.strategy, self)
 
     def finish(self) -> None:
@@ -222,6 +228,7 @@ class Doctor:
         with self._observer.looking_away() if steps else contextlib.nullcontext():
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
 
+    @calls_observed
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call what is observed; frames outside of this one are not looked at."""
         return function(*args, **kwargs)
@@ -351,39 +358,6 @@ class Doctor:
 
     # ------------------------------------------------------------------ judging
 
-    def _judge_fit(self, reason: str, no_whole_step: str) -> None:
-        """What shows before a step is taken."""
-        trainer, module, add = self._trainer, self._module, self.diagnosis.add
-        if reason:
-            add(findings.CONFIGURATION, "Trainer", observed=reason)
-        if no_whole_step and not self._only_submodules:
-            add(findings.NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
-        elif no_whole_step:
-            because = f"the whole step cannot be one, because {no_whole_step}"
-            names = json.dumps([name for name, _ in module.named_children()])
-            code = f'GraphCapture(scope="modules", modules={names})'
-            obstacle = replace(findings.NO_WHOLE_STEP, code=code)
-            add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
-        configured = definition_of(module.configure_optimizers)
-        for optimizer in trainer.optimizers:
-            name, target = type(optimizer).__name__, "cpu" if self._rehearsal else "cuda"
-            effect: Effect = "eager optimizer step"
-            if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin):
-                add(findings.OPTIMIZER, name, configured, observed=why, effect=effect)
-        for path, child in module.named_modules():
-            if self._rehearsal and is_compiled(child):
-                add(COMPILED, path or "self")
-            for hook in module_hooks(child) if self._only_submodules else ():
-                if not is_library((site := definition_of(hook)).file):
-                    add(findings.HOOK, f"hook of {path or 'self'}", site, effect="further graph")
-        observers = Observers.of(trainer, module)
-        owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
-        for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
-            kind, _, method = name.rpartition(".")
-            owner = next(owner for owner in owners if type(owner).__name__ == kind)
-            site = definition_of(getattr(owner, method))
-            add(findings.OBSERVER, name, site, effect="further graph")
-
     def _judge_batch(self, batch: Any) -> list[Tensor]:
         """Look at a batch; the tensors in it of which the host has a copy."""
         try:
@@ -391,7 +365,7 @@ class Doctor:
             modes = Modes.current(self._trainer.strategy.root_device.type)
             signature, tensors = self._values.signature(batch, modes)
         except CaptureError as error:
-            self._refused("batch", error)
+            self._refused("batch", error, self._step)
             return []
         self._signatures.append(signature)
         copies = copies_on_host(self._trainer, tensors)
@@ -401,16 +375,19 @@ class Doctor:
         add, effect = self.diagnosis.add, self._effect
         self._reads.kept(returned, self._step)
         for number in leaves_of(returned, Watched):
-            add(COUNTER, number.name, self._step, observed="it is returned", effect=effect)
-        if self._module.automatic_optimization:
-            try:
-                loss_of(returned)
-            except CaptureError as error:
-                self._refused("training_step", error)
+            add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
+        if not self._module.automatic_optimization:
+            return
+        try:
+            loss_of(returned)
+            if not (self._only_submodules or leaves_of(returned, Watched)):
+                tensors_returned(returned)
+        except CaptureError as error:
+            self._refused("training_step", error, self._returned)
 
-    def _refused(self, what: str, error: CaptureError) -> None:
+    def _refused(self, what: str, error: CaptureError, site: CallSite) -> None:
         obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
-        self.diagnosis.add(obstacle, what, self._step, observed=error.observed)
+        self.diagnosis.add(obstacle, what, site, observed=error.observed)
 
     def _judge_state(
         self, attributes: Contents, generators: Generators, outside: OutsideValues

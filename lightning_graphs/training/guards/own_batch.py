@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import CodeType
 from typing import Any, NoReturn
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -191,10 +190,10 @@ def _moved_containers(name: str, before: Node | None, after: Node | None) -> Ite
 class UnreadValues:
     """The values of a batch that its signature leaves out, while its step is captured."""
 
-    def __init__(self, signature: Signature, step: CallSite, caller: CodeType) -> None:
+    def __init__(self, signature: Signature, step: CallSite) -> None:
         self._read: dict[str, BatchValueRead] = {}
         self._step = step  # the code that is captured
-        self._sites = CallSiteFinder(caller)  # which calls it
+        self._sites = CallSiteFinder()
         self._stand_ins = {
             name: _UnreadValue(name, leaf.kind, self._refuse)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.autograd.backward import GradientBuffers, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
+from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.passes import CallableCapture, CaptureSettings
@@ -135,6 +136,7 @@ def _of_module(name: str, error: ReplayError) -> None:
 class _Capture:
     """The capture of one call, as it was observed."""
 
+    @calls_observed
     def __init__(
         self, call: ObservedCall, means: Means, order: ReplayOrder, baked: Baked, *, warm: bool
     ) -> None:
@@ -184,6 +186,7 @@ class _Capture:
         alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
         self.passes.read_gradients_in_place({i: lent for i, lent in alone if lent is not None})
 
+    @calls_observed
     def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
         """Capture a pass, which copies nothing in that graphs of these captures have already."""
         if way == "forward":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,7 +21,7 @@ from lightning_graphs.core.arguments.signature import (
     Signature,
 )
 from lightning_graphs.core.arguments.values import HeldValues
-from lightning_graphs.core.callsite import definition_of, is_library
+from lightning_graphs.core.callsite import add_line, definition_of
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import GraphedCallable, Stores
 from lightning_graphs.core.private.torch import (
@@ -54,18 +53,12 @@ from lightning_graphs.training.statistics import CaptureCost, Statistics, listed
 REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-_LINE = re.compile(r":\d+ in ")
-"""That an observation names somebody's line."""
-
-
 class CallRefused(CaptureError):
     """One of the calls cannot be captured; where nothing else does, its forward tells the line."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
-        site = definition_of(call.original)
-        if not (is_library(site.file) or _LINE.search(observed)):
-            observed += f", in the code of {site.describe()}"
         super().__init__(rule, observed, remedy)
+        add_line(self, "in the code of", definition_of(call.original))
         self.call = call
 
 

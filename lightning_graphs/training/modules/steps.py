@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_graphs.core.callsite import CallSiteFinder, named_at
+from lightning_graphs.core.callsite import named_at
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -366,9 +366,6 @@ class ModuleGraphs:
                 self._cache.refuse((kind, self._read(kind)))
                 return None
             except CallRefused as error:
-                # Where no line of the module's code is to blame, that of the fit was found.
-                fit_at = CallSiteFinder().here().describe()
-                error.observed = error.observed.removesuffix(f" at {fit_at}")
                 differs = isinstance(error, CallDiffers)
                 if options.on_failure == "raise" and (options.modules or differs):
                     raise

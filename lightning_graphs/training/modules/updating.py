@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
+from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.private.torch import same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
@@ -150,6 +151,7 @@ class CapturedUpdate:
             return None
         return plan
 
+    @calls_observed
     @code_captured("A captured optimizer step")
     def _capture(self, capturable: CapturableOptimizer) -> UpdatePlan:
         with_gradient = [p for p in self._parameters if p.grad is not None]

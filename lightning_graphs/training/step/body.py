@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.callsite import add_line, calls_observed, returned_by
 from lightning_graphs.core.private.torch import scaling_states
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Phase
@@ -83,6 +85,7 @@ class StepBody:
         ):
             yield
 
+    @calls_observed
     def run(
         self,
         arguments: tuple[Any, ...],
@@ -111,9 +114,13 @@ class StepBody:
     ) -> tuple[OutputPlan, Tensor]:
         """What ``training_step`` returns, and the loss in it."""
         returned = self.fit.retry.own.training_step(*arguments)
-        refuse_stand_ins(returned)
-        output = OutputPlan(returned, static=False)
-        loss = loss_of(returned)
+        try:
+            refuse_stand_ins(returned)
+            output = OutputPlan(returned, static=False)
+            loss = loss_of(returned)
+        except CaptureError as error:
+            add_line(error, "returned at", returned_by(self.module.training_step))
+            raise
         recorder.finish()
         return output, loss
 
@@ -128,6 +135,7 @@ class StepBody:
             loss = self._scaler.scale(loss)
         self._plugin.backward(loss, self.module, self.optimizer)
 
+    @calls_observed
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
         if self._scaler is not None and not getattr(self.optimizer, _UNSCALES_ITSELF, False):

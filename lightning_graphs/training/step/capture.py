@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.callsite import definition_of
+from lightning_graphs.core.callsite import NO_LINE, add_line, definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
@@ -119,7 +119,7 @@ class StepCapture(StepBody):
         the rest of a backward pass. None: it could be captured, but costs more than it saves.
         """
         step = definition_of(self.module.training_step)
-        unread = UnreadValues(signature, step, StepCapture.capture.__code__)
+        unread = UnreadValues(signature, step)
         if self._units is not None and self.observers.before_backward:
             raise CaptureError(
                 "A captured step under FSDP2 cannot show parameters between forward and backward.",
@@ -133,6 +133,8 @@ class StepCapture(StepBody):
                 return self._captured(batch, tensors, rest, phase, unread)
             except CaptureError as error:
                 unread.refuse_read(error.observed if isinstance(error, RaisedInCapture) else "")
+                if NO_LINE in error.observed:
+                    add_line(error, "in the code of", step)
                 if isinstance(error, ArenaFull):
                     self._room_on_device = error.needed
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
