@@ -34,6 +34,7 @@ from lightning_graphs.training.options import (
     OptionError,
     Options,
     in_present_names,
+    refuse_nameless,
     warn_of_old_name,
 )
 from lightning_graphs.training.ranks import Ranks
@@ -98,7 +99,7 @@ class GraphCapture(Callback):
 
     def __init__(
         self,
-        *,
+        *nameless: Any,  # there is none
         scope: Literal["auto", "step", "modules"] = "auto",
         modules: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
@@ -115,6 +116,7 @@ class GraphCapture(Callback):
         diagnose: bool = False,
         **old_names: Unpack[OldNames],
     ) -> None:
+        refuse_nameless(nameless)
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         super().__init__()
         self.options = Options(**in_present_names(given, old_names))
@@ -255,6 +257,11 @@ class GraphCapture(Callback):
             methods = stack.enter_context(intercepted(trainer.strategy, reporter.timing))
             self._fit = stack.pop_all()
         self._retry, self._reporter = retry, reporter
+        if options.log_metrics and not trainer.loggers:
+            rank_zero_warn(
+                "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
+                stacklevel=stacklevel_of_user(),
+            )
         steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 

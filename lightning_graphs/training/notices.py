@@ -81,10 +81,13 @@ class Notices:
     def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
         if self._options.scope == "auto" and not has_graphs:
             self._statistics.note(
-                "cannot capture the whole step; capturing submodules instead", error
+                "cannot capture the whole step; capturing submodules instead", error, after=_EAGER
             )
         else:
-            self._statistics.note("a step runs eagerly", error)
+            self._statistics.note(_EAGER, error)
+
+
+_EAGER = "a step runs eagerly"
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:
@@ -183,7 +186,7 @@ class FitReporter:
         waits = "" if options.min_repeats is None else f", min_repeats={options.min_repeats}"
         reason = (
             f"steps run eagerly: the fit ended after {steps}, before the first graph "
-            f"(warmup_steps={options.warmup_steps}{waits})"
+            f"(warmup_steps={options.warmup_steps}{waits}); longer fits have graphs"
         )
         statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
 

@@ -38,6 +38,18 @@ OLD_VALUES: Mapping[tuple[str, str], bool] = {("verify", "off"): False, ("verify
 """The same for values."""
 
 
+def refuse_nameless(values: Sequence[object]) -> None:
+    """Refuse options without their names, with the names that they may have meant."""
+    if not values:
+        return
+    hints = get_type_hints(Options)
+    meant = [name for name in OPTIONS if values[0] in get_args(hints[name])]
+    raise TypeError(
+        f"GraphCapture() takes keyword arguments alone, got the positional argument {values[0]!r}"
+        f"{FIX}write GraphCapture({(meant or ['scope'])[0]}={values[0]!r})"
+    )
+
+
 def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
     """Options under the names and with the values that they have now; a warning names the others.
 
@@ -120,6 +132,12 @@ class Options:
             )
         _require_names("modules", () if self.modules is None else self.modules)
         _require_names("exclude", self.exclude)
+        if self.modules is not None and not self.modules:
+            raise OptionError(
+                "modules must name a submodule.",
+                f"got {self.modules!r}",
+                "leave modules out to have the largest submodules that can be captured",
+            )
         for name in ("modules", "exclude"):
             if self.scope == "step" and (names := getattr(self, name)):
                 raise OptionError(

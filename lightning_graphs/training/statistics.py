@@ -68,13 +68,21 @@ class Statistics(Report):
     # Why submodules run eagerly -> their names, and how the report says why
     _refused: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
-    def note(self, reason: str, error: GraphError | None = None) -> None:
-        """Warn, once for each reason, that something runs eagerly."""
+    def note(self, reason: str, error: GraphError | None = None, *, after: str = "") -> None:
+        """Warn, once for each reason, that something runs eagerly.
+
+        It takes the place of what was said of the same error in the words of ``after``.
+        """
         full = reason if error is None else f"{reason}: {error.full}"
-        if full not in self.fallbacks:
+        if full in self.fallbacks:
+            return
+        why = "" if error is None else f": {error}"
+        if error is not None and (before := f"{after}: {error.full}") in self.fallbacks:
+            self.fallbacks[self.fallbacks.index(before)] = full
+            why = f" for the same reason: {error.observed}"
+        else:
             self.fallbacks.append(full)
-            why = "" if error is None else f": {error}"
-            rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
+        rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
 
     def refused(self, name: str, error: GraphError) -> None:
         """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""

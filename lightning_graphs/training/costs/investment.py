@@ -52,7 +52,10 @@ _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and 
 _OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps at most"
 """The number is :data:`PAYBACK`."""
 _SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
-_PAD = "pad batches to a few fixed lengths"
+_PAD = (
+    "pad batches to a few fixed lengths; write DataLoader(..., drop_last=True) where only the last "
+    "one of an epoch is smaller"
+)
 _LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
 
 Kind = TypeVar("Kind")

@@ -1,4 +1,4 @@
-"""What the doctor sees of a fit before any step is taken."""
+"""What the doctor sees of a fit around its steps: of the trainer, and of what they call."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from dataclasses import replace
 
 from lightning.pytorch import Trainer
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.callsite import definition_of, is_library
 from lightning_graphs.core.obstacles import COMPILED
@@ -14,6 +17,27 @@ from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.diagnose import findings
 from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.step.optimizers import capture_obstacle
+
+
+class CallsOfSubmodules:
+    """Whether steps call anything of which a graph could be made in ``scope="modules"``."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._are_any = False
+
+    def watching(self) -> RemovableHandle:
+        """Look at the calls of every module while this handle is entered."""
+        return register_module_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, _: object) -> None:
+        if not self._are_any:
+            has_parameters = next(module.parameters(), None) is not None
+            self._are_any = has_parameters and module is not self._root
+
+    def judge(self, diagnosis: Diagnosis) -> None:
+        if diagnosis.steps and not self._are_any:
+            diagnosis.add(findings.NO_SUBMODULE, "scope='modules'")
 
 
 def judge_fit(

@@ -47,7 +47,7 @@ from lightning_graphs.core.private.torch import (
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.diagnose import findings
-from lightning_graphs.training.diagnose.beforehand import judge_fit
+from lightning_graphs.training.diagnose.beforehand import CallsOfSubmodules, judge_fit
 from lightning_graphs.training.diagnose.told import BatchReads, Told
 from lightning_graphs.training.diagnose.watched import (
     Call,
@@ -127,6 +127,7 @@ class Doctor:
         no_whole_step = "" if options.by_submodules else no_whole_step
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
+        self._called = CallsOfSubmodules(module) if self._only_submodules else None
         compiles = any(map(is_compiled, module.modules()))
         self._has_host_half = not (self._only_submodules or compiles)
         self._between: set[CallSite] = set()
@@ -172,7 +173,9 @@ class Doctor:
         self._methods.close()
         for name, site in () if self._is_followed else self._logs.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        if not self._only_submodules:
+        if self._called is not None:
+            self._called.judge(self.diagnosis)
+        else:
             self._reads.judge(self.diagnosis, self._values.unread)
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
@@ -261,6 +264,8 @@ class Doctor:
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             stack.enter_context(calls_followed())
+            if self._called is not None:
+                stack.enter_context(self._called.watching())
             stack.enter_context(self._observing())
             yield
 

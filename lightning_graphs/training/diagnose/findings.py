@@ -18,6 +18,13 @@ NO_WHOLE_STEP = Obstacle(
     kind="configuration",
     code='GraphCapture(scope="modules", modules=["generator", "discriminator"])',
 )
+NO_SUBMODULE = Obstacle(
+    "Graphs of submodules need a step that calls one with parameters.",
+    "leave scope='modules' out, which captures the whole step; or move the computation into a "
+    "module that training_step calls",
+    kind="configuration",
+    code='GraphCapture(scope="step")',
+)
 OPTIMIZER = Obstacle(
     "An optimizer step can be captured only if it reads nothing on the host and calls no hooks.",
     "use an optimizer of torch.optim with a fused kernel, or one with capturable=True",

@@ -46,6 +46,13 @@ class Choice:
         self._work = _WORK if only_if_faster and not options.modules else 0
         self._named = select(root, options.modules or (), options.exclude)
         self._left_out = _all_matches(_submodules(root), options.exclude, "exclude")
+        if self._left_out and not (self._named or _with_parameters(root, self._left_out)):
+            raise OptionError(
+                "exclude must leave a submodule that has parameters.",
+                f"got exclude={list(options.exclude)!r}, and every other one is inside of these, "
+                "around them, or has none",
+                "exclude less, or leave GraphCapture out",
+            )
 
     def candidates(self) -> Mapping[str, nn.Module]:
         """Name and module of everything that a step may call as a graph, as they are now.

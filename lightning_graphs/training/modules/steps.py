@@ -21,6 +21,7 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import moved_values
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
+from lightning_graphs.training.guards.uncapturable import why_no_whole_step
 from lightning_graphs.training.interception import requests_watched
 from lightning_graphs.training.modules.choice import Choice
 from lightning_graphs.training.modules.dispatch import MOVED, Arguments, Forward, Stage
@@ -106,6 +107,8 @@ class ModuleGraphs:
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
         self._waiting = Waiting(options, fit.statistics, self._difference)
+        asked = options.by_submodules  # and not only tried after the whole step
+        self._may_be_whole = asked and not why_no_whole_step(module.trainer, module)
         self._looks_at_shapes = looks_at_shapes and not has_compiled_anything()
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
@@ -385,10 +388,16 @@ class ModuleGraphs:
                     "no submodule could be captured",
                     "write on_failure='eager' to train without graphs, and to read why for each",
                 )
-            self._fit.statistics.note(
-                "steps run eagerly: no submodule of them could be captured. modules=[...] names "
-                "some, diagnose=True lists what is in the way"
-            )
+            whole = ', scope="step" tries the whole step' if self._may_be_whole else ""
+            if observation.calls:
+                self._fit.statistics.note(
+                    "steps run eagerly: no submodule of them could be captured. modules=[...] "
+                    f"names some, diagnose=True lists what is in the way{whole}"
+                )
+            else:
+                self._fit.statistics.note(
+                    f"steps run eagerly: they call no submodule that has parameters{whole}"
+                )
             return None
         step.enter(self._fit.statistics)
         for call in calls:

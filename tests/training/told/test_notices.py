@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.statistics import Statistics
 from tests.training.equal.test_batches import lengths
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
+from tests.training.examined import examined, rows
+from tests.training.fits import Net, adamw, batches, compare, fit_twice, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 Lines = Callable[[str], list[str]]
@@ -167,6 +168,7 @@ def test_a_fit_that_ends_before_its_first_graph_says_why(
     assert reason.startswith("steps run eagerly: ")
     assert f"the fit ended after {steps} " in reason
     assert "warmup_steps=3" in reason
+    assert reason.endswith("; longer fits have graphs")
 
 
 @SAYS
@@ -241,6 +243,74 @@ def test_the_same_refusal_of_many_modules_is_said_once(
     assert whole.splitlines()[0].endswith(f": {observed}")
     (graphs,) = lines("graphs for")
     assert graphs.endswith("graphs for net.*.0 (6)")
+
+
+class ReadsInBranches(Net):
+    """The first refusal may be one of a branch alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx % 2 == 0:
+            loss = loss * 1.5
+        return loss * 2 if loss.item() > 100 else loss
+
+
+def test_a_refusal_of_a_branch_and_of_the_whole_step_is_one_sentence(
+    backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    capture = {"scope": "auto", "on_failure": "eager"}
+    options: dict[str, Any] = {"module": ReadsInBranches, "capture": capture, "validation": 0}
+    compare(*(fits := fit_twice(backend, tmp_path, **options)), replayed=False)
+    (reason,) = fits[1].capture.report.fallbacks
+    assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
+    first, second = (str(w.message) for w in recwarn if "GraphCapture" in str(w.message))
+    assert first.startswith("GraphCapture: a step runs eagerly: A capture cannot read")
+    assert "instead for the same reason: " in second
+    assert "\n" not in second
+
+
+class Unstructured(LightningModule):
+    """Computes with a parameter, and calls no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(batch["x"] @ self.weight, batch["y"])
+
+    configure_optimizers = adamw
+
+
+class Uncalled(Unstructured):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3, bias=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = batch["x"] @ self.weight + batch["x"] @ self.layer.weight.T
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+
+@SAYS
+@pytest.mark.parametrize("module", [Unstructured, Uncalled])
+def test_a_step_that_calls_no_submodule_is_told_of_the_other_scope(
+    backend: str, tmp_path: Path, module: Any
+) -> None:
+    options: dict[str, Any] = {"module": module, "validation": 0}
+    capture = {"scope": "modules", "on_failure": "eager"}
+    fits = fit_twice(backend, tmp_path, capture=capture, **options)
+    compare(*fits, replayed=False)
+    (reason,) = fits[1].capture.report.fallbacks
+    assert reason.startswith("steps run eagerly: they call no submodule that has parameters")
+    assert reason.endswith(', scope="step" tries the whole step')
+    compare(fits[0], prepare(backend, tmp_path / "whole", True, **options).run())
+    (row,) = rows(
+        examined(backend, tmp_path / "doctor", capture={"scope": "modules"}, **options),
+        "configuration",
+    )
+    assert row.effect == "eager step"
+    assert row.code == 'GraphCapture(scope="step")'
 
 
 class Branching(Net):

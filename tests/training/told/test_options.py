@@ -39,6 +39,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory", True, "memory must be 'auto' or a number"),
     ("modules", "encoder", r"must be a list .*\n  Fix: write modules=\['encoder'\]$"),
     ("exclude", 3, r"must be a list .*\n  Fix: write exclude=\['encoder.layers.\*'\]$"),
+    ("modules", [], r"modules must name a submodule, got \[\]\n  Fix: leave modules out"),
     ("validation", "yes", "\n  Fix: write validation=True or validation=False$"),
 ]
 
@@ -61,8 +62,10 @@ def test_a_wrong_value_takes_two_lines() -> None:
 
 
 def test_options_are_keyword_only() -> None:
-    with pytest.raises(TypeError, match="positional argument"):
-        GraphCapture("step")  # type: ignore[call-arg, misc]
+    for value, option in (("step", "scope"), ("cuda", "backend"), (3, "scope")):
+        said = rf"positional argument {value!r}\n  Fix: write GraphCapture\({option}={value!r}\)"
+        with pytest.raises(TypeError, match=said):
+            GraphCapture(value)
 
 
 def test_defaults() -> None:
@@ -134,6 +137,19 @@ class TestNoOptionIsIgnored:
         with pytest.raises(OptionError, match=r"'nett', which matches none\n.*nearest names: net"):
             fit.run()
         assert_nothing_left(fit)
+
+    def test_exclude_of_everything(self, backend: str, tmp_path: Path) -> None:
+        fit = prepare(backend, tmp_path, True, capture={"scope": "auto", "exclude": ["net"]})
+        with pytest.raises(OptionError, match=r"exclude must leave .*, got exclude=\['net'\], and"):
+            fit.run()
+        assert_nothing_left(fit)
+
+    def test_log_metrics_without_a_logger(self, backend: str, tmp_path: Path) -> None:
+        capture = {"log_metrics": True}
+        fit = prepare(backend, tmp_path, True, capture=capture, logger=False, max_epochs=1)
+        with pytest.warns(UserWarning, match="log_metrics=True logs nothing: .*no logger$"):
+            fit.run()
+        assert fit.statistics.fallbacks == []
 
     def test_two_in_one_trainer(self, backend: str, tmp_path: Path) -> None:
         second = GraphCapture(backend=backend)  # type: ignore[arg-type]
