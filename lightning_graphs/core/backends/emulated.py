@@ -31,8 +31,8 @@ from lightning_graphs.core.backends.recorder import (
 from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.inspect import GraphInfo, from_recording
 from lightning_graphs.core.obstacles import MOVED_STORAGE
-from lightning_graphs.core.private.modes import dispatch_modes
-from lightning_graphs.core.private.torch import announced_as_cuda_capture
+from lightning_graphs.core.private.modes import dispatch_modes, out_of_sight
+from lightning_graphs.core.private.torch import announced_as_cuda_capture, has_memory
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 
 _NO_KERNEL = ("aten.empty", "aten.new_empty")
@@ -164,6 +164,7 @@ class RecordingCapture(Recorder):
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
 
+    @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         if not known.born and known.id not in self._saved:
             storage = tensor.untyped_storage()
@@ -178,6 +179,7 @@ class RecordingCapture(Recorder):
                     self.refuse(str(call.func), MOVED_STORAGE)
         return result
 
+    @out_of_sight()
     def keep(self, operation: Operation) -> None:
         for tensor in tensors_in(operation.result):
             known = self.know(tensor)
@@ -189,6 +191,8 @@ class RecordingCapture(Recorder):
         self.operations.append(operation)
 
     def _reference(self, tensor: Tensor) -> Tensor | _ExternalTensor:
+        if not has_memory(tensor):
+            return tensor.detach()
         known = self.know(tensor)
         if known.born:
             return _own_view(tensor)

@@ -41,7 +41,7 @@ from lightning_graphs.core.private.modes import (
     let_higher_order_operators_in,
     out_of_sight,
 )
-from lightning_graphs.core.private.torch import is_strided, storage_reference
+from lightning_graphs.core.private.torch import has_memory, is_strided, storage_reference
 from lightning_graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
@@ -54,6 +54,9 @@ UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.batch_norm_gather_stats_with_counts.default: (3, 4),
 }
 """Operators that update running statistics although their schema declares no write."""
+
+_OF_MEMORY = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
+"""Operators in place that torch tags as those of a view, and that touch memory all the same."""
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -68,6 +71,12 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def _dispatches(kind: type) -> bool:
     """Whether a tensor class has operators of its own; torch 2.11 names plain tensors, too."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+@functools.cache
+def _only_views(func: OpOverload) -> bool:
+    """Whether an operator changes how a tensor looks at its memory, and nothing else."""
+    return torch.Tag.inplace_view in func.tags and func._schema.name not in _OF_MEMORY
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -387,13 +396,15 @@ class Recorder(OperatorMode):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         if self._strict:
             self._check(call)
-        call.inputs = [t for t in call.inputs if t.layout is torch.strided]
+        if _only_views(func):
+            return call.run()  # its geometry is part of whatever uses it
+        call.inputs = list(filter(has_memory, call.inputs))
         if func is aten.lift_fresh.default:
             self._meet_constant(call.inputs[0])
         reads = tuple(dict.fromkeys(self.know(t).id for t in call.inputs))
         for tensor in call.written:
             known = self.know(tensor)
-            if self._strict and known.constant and func is not aten.detach_.default:
+            if self._strict and known.constant:
                 self.refuse(str(func), HOST_DATA)
             self.before_write(tensor, known)
         result = self._run(call)
@@ -401,7 +412,7 @@ class Recorder(OperatorMode):
         outputs = list(tensors_in(result))
         if self._strict and not all(map(_is_plain, outputs)):
             self.refuse(str(func), UNSUPPORTED_LAYOUT)
-        outputs = [t for t in outputs if t.layout is torch.strided]
+        outputs = list(filter(has_memory, outputs))
         fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
         if outputs and not fresh and not call.written:
             return result  # a view: its geometry is part of whatever uses it

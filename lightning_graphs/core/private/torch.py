@@ -61,6 +61,14 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has one piece of memory; those zeros of forward-mode autograd have none.
+
+    Nothing public tells these. They are known by their kind, and torch computes with them so.
+    """
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+
+
 def memory_of(tensor: Tensor) -> int:
     """The identity of a tensor's storage, as long as that is alive."""
     identity: int = tensor.untyped_storage()._cdata

@@ -5,6 +5,7 @@ A graph knows neither the batches of a vmap nor tangents: such calls run as they
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,37 @@ def test_calls_inside_of_a_transform(
     statistics = fits[1].statistics
     if capture["scope"] == "modules" and every == 1:
         assert any("is made inside of a transform" in line for line in statistics.fallbacks)
+
+
+IN_STEPS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "squeeze_": lambda head, x: head(x).squeeze_(1),
+    "views in place": lambda head, x: head(x).unsqueeze_(1).transpose_(0, 2).squeeze_(),
+    "vmap of vjp": lambda head, x: vmap_of(
+        lambda row: torch.func.vjp(head, row)[1](torch.ones(1, device=row.device))[0]
+    )(x),
+    "jacrev": lambda head, x: torch.func.jacrev(head)(x),
+    "jacfwd": lambda head, x: torch.func.jacfwd(head)(x),
+    "hessian": lambda head, x: vmap_of(torch.func.hessian(lambda row: head(row).tanh().sum()))(x),
+    "jvp": lambda head, x: torch.func.jvp(head, (x,), (torch.ones_like(x),))[1],
+}
+vmap_of = torch.func.vmap
+
+
+class Summed(Net):
+    """Adds what a function makes of a layer."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.head, self.way = nn.Linear(8, 1), way
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + IN_STEPS[self.way](self.head, batch["x"]).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("way", IN_STEPS)
+def test_steps_with_transforms(backend: str, tmp_path: Path, way: str, scope: str) -> None:
+    fits = fit_twice(backend, tmp_path, module=lambda: Summed(way), capture={"scope": scope})
+    compare(*fits, replayed=scope == "step")
+    assert fits[1].statistics.replayed > 0
