@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from lightning_graphs.core.callsite import CallSiteFinder
-from lightning_graphs.core.private.torch import generator_identity
+from lightning_graphs.core.private.torch import generator_identity, in_forward_mode
 from lightning_graphs.errors import CaptureError
 
 aten = torch.ops.aten
@@ -143,6 +143,73 @@ REBOUND = Obstacle(
     "self.last.copy_(x)  # in forward, for self.last = x",
 )
 
+READ_IN_BACKWARD = replace(
+    HOST_READ,
+    remedy="use operators whose backward pass reads nothing: exp, sum and cumsum of logarithms in "
+    "place of prod and cumprod, torch.where in place of masked_fill with a trained value; or leave "
+    "that line to code between submodules (scope='modules')",
+    code="y = torch.where(mask, self.token, x)  # in place of x.masked_fill(mask, self.token)",
+)
+TANGENTS = Obstacle(
+    "A rehearsal cannot contain forward-mode autograd (jvp, jacfwd, hessian) through normalization "
+    "layers, whose tangents torch computes otherwise where operators are watched.",
+    "use reverse mode (torch.func.vjp, jacrev), or capture the code on a GPU",
+    kind="forward-mode",
+    code="jacobian = torch.func.jacrev(self.net)(x)  # in place of jacfwd",
+    rehearsal=True,
+)
+
+WITH_OTHER_TANGENTS = frozenset(
+    {"prod", "layer_norm", "group_norm", "instance_norm", "batch_norm", "native_layer_norm"}
+    | {"native_group_norm", "native_batch_norm", "_native_batch_norm_legit"}
+)
+"""Functions with another formula in forward mode where a dispatch mode is on; see below."""
+
+_READS_BACKWARD: Mapping[str, Callable[[Any], bool]] = {
+    "ProdBackward0": lambda node: node._saved_self.dim() > 0,
+    "ProdBackward1": lambda node: node._saved_self.dim() > 0,
+    "CumprodBackward0": lambda node: _accumulates(node._saved_self, node._saved_dim),
+    "MaskedFillBackward1": lambda node: node.next_functions[1][0] is not None,
+    "LinalgDetBackward0": lambda node: torch.is_grad_enabled(),
+}
+"""Nodes of autograd whose backward pass reads values on the host, and when it does.
+
+Where a dispatch mode is on, it takes another formula that reads none, and rounds otherwise:
+``areAnyTensorSubclassLike`` in torch/csrc/autograd/FunctionsManual.cpp.
+"""
+WITH_TWO_FORMULAS = frozenset(_READS_BACKWARD)
+OF_TWO_FORMULAS = frozenset(
+    {aten.prod.default, aten.prod.dim_int, aten.cumprod.default, aten._linalg_det.default}
+    | {aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.cumprod_.default}
+)
+"""The operators that these nodes are for."""
+
+
+def has_other_tangents(function: Any) -> bool:
+    """Whether a function computes tangents, and others where a dispatch mode is on."""
+    return getattr(function, "__name__", "") in WITH_OTHER_TANGENTS and in_forward_mode()
+
+
+def name_of_node(node: object) -> str:
+    """What a node of autograd is the backward pass of, in words of torch."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _accumulates(tensor: Tensor, dim: int) -> bool:
+    return tensor.dim() > 0 and tensor.numel() > 1 and tensor.shape[_signed(dim)] > 1
+
+
+def _signed(number: int) -> int:
+    """A number that torch keeps with a sign and shows without one."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def reads_in_backward(node: object) -> bool:
+    """Whether the node of autograd that is about to run, or runs, reads values on the host."""
+    rule = _READS_BACKWARD.get(type(node).__name__)
+    return rule is not None and rule(node)
+
+
 _LOOKED_AT = frozenset(
     {aten._linalg_check_errors.default, aten._linalg_svd.default, aten._linalg_eigh.default}
     | {aten.linalg_eig.default, aten._linalg_eigvals.default, aten.linalg_matrix_exp.default}
@@ -238,7 +305,7 @@ def _copy_obstacle(
     assert isinstance(source, Tensor)
     if source.numel() == 0:
         return None
-    if source.device.type == "cpu" and target_type not in ("cpu", ""):
+    if source.device.type == "cpu" and target_type not in ("cpu", "meta", ""):
         return None if source.is_pinned() else HOST_COPY
     if source.device.type != "cpu" and target_type == "cpu":
         return None if pinned else HOST_READ
@@ -319,10 +386,20 @@ def _reads_lengths(args: Sequence[object], kwargs: Mapping[str, object]) -> Obst
     return CTC_LOSS if any(isinstance(given, Tensor) for given in lengths) else None
 
 
+def _reads_for_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    return HOST_READ if in_forward_mode() else None
+
+
+def _rounds_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    return TANGENTS if in_forward_mode() else None
+
+
 _Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
 FUNCTION_RULES: Mapping[str, _Rule] = {
     "to": _moves_to_host,
     "ctc_loss": _reads_lengths,
+    "prod": _reads_for_tangents,
+    **dict.fromkeys(WITH_OTHER_TANGENTS - {"prod"}, _rounds_tangents),
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
     **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
     **dict.fromkeys(

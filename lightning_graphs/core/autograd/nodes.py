@@ -39,8 +39,12 @@ def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
     """Every node behind these outputs, once."""
+    return nodes_from([output.grad_fn for output in outputs])
+
+
+def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
+    """These nodes and every one behind them, once; the list is used up."""
     seen: set[Node] = set()
-    pending = [output.grad_fn for output in outputs]
     while pending:
         node = pending.pop()
         if node is None or node in seen:

@@ -32,8 +32,14 @@ from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.inspect import GraphInfo, from_recording
 from lightning_graphs.core.obstacles import MOVED_STORAGE
 from lightning_graphs.core.private.modes import dispatch_modes, out_of_sight
-from lightning_graphs.core.private.torch import announced_as_cuda_capture, has_memory
+from lightning_graphs.core.private.torch import (
+    announced_as_cuda_capture,
+    current_autograd_node,
+    has_memory,
+)
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+
+aten = torch.ops.aten
 
 _NO_KERNEL = ("aten.empty", "aten.new_empty")
 """Allocations: on CUDA they launch nothing, so a replay leaves their memory as it is."""
@@ -156,6 +162,19 @@ def _write_back(operation: Operation, result: Any) -> None:
             recorded.copy_(computed)
 
 
+_OF_LARGEST = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+
+
+def _spreads_evenly(node: object) -> bool:
+    """Whether a backward pass gives all largest values their share, and zeros to the others.
+
+    On a CPU it fills the share in. Under a mode, and on CUDA, it multiplies the share by a mask,
+    which makes negative zeros and NaN: ``evenly_distribute_backward`` in
+    torch/csrc/autograd/FunctionsManual.cpp.
+    """
+    return type(node).__name__ in _OF_LARGEST
+
+
 class RecordingCapture(Recorder):
     """The recorder of a capture: it keeps what a replay needs and undoes the writes."""
 
@@ -169,6 +188,11 @@ class RecordingCapture(Recorder):
         if not known.born and known.id not in self._saved:
             storage = tensor.untyped_storage()
             self._saved[known.id] = storage, storage.clone()
+
+    def operator(self, call: OperatorCall) -> Any:
+        if call.func is aten.mul.Tensor and _spreads_evenly(current_autograd_node()):
+            call = OperatorCall(aten.where.ScalarOther, (*call.args, 0), {})
+        return super().operator(call)
 
     def _run(self, call: OperatorCall) -> Any:
         result = super()._run(call)

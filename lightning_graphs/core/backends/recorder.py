@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from lightning_graphs.core.annotations import ScopeStack
+from lightning_graphs.core.autograd.formulas import eager_formulas
+from lightning_graphs.core.backends.functions import FunctionMode
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.core.collectives import is_collective, returned_alone, written_position
 from lightning_graphs.core.obstacles import (
@@ -28,11 +30,16 @@ from lightning_graphs.core.obstacles import (
     CONTROL_FLOW,
     FUNCTION_RULES,
     HOST_DATA,
+    OF_TWO_FORMULAS,
+    READ_IN_BACKWARD,
     REHEARSED,
     SET_GENERATOR,
     UNSUPPORTED_LAYOUT,
     Obstacle,
+    has_other_tangents,
+    name_of_node,
     operator_obstacle,
+    reads_in_backward,
     with_known_remedy,
 )
 from lightning_graphs.core.private.distributed import asks_for_shapes, unwraps_itself
@@ -41,7 +48,14 @@ from lightning_graphs.core.private.modes import (
     let_higher_order_operators_in,
     out_of_sight,
 )
-from lightning_graphs.core.private.torch import has_memory, is_strided, storage_reference
+from lightning_graphs.core.private.torch import (
+    current_autograd_node,
+    has_memory,
+    is_strided,
+    nodes_numbered,
+    recorded_before,
+    storage_reference,
+)
 from lightning_graphs.errors import CaptureError, ReplayError
 
 aten = torch.ops.aten
@@ -199,28 +213,31 @@ class OperatorMode(TorchDispatchMode):
     """Sees every operator of the calling thread, and functions that the dispatcher never shows."""
 
     sees_functions = True
+    is_real = False  # a real step runs under it, and computes what it computes without
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._functions = contextlib.ExitStack()
-        self._compiler = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:
             # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
             # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
-            self._compiler.enter_context(torch.compiler.set_stance("force_eager"))
+            self._around.enter_context(torch.compiler.set_stance("force_eager"))
+        if self.is_real:
+            self._around.enter_context(eager_formulas(self._look_at))
         let_higher_order_operators_in(type(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:
-            self._functions.enter_context(_FunctionMode(self.call))
+            self._functions.enter_context(FunctionMode(self.call))
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._functions.close()  # and with it a cycle, which would keep tensors until the next gc
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        self._compiler.close()
+        self._around.close()
 
     def __torch_dispatch__(
         self,
@@ -233,9 +250,18 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if unwraps_itself(types):
             return NotImplemented  # the operators on its shards are seen
+        self._look_at(current_autograd_node())
         if isinstance(func, OpOverload):
             return self.operator(OperatorCall(func, args, kwargs or {}))
         return self.higher_order(func, args, kwargs or {})
+
+    def _look_at(self, node: Node | None) -> None:
+        if node is not None and reads_in_backward(node):
+            self.takes_other_formula(node)
+
+    def takes_other_formula(self, node: Node) -> None:
+        """Called where a backward pass computes something else because this mode is on."""
+        raise READ_IN_BACKWARD.refused_here(f"the backward pass of {name_of_node(node)}")
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator that is given functions; attention is made of others, which are seen."""
@@ -262,46 +288,9 @@ class OperatorMode(TorchDispatchMode):
         Where operators are seen, ``ctc_loss`` hands the device lengths as tensors, wherever these
         are; else it reads them (``areAnyTensorSubclassLike`` in aten/src/ATen/native/LossCTC.cpp).
         """
-        reads = getattr(func, "__name__", "") == "ctc_loss"
+        reads = getattr(func, "__name__", "") == "ctc_loss" or has_other_tangents(func)
         with out_of_sight() if reads else contextlib.nullcontext():
             return func(*args, **kwargs)
-
-
-class _FunctionMode(TorchFunctionMode):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.higher_order.cond:
-            return _cond(functools.partial(self._call, func), *args)
-        return self._call(func, args, kwargs or {})
-
-
-def _cond(call: Callable[..., Any], choice: Any, *rest: Any) -> Any:
-    """Call the operator of ``torch.cond``, whose backward pass wants tuples from its branches.
-
-    torch's compiler makes them of tensors, and no mode lets it compile.
-    """
-    *branches, inputs = rest
-    is_single = False
-
-    def in_tuple(branch: Callable[..., Any], *given: Any) -> Any:
-        nonlocal is_single
-        result = branch(*given)
-        is_single = isinstance(result, Tensor)
-        return (result,) if is_single else result
-
-    result = call(
-        (choice, *(functools.partial(in_tuple, branch) for branch in branches), inputs), {}
-    )
-    return result[0] if is_single else result
 
 
 class Recorder(OperatorMode):
@@ -327,6 +316,8 @@ class Recorder(OperatorMode):
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
         self._refused: Callable[[], CaptureError] | None = None  # makes the last refusal again
+        # After how many nodes of autograd one was made that reads in its backward pass, and where
+        self._differentiable: list[tuple[int, CallSite]] = []
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -350,8 +341,14 @@ class Recorder(OperatorMode):
             self.refuse(str(func), CONTROL_FLOW)
         return super().higher_order(func, args, kwargs)
 
-    def refuse(self, operator: str, obstacle: Obstacle) -> None:
-        observed = f"{operator} at {self._sites.here().describe()}"
+    def takes_other_formula(self, node: Node) -> None:
+        later = (site for end, site in self._differentiable if recorded_before(node, end))
+        self.refuse(
+            f"the backward pass of {name_of_node(node)}", READ_IN_BACKWARD, next(later, None)
+        )
+
+    def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
+        observed = f"{operator} at {(site or self._sites.here()).describe()}"
         self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
         raise self._refused()
 
@@ -396,6 +393,8 @@ class Recorder(OperatorMode):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         if self._strict:
             self._check(call)
+        if func in OF_TWO_FORMULAS:
+            self._differentiable.append((nodes_numbered(), self._sites.here()))
         if _only_views(func):
             return call.run()  # its geometry is part of whatever uses it
         call.inputs = list(filter(has_memory, call.inputs))

@@ -29,6 +29,7 @@ from lightning_graphs.core.host.half import (
     shape,
 )
 from lightning_graphs.core.host.tape import REMEDY, RULE, HostTape
+from lightning_graphs.core.obstacles import has_other_tangents
 from lightning_graphs.core.private.modes import out_of_sight, run_kernel
 from lightning_graphs.core.private.torch import memory_of
 from lightning_graphs.errors import CaptureError
@@ -333,7 +334,8 @@ class HostRecording(OperatorMode):
         if is_made and all(map(self._is_host, tensors_in(data))):  # others inside of it are read
             return self._from_python(func, name, args, kwargs)
         if not self._emulated:
-            return func(*args, **kwargs)
+            with out_of_sight() if has_other_tangents(func) else contextlib.nullcontext():
+                return func(*args, **kwargs)
         if name in ("to", "cuda") and self._is_host(args[0]):
             given = (*args[1:], *kwargs.values())
             if any(isinstance(a, (torch.device, Tensor)) for a in given):

@@ -21,13 +21,23 @@ def dispatch_modes() -> list[Any]:
 @contextlib.contextmanager
 def out_of_sight() -> Iterator[None]:
     """Run operators and functions of torch that no mode of this thread sees."""
-    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
+    show = hide_modes()
     try:
         with torch._C.DisableTorchFunction():
             yield
     finally:
+        show()
+
+
+def hide_modes() -> Callable[[], None]:
+    """Let no mode of this thread see operators; what to call to let them see again."""
+    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
+
+    def show() -> None:
         while modes:
             _python_dispatch._push_mode(modes.pop())
+
+    return show
 
 
 def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:

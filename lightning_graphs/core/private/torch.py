@@ -125,6 +125,12 @@ def nodes_recorded() -> int:
     return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
 
 
+def nodes_numbered() -> int:
+    """The same inside of a dispatch mode, where autograd records none; 0 where nothing tells."""
+    getter: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return 0 if getter is None else getter()
+
+
 def recorded_before(node: Any, number: int) -> bool:
     """Whether a node is older than a call of :func:`nodes_recorded` in the same thread.
 
@@ -306,7 +312,13 @@ def in_transform() -> bool:
     """
     if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
         return False
-    return _innermost_transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
+    return _innermost_transform() is not None or in_forward_mode()
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode autograd is on, which ``torch.func.jvp`` turns on as well."""
+    level: int = getattr(forward_ad, "_current_level", -1)
+    return level >= 0
 
 
 def is_compiled_node(node: object) -> bool:
@@ -317,6 +329,25 @@ def is_compiled_node(node: object) -> bool:
     """
     function = getattr(type(node), "_forward_cls", None)
     return getattr(function, "__module__", "").startswith("torch._functorch.")
+
+
+def backward_passes_within(
+    around: Callable[[Sequence[Any]], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
+    """Run every backward pass, whoever asks for one, in what is made for its outputs.
+
+    ``backward`` and ``grad`` end in one function. Where torch has another, they run as they are.
+    """
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+
+    def within(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        assert run is not None
+        with around(outputs):
+            return run(outputs, *args, **kwargs)
+
+    if run is None:
+        return contextlib.nullcontext()
+    return replaced(torch.autograd, "_engine_run_backward", within)
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -94,7 +94,7 @@ class Observer(Recorder):
             returns are no part of the capture, here and in the backward pass.
     """
 
-    raises = False
+    raises, is_real = False, True
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class Observer(Recorder):
         tensors = leaves_of(value, Tensor)
         self._forbidden.update(self.know(tensor, born=True).id for tensor in tensors)
 
-    def refuse(self, operator: str, obstacle: Obstacle) -> None:
+    def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
         hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
         if not self.silent and not hidden:
-            self._note(operator, with_known_remedy(obstacle), self._sites.here())
+            self._note(operator, with_known_remedy(obstacle), site or self._sites.here())
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")

@@ -149,9 +149,14 @@ class Seen:
 class _ShapesOfValues(OperatorMode):
     """Calls ``found`` with every operator whose output shape depends on values."""
 
+    is_real = True
+
     def __init__(self, found: Callable[[Any], None]) -> None:
         super().__init__()
         self._found = found
+
+    def takes_other_formula(self, node: Any) -> None:
+        """It does not, but for nodes that a backward pass makes to be differentiated itself."""
 
     def operator(self, call: OperatorCall) -> Any:
         # Whether a value that a mask assigns is a Python number: benefit of the doubt.

@@ -65,6 +65,13 @@ class ReadsInBackward(torch.autograd.Function):
         return gradient
 
 
+class Multiplied(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        probabilities = self.net(batch["x"]).softmax(-1)
+        product = torch.prod(probabilities, dim=1)  # multiplied
+        return self.loss(batch) + product.pow(2).mean()
+
+
 class Scored(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +222,13 @@ class TestSingleObstacles:
 
         (row,) = rows(examined(backend, tmp_path, module=Reading), "host-read")
         assert (row.line, row.count) == (line(ReadsInBackward.backward, "in backward"), 3)
+
+    def test_a_backward_pass_of_torch_that_reads(self, backend: str, tmp_path: Path) -> None:
+        eager = prepare(backend, tmp_path, False, module=Multiplied).run()
+        fit = examined(backend, tmp_path, module=Multiplied)
+        (row,) = rows(fit, "host-read")
+        assert (row.line, row.count) == (line(Multiplied.training_step, "multiplied"), 3)
+        compare(eager, fit, replayed=False)  # what is observed computes what it does unobserved
 
     @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
     @pytest.mark.parametrize("made", [_of_numbers, _drawn])
