@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -52,8 +51,7 @@ def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
 
 
 def _refusal(observed: str) -> CaptureError:
-    # Outside of this lies the line that made the graphs, which explains nothing.
-    site = CallSiteFinder(until=torch.autograd.grad.__code__).here()
+    site = CallSiteFinder().here()
     return _refused(observed if site == CallSite() else f"{observed}, at {site.describe()}")
 
 

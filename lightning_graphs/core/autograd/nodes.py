@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.autograd.backward import empty_gradient, write_all
+from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.private.torch import (
     after_backward,
     is_compiled_node,
@@ -85,6 +86,7 @@ def has_python_nodes(outputs: Sequence[Tensor], *, compiled: bool = True) -> boo
     return any(compiled or not is_compiled_node(node) for node in found)
 
 
+@calls_observed
 def gradients_behind(
     outputs: Sequence[Tensor],
     # Whose gradients are asked for; None for those that no output depends on.
