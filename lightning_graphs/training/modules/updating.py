@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
+from lightning_graphs.core.autograd.backward import refuse_sparse_gradients
 from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.private.torch import same_pointers
@@ -155,6 +156,7 @@ class CapturedUpdate:
     @code_captured("A captured optimizer step")
     def _capture(self, capturable: CapturableOptimizer) -> UpdatePlan:
         with_gradient = [p for p in self._parameters if p.grad is not None]
+        refuse_sparse_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
         with gradients_set_aside(self._parameters), state_as_known(self.optimizer), torch.no_grad():

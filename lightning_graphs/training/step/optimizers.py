@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ def capture_obstacle(
         return f"{name} was made with differentiable=True"
     if (sparse := _sparse_embedding(module)) is not None:
         return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(devices := sorted({str(p.device) for p in parameters})) > 1:
+        return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
     if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
         return "parameters are float64, and a captured learning rate has 32 bits"
     if not (why := _why_not_fused(optimizer)):
@@ -89,9 +91,30 @@ def _why_not_fused(optimizer: Optimizer) -> str:
         return "was made with foreach=True"
     if any(p.is_complex() for group in groups for p in group["params"]):
         return "has complex parameters, which torch's fused kernels do not take"
+    if not all(_is_plain(p) for group in groups for p in group["params"]):
+        return "has parameters of a tensor subclass, which torch's fused kernels do not take"
     if not all(group.get("fused") or all(map(is_dense, group["params"])) for group in groups):
         return "has parameters with gaps in their memory, which torch's fused kernels do not take"
     return ""
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether operators run on it as they are, or on a part of it as they are."""
+    own = type(parameter).__torch_dispatch__
+    return own is Tensor.__torch_dispatch__ or local(parameter) is not parameter
+
+
+def _are_alike(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a fused kernel finds the same elements in the same places of each pair."""
+    same = list(map(_kind, parameters)) == list(map(_kind, others))
+    if not same or any(map(Tensor.is_neg, others)):
+        return False
+    strides = list(map(Tensor.stride, parameters)), list(map(Tensor.stride, others))
+    return strides[0] == strides[1] or all(
+        n == 1 or mine == theirs
+        for parameter, *both in zip(parameters, *strides, strict=True)
+        for n, mine, theirs in zip(parameter.shape, *both, strict=True)
+    )
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
@@ -138,7 +161,8 @@ class CapturableOptimizer:
         # Parameter, its state and what was in it at the last capture; one of each group among them
         self._known: _Known | None = None
         self._witnesses: _Known = []
-        self._move_steps(to_host=False)
+        self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
+        self._settle()
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
@@ -161,8 +185,10 @@ class CapturableOptimizer:
             if closure is not None:
                 with torch.enable_grad():
                     returned = closure()
-            with self._flags_exchanged():
+            with self._flags_exchanged() as is_as_captured:
                 step()
+            if not is_as_captured:  # what it has made may be laid out as a gradient was
+                self._settle()
             self.has_stepped = True
             return returned
 
@@ -170,18 +196,23 @@ class CapturableOptimizer:
         return stand_in
 
     @contextlib.contextmanager
-    def _flags_exchanged(self) -> Iterator[None]:
+    def _flags_exchanged(self) -> Iterator[bool]:
+        """While the body steps; whether every group takes the kernel that is captured.
+
+        One that has what this kernel does not take is left to the user's own for that step.
+        """
         groups = self.optimizer.param_groups
         given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
         if self.optimizer.state is not self._state:  # loaded: its counters may be on the host
-            self._move_steps(to_host=False)
-        for group in groups:
+            self._settle()
+        taken = self._taken() if self._fused else [True] * len(groups)
+        for group, is_taken in zip(groups, taken, strict=True):
             if "capturable" in group and self._device.type == "cuda":
                 group["capturable"] = True
-            if self._fused and "fused" in group:
+            if self._fused and is_taken and "fused" in group:
                 group["fused"], group["foreach"] = True, False
         try:
-            yield
+            yield all(taken)
         finally:
             for group, flags in zip(groups, given, strict=True):
                 group.update(flags)
@@ -255,7 +286,7 @@ class CapturableOptimizer:
         for i, group in enumerate(self._groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # a scheduler fills it in place
-                self._rates[i].copy_(rate)
+                self._rates[i].copy_(rate.view(()))
             elif rate != self._filled[i]:
                 self._filled[i] = rate
                 moved.append(i)
@@ -271,6 +302,49 @@ class CapturableOptimizer:
         self.refresh()
         return self._rates
 
+    def _taken(self) -> list[bool]:
+        """Of which groups the fused kernel takes the gradients and state that there are.
+
+        It goes through memory and not through elements: on a CPU it does not look whether all of it
+        is laid out alike. That of SGD wants the momentum of all parameters, or of none.
+        """
+        groups = self.optimizer.param_groups
+        has_momentum = isinstance(self.optimizer, torch.optim.SGD)
+        trained = [p for group in groups for p in group["params"] if p.grad is not None]
+        gradients = list(map(_gradient, trained))
+        if not (self._unlike or has_momentum) and _are_alike(trained, gradients):
+            return [True] * len(groups)
+        found = []
+        for group in groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            is_taken = self._unlike.isdisjoint(trained)
+            is_taken &= _are_alike(trained, list(map(_gradient, trained)))
+            if has_momentum and group["momentum"] != 0:
+                is_taken &= self._momentum_is_even(trained)
+            found.append(is_taken)
+        return found
+
+    def _momentum_is_even(self, parameters: Sequence[Tensor]) -> bool:
+        state = self.optimizer.state
+        begun = [state.get(p, {}).get("momentum_buffer") is not None for p in parameters]
+        return all(begun) or not any(begun)
+
+    def _settle(self) -> None:
+        """Let state be where and as the captured kernel takes it: loaded state may be otherwise."""
+        self._move_steps(to_host=False)
+        self._unlike.clear()
+        members = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        known = self.optimizer.state
+        for parameter in [p for p in members if p in known] if self._fused else ():
+            state = known[parameter]
+            for key, value in state.items():
+                if key == "step" or not isinstance(value, Tensor):
+                    continue
+                if _kind(value) != _kind(parameter):
+                    self._unlike.add(parameter)
+                elif not _are_alike([parameter], [value]) and is_dense(parameter):
+                    state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
     def _move_steps(self, *, to_host: bool) -> None:
         """Bring the ``step`` counters to the device, or where the optimizer itself keeps them."""
         if self._device.type != "cuda":
@@ -281,7 +355,7 @@ class CapturableOptimizer:
             for parameter in group["params"]:
                 state = self.optimizer.state.get(parameter, {})
                 if isinstance(step := state.get("step"), Tensor):
-                    state["step"] = step.to("cpu" if to_host else self._device)
+                    state["step"] = step.to("cpu" if to_host else parameter.device)
 
     def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state in the form that it would have without the callback."""
@@ -314,3 +388,5 @@ class CapturableOptimizer:
 
 _LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
 _FLAGS = ("capturable", "fused", "foreach")
+_gradient: Callable[[Tensor], Any] = attrgetter("grad")
+_kind = attrgetter("dtype", "device", "layout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -623,3 +624,117 @@ def test_rates_of_32_bits_step_no_parameters_of_64(dtype: torch.dtype, is_captur
         obstacle = capture_obstacle(net, optimizer, "cuda", Precision())
         assert (obstacle is None) == is_captured
         assert is_captured or "float64" in str(obstacle)
+
+
+PLAIN: dict[str, Callable[[Any], Any]] = {
+    "SGD with momentum": lambda p: optim.SGD(p, lr=RATE, momentum=0.75),
+    "SGD with nesterov": lambda p: optim.SGD(p, lr=RATE, momentum=0.75, nesterov=True),
+    "SGD with dampening": lambda p: optim.SGD(
+        p, lr=RATE, momentum=0.75, dampening=0.25, weight_decay=0.125
+    ),
+    "SGD": lambda p: optim.SGD(p, lr=RATE),
+    "AdamW": lambda p: optim.AdamW(p, lr=torch.tensor([RATE]), eps=2**-8),
+    "Adam with amsgrad": lambda p: optim.Adam(p, lr=RATE, amsgrad=True, eps=2**-8),
+}
+
+
+class Joining(TwoHeads):
+    """Parameters of one group have state from different steps on."""
+
+    def __init__(self, optimizer: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._optimizers = lambda module: optimizer(module.groups())
+        self.start()
+
+    def start(self) -> None:
+        """What is frozen as the fit begins."""
+
+    def groups(self) -> Any:
+        """The parameters of the optimizer, or its groups."""
+        return self.parameters()
+
+
+class Unfreezing(Joining):
+    def start(self) -> None:
+        self.net[4].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.net[4].requires_grad_(True)
+
+
+class OtherGroups(Joining):
+    def groups(self) -> Any:
+        head = {"params": [*self.heads.parameters()], "lr": RATE / 2, "weight_decay": 0.25}
+        return [{"params": [*self.net.parameters()]}, head]
+
+
+class AddsAGroup(Joining):
+    def start(self) -> None:
+        self.heads.requires_grad_(False)
+
+    def groups(self) -> Any:
+        return self.net.parameters()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.heads.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [*self.heads.parameters()]})
+
+
+class LosesState(Joining):
+    """As one that resumes from a checkpoint that knows fewer parameters."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 10:
+            optimizer = self.trainer.optimizers[0]
+            known = copy.deepcopy(optimizer.state_dict())
+            known["state"].pop(0, None)
+            optimizer.load_state_dict(known)
+
+
+class Turned(Joining):
+    """Gradients that a hook lays out otherwise; kernels that go through memory mix them up."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for head in self.heads.values():
+            if head.weight.grad is not None:
+                head.weight.grad = (2 * head.weight.grad.t()).contiguous().t()
+
+
+class SparseCall(Joining):
+    """Sparse gradients of a function, which no module tells of."""
+
+    def start(self) -> None:
+        self.table = nn.Parameter(torch.ones(3, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = nn.functional.embedding(batch["y"], self.table, sparse=True)
+        return super().training_step({**batch, "x": batch["x"] + x}, batch_idx)
+
+
+JOINING = [Joining, Unfreezing, OtherGroups, AddsAGroup, LosesState, Turned]
+TAKE_SPARSE = ["SGD with momentum", "SGD with nesterov", "SGD"]
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["auto", "modules"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*itertools.product(JOINING, PLAIN), *itertools.product([SparseCall], TAKE_SPARSE)],
+)
+def test_an_exchanged_kernel_takes_what_the_users_own_takes(
+    backend: str, tmp_path: Path, kind: type[Joining], name: str, scope: str
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=lambda: kind(PLAIN[name]), max_epochs=3, validation=0,
+        data=with_heads("aabababb"), capture={"scope": scope, "on_failure": "eager"},
+    )  # fmt: skip
+    compare(eager, captured, replayed=False, tolerance=1e-4)
+    assert captured.statistics.replayed > 5
+
+
+def test_one_graph_steps_the_parameters_of_one_device() -> None:
+    weights = [nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta")]
+    obstacle = capture_obstacle(nn.Linear(2, 2), optim.AdamW(weights), "cpu", Precision())
+    assert obstacle == "parameters are on cpu and meta, and a graph runs on one device"
