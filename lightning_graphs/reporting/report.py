@@ -22,14 +22,15 @@ class GraphRecord:
     Attributes:
         signature: The batch in words, such as ``x f32[32,128], y i64[32]``.
         scope: ``"step"``, or ``"module encoder.layers.0"``.
-        parts: Graphs that one replay launches: more than one where hooks look in between.
+        parts: Its graphs: more than one where hooks look in between, for the backward pass of a
+            module, and for several calls of it in a step.
         nodes: Nodes of all parts; None where they cannot be counted.
         kernels: Kernel launches among them; likewise.
         captures: How often it was captured; more than once after a release or a recapture.
         capture_ms: Time of the last capture, in milliseconds.
         pool_mib: Memory that the last capture added to the pool of graphs, in MiB; None without a
             GPU.
-        replays: Replays of it.
+        replays: Replays of it: steps, or calls of a module.
         eager_ms: Median time of an eager step of this signature; None if none was timed.
         replay_ms: Median time of a replayed step; likewise.
     """
@@ -81,7 +82,7 @@ class Report:
         graphs: A record for each captured signature, in the order of their first capture.
         modules: Names of the submodules that have graphs.
         eager: Micro-batches that ran eagerly.
-        replayed: Micro-batches that were replayed.
+        replayed: Micro-batches that were replayed, as a whole or with a call of a submodule.
         fallbacks: Why steps ran eagerly, a reason each.
         recaptures: What changed, for each capture after the first.
         times: The steps that were timed: the first ones of the fit.

@@ -322,6 +322,8 @@ class GraphCapture(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """As at the end: on an exception Lightning calls no other hook."""
+        if self._reporter is not None:
+            self._reporter.count_rest()
         self._release()
 
     @override

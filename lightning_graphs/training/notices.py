@@ -164,11 +164,16 @@ class FitReporter:
         self._statistics.verdict = verdict.sentence
         return verdict.profitable
 
+    def count_rest(self) -> None:
+        """Count the steps since the callback was switched off, which passed it by."""
+        if self._off_since is not None:
+            self._statistics.eager += self._batches() - self._off_since
+            self._off_since = self._batches()
+
     def finish(self) -> None:
         """End the report; to be called at the end of a fit, while the graphs still live."""
         self.timing.read(wait=True)
-        if self._off_since is not None:
-            self._statistics.eager += self._batches() - self._off_since
+        self.count_rest()
         self._judge()
         self._explain()
         self._log()

@@ -150,6 +150,7 @@ class EagerRetry:
         self._trial: tuple[tuple[str, int], int] | None = None
         self._fits: dict[tuple[str, int], tuple[int, int]] = {}  # the largest size, and how often
         self._reason = ""
+        self._counted = 0, 0  # eager and replayed steps, as the present one began
         self._update_fits = -1  # beside the graphs of so many captures
 
     def attach(self, runner: Runner) -> Runner:
@@ -186,18 +187,22 @@ class EagerRetry:
             self._give_up(self._reason)
             return self.own.training_step(*args, **kwargs)
         self._forget()
-        counted = self._statistics.eager, self._statistics.replayed
+        self._counted = self._statistics.eager, self._statistics.replayed
         try:
             return self.runner.training_step(*args, **kwargs)
         except Exception as error:
             if not self._may_retry(error) or (self._running and self._begin is None):
                 raise
             reason = first_line(error)
-        self._statistics.eager, self._statistics.replayed = counted[0] + 1, counted[1]
+        self._count_as_eager()
         if self._begin is not None:
             self._begin.restore()
         self._give_up(reason)
         return self.own.training_step(*args, **kwargs)
+
+    def _count_as_eager(self) -> None:
+        eager, self._statistics.replayed = self._counted
+        self._statistics.eager = eager + 1
 
     def _forget(self) -> None:
         """Begin another step: the one before has ended well."""
@@ -289,6 +294,7 @@ class EagerRetry:
             reason = first_line(error)
         for tensor in (closure_loss, loss):
             tensor.detach_()  # what is left of the autograd graph goes, whoever has the loss
+        self._count_as_eager()
         self._give_up(reason)
         now = now or self._kept(begin.args, gradients=True)
         begin.restore()

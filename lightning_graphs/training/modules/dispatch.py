@@ -47,6 +47,7 @@ class Stage:
     # Finds graphs for a call (the n-th of a module) that the present ones do not fit, and goes on
     # with them; None while a step runs eagerly.
     elsewhere: Callable[[nn.Module, int, Arguments], Site | None] | None = None
+    has_replayed: bool = False  # a call of the present step was replayed
     missed: str = ""  # why a call of the present step found no graph; empty if all did
     observer: StepObserver | None = None  # is told of every call; None where nobody is
     # Another captured step makes the call that found none: it is no reason to search.
@@ -192,6 +193,7 @@ class Forward:
                 self._stage.stale = MOVED
             return _NONE
         site.record.replays += 1
+        self._stage.has_replayed = True
         return answer
 
     def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -78,6 +78,9 @@ class ModuleRunner:
         finally:
             self._graphs.end()
 
+            replayed = self._graphs.stage.has_replayed
+            self._statistics.replayed += replayed
+            self._statistics.eager += not replayed
     def _validation_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._graphs.begin_evaluating()
         try:

@@ -44,6 +44,8 @@ _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
 _AGAIN = frozenset({"create_graph", "retain_graph"})
 """Keywords in code that may go through a graph more than once."""
+_BYPASSED = "steps run eagerly that call no graphed module"
+
 
 
 @dataclass(slots=True)
@@ -139,9 +141,11 @@ class ModuleGraphs:
             self._lend_no_longer("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
             new = self._look_back(self._observed)
-        elif stage.missed and self._last is not None:
-            # Look for a step that makes such calls.
-            self._searches.setdefault(self._last.kind, Search(stage.missed))
+        elif stage.elsewhere is not None and self._last is not None:
+            if stage.missed:  # look for a step that makes such calls
+                self._searches.setdefault(self._last.kind, Search(stage.missed))
+            elif self._graphed and self._last.captured and not stage.has_replayed:
+                self._searches.setdefault(self._last.kind, Search(_BYPASSED, FEW))
         if stage.stale:
             self._forget(stage.stale)
         step = self._step_of(args)
@@ -150,17 +154,15 @@ class ModuleGraphs:
             step = self._step_of(args)
         if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
             step = self._step_of(args)
-        stage.missed, stage.seeded = "", False
+        stage.missed, stage.seeded, stage.has_replayed = "", False, False
         if step is None:
             self.held = "graphs" if len(self._cache) else ""
             if self._observed is not None:
                 self.held = "arguments"
-            self._fit.statistics.eager += 1
             stage.elsewhere = None
         else:
             is_settled = step.uses >= (SETTLED if self._agreement.budget.is_tight else 1)
             self.held = "" if is_settled else "replays"
-            self._fit.statistics.replayed += 1
             if step.uses < SETTLED or self._agreement.budget.is_tight:
                 self._agreement.budget.settle()
             step.uses += 1
@@ -337,6 +339,10 @@ class ModuleGraphs:
             return None
         calls = self._choice.first(observation, self._fit.statistics.note)
         if search is not None:
+        if search is not None and not calls:
+            search.left = 0
+            self._fit.statistics.note(search.reason)
+            return None
             key = (kind, observation.pattern(calls))
             known = any(s.key[:2] == key and s.baked.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):

@@ -388,7 +388,6 @@ class StepRunner:
 
     def _replay(self, plan: StepPlan) -> Any:
         forward = plan.graphs["forward"]
-        self._statistics.count_replay(forward)
         plan.uses += 1
         self._notices.replayed()
         self._moves.replays += 1
@@ -402,7 +401,9 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = nothing
-        return self._retry.handed_out(plan)
+        returned = self._retry.handed_out(plan)
+        self._statistics.count_replay(forward)
+        return returned
 
     def _conditions(self, *, captures: bool = False) -> Conditions:
         """The conditions of the coming step, and no graph left that they have made wrong."""

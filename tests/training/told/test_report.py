@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 
 from lightning_graphs import GraphCapture, core
 from lightning_graphs.reporting import GraphRecord, render, summary_line
 from lightning_graphs.training.statistics import CaptureCost, Statistics
-from tests.training.fits import Fit, batches, csv_of, prepare
+from tests.training.fits import Fit, adamw, batches, compare, csv_of, fit_twice, prepare
 from tests.training.told.test_notices import Thawing
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -129,6 +131,95 @@ class TestOfAFit:
         report = GraphCapture().report
         assert (report.graphs, report.replayed, report.backend) == ((), 0, "")
         assert summary_line(report) == "GraphCapture: 0 graphs"
+
+
+class Parts(LightningModule):
+    """Two parts, of which a step calls one or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)) for _ in "ab")
+        self.plain = nn.Parameter(torch.randn(8, 3))
+
+    def part(self, i: int) -> Any:
+        return self.a
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        part = self.part(batch_idx)
+        logits = batch["x"] @ self.plain if part is None else part(batch["x"])
+        return nn.functional.cross_entropy(logits, batch["y"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.a(batch["x"]).sum())
+
+    configure_optimizers = adamw
+
+
+class Bypassed(Parts):
+    def part(self, i: int) -> Any:
+        return self.a if self.global_step < 12 else None
+
+
+class Exchanged(Parts):
+    def part(self, i: int) -> Any:
+        return self.a if self.global_step < 12 else self.b
+
+
+class EverySecond(Parts):
+    def part(self, i: int) -> Any:
+        return self.a if i % 2 else None
+
+
+class FellBack(Parts):
+    """From some step on its graphs do not fit: other switches of torch are set for the call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.global_step >= 12):
+            return super().training_step(batch, batch_idx).float()
+
+
+class Skipping(Parts):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 7 else super().training_step(batch, batch_idx)
+
+
+STEPS = [Parts, Bypassed, Exchanged, EverySecond, FellBack, Skipping]
+
+
+class TestStepsOfSubmodules:
+    """A step is replayed where a call in it was: each step here makes one call at most."""
+
+    @pytest.mark.filterwarnings("ignore:GraphCapture")
+    @pytest.mark.parametrize("module", STEPS)
+    @pytest.mark.parametrize("window", [1, 2])
+    def test_figures_are_those_of_calls(
+        self, backend: str, tmp_path: Path, module: Any, window: int
+    ) -> None:
+        capture = {"scope": "modules", "on_failure": "eager", "validation": window == 2}
+        options: dict[str, Any] = {
+            "module": module, "capture": capture, "accumulate_grad_batches": window,
+            "data": lambda: batches(20),
+        }  # fmt: skip
+        eager, captured = fit_twice(backend, tmp_path, **options)
+        compare(eager, captured, replayed=False)
+        report = captured.capture.report
+        trained = [r for r in report.graphs if not r.signature.endswith("without autograd")]
+        assert (len(trained) < len(report.graphs)) == (window == 2)
+        replays = sum(record.replays for record in trained)
+        assert report.replayed == replays > 0
+        assert report.replayed + report.eager == 40
+        figures = report.metrics()
+        assert (figures["graphs/replayed_steps"], figures["graphs/eager_steps"]) == (
+            replays, 40 - replays,
+        )  # fmt: skip
+        assert repr(report).startswith(f"<Report: {replays} replayed, {40 - replays} eager, ")
+        assert f"{replays} steps replayed, {40 - replays} eager." in render(report)
+        found = json.loads(report.to_json())
+        assert (found["replayed"], found["eager"]) == (replays, 40 - replays)
+        if module in (Bypassed, EverySecond):
+            assert "steps run eagerly that call no graphed module" in report.fallbacks
+        if module is Exchanged:  # another part takes its place
+            assert list(report.modules) == ["a", "b"]
 
 
 class TestSaid:
