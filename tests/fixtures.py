@@ -35,13 +35,6 @@ _READER = "(_read_thread)"  # of the compiler's processes, which has no name of 
 _JOIN_SECONDS = 5.0
 
 
-@pytest.fixture(autouse=True)
-def _nothing_was_compiled() -> None:
-    """In a process that has compiled something no host half is recorded: each test begins anew."""
-    if (compiler := sys.modules.get("torch._dynamo.utils")) is not None:
-        compiler.counters.clear()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _packages_are_searched_once() -> Iterator[None]:
     """Each trainer reads what every installed package offers: a tenth of the time of a fit."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.core.graph import GraphPool
+from lightning_graphs.core.private.torch import compiled_code_noticed
 from lightning_graphs.training.costs.investment import Investment
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.host.logs import LoggedNumbers
@@ -18,6 +20,23 @@ from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.gradients import KeptGradients
+
+
+class CompiledCode:
+    """Whether the steps of a fit call what ``torch.compile`` has made.
+
+    Such code has no host half, checks the functions and classes that it was compiled with, and is
+    compiled anew where these are others. What the rest of the process has compiled does not count.
+    """
+
+    runs = False
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Look at the body, an eager step or the capture of one, until that is known."""
+        return nullcontext() if self.runs else compiled_code_noticed(self._note)
+
+    def _note(self) -> None:
+        self.runs = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +52,7 @@ class Fit:
     investment: Investment  # decides what is worth a capture
     retry: EagerRetry  # has the strategy's own methods, and repeats a step that finds no memory
     ranks: Ranks  # does whole steps the same way on all ranks
+    compiled: CompiledCode = field(default_factory=CompiledCode)
 
 
 class Learned:

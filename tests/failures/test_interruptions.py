@@ -24,6 +24,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_graphs.errors import GraphError
+from lightning_graphs.training.fit import CompiledCode
 from tests.failures.support import (
     SCOPES,
     STEPS,
@@ -88,8 +89,7 @@ def test_at_each_phase(
     end: str,
     where: str,
 ) -> None:
-    name = "lightning_graphs.training.modules.sequence.has_compiled_anything"
-    monkeypatch.setattr(name, lambda: phase == COMPILED)
+    monkeypatch.setattr(CompiledCode, "runs", phase == COMPILED)
     action, kind, match = ENDS[end]
     calls = PHASES[scope][phase]
     eager, captured = tripping(

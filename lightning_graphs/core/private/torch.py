@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -222,7 +223,36 @@ def is_compiled(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch._dynamo.") or is_compiled_in_place(module)
 
 
-def has_compiled_anything() -> bool:
+@contextlib.contextmanager
+def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
+    """Call ``notice`` where the body, in this thread, calls what ``torch.compile`` has made.
+
+    Every way of calling it asks what the stance makes of its compiler (torch 2.6 and newer), be it
+    a module, one compiled in place, a function or an operator that torch compiles by itself.
+    Nothing public tells of such calls. Without that function, or where the body imports the
+    compiler, whatever the process has compiled counts.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    original: Callable[[Any], Any] | None = getattr(dynamo, "_callback_from_stance", None)
+    if original is None:
+        yield
+        if _has_compiled_anything():
+            notice()
+        return
+    thread = threading.get_ident()
+    is_forced = getattr(getattr(dynamo, "_stance", None), "stance", "") == "force_eager"
+
+    def from_stance(callback: Any) -> Any:
+        compiles = callback is not None and callback is not False and not is_forced
+        if compiles and threading.get_ident() == thread:
+            notice()
+        return original(callback)
+
+    with replaced(dynamo, "_callback_from_stance", from_stance):
+        yield
+
+
+def _has_compiled_anything() -> bool:
     """Whether ``torch.compile`` has compiled code in this process; yes where nothing counts it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:

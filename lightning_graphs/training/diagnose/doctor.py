@@ -57,6 +57,7 @@ from lightning_graphs.training.diagnose.watched import (
     changes,
     parts_of,
 )
+from lightning_graphs.training.fit import CompiledCode
 from lightning_graphs.training.guards.frozen import (
     COUNTER,
     OLD_GRADIENTS,
@@ -128,8 +129,8 @@ class Doctor:
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
         self._called = CallsOfSubmodules(module) if self._only_submodules else None
-        compiles = any(map(is_compiled, module.modules()))
-        self._has_host_half = not (self._only_submodules or compiles)
+        self._compiled = CompiledCode()
+        self._compiled.runs = any(map(is_compiled, module.modules()))  # as far as is known
         self._between: set[CallSite] = set()
         self._active = self._finished = False
         device = trainer.strategy.root_device
@@ -202,8 +203,11 @@ class Doctor:
         self._before = attributes, outside.contents
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
-        with self._watching(), outside.followed(), self._reads.of_step(batch) as told:
+        compiled, watching = CompiledCode(), contextlib.ExitStack()
+        with compiled.watching(), self._watching(), outside.followed(), watching:
+            told = watching.enter_context(self._reads.of_step(batch))
             returned = self._run(self._calls.training_step, told, *watched, **kwargs)
+        self._compiled = compiled
         self._judge_state(attributes, generators, outside)
         self._judge_returned(returned)
         self._compare()
@@ -263,11 +267,16 @@ class Doctor:
             affected = functools.partial(self._used, SIDE_EFFECT)
             stack.enter_context(effects_watched(self._trainer, self._own, affected))
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
-            stack.enter_context(calls_followed())
+            if not self._compiled.runs:
+                stack.enter_context(calls_followed())
             if self._called is not None:
                 stack.enter_context(self._called.watching())
             stack.enter_context(self._observing())
             yield
+
+    @property
+    def _has_host_half(self) -> bool:
+        return not (self._only_submodules or self._compiled.runs)
 
     @property
     def _is_inside(self) -> bool:

@@ -22,7 +22,7 @@ from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.training.guards.own_code import OwnCode, function_of, inside_of_compiled
 from lightning_graphs.training.guards.python_state import AttributeReads
-from lightning_graphs.training.guards.walkers import held_in, held_in_value
+from lightning_graphs.training.guards.walkers import OF_TORCH, held_in, held_in_value
 from lightning_graphs.training.host.followed import stands_for_a_while
 
 _DEFAULTS = attrgetter("__defaults__")
@@ -220,7 +220,8 @@ class OutsideValues:
 
     def listed(self, names: Sequence[str]) -> str:
         """Some names for a message, with the author's line of the first one."""
-        return ", ".join(names[:3]) + named_at(names[0], self.codes)
+        line = "" if names[0] == OF_TORCH else named_at(names[0], self.codes)
+        return ", ".join(names[:3]) + line
 
     def empty_caches(self) -> None:
         """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.

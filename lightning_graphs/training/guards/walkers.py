@@ -147,6 +147,10 @@ def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
     yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
 
 
+OF_TORCH = "torch's generator of the CPU"
+"""Its name in messages, which is no name in code."""
+
+
 class Generators:
     """The states of the random generators that Python code on the host draws from.
 
@@ -167,7 +171,7 @@ class Generators:
         self._with_torch = seen is None and module.device.type != "cpu"
         others = {getattr(generator, "name", "") for generator in seen or ()}
         self._states = [(g, g.get_state()) for _, g in shared_generators() if g.name not in others]
-        self.add("torch's generator of the CPU", torch.default_generator)
+        self.add(OF_TORCH, torch.default_generator)
         for name, value in held:
             self.add(name, value)
 

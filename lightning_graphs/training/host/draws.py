@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from functools import partial, wraps
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_map
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
+from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode
 from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.training.guards.frozen import StandIn, present
+from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.guards.walkers import PythonGenerator, shared_generators
 from lightning_graphs.training.host.followed import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
@@ -134,6 +136,35 @@ def draws_recorded(
     recording.reader_of = lambda d: partial(present, d) if leaves_of(d, LiveNumber) else None
     with recording, exchanged, replaced(torch, "from_numpy", converted):
         yield
+
+
+@contextlib.contextmanager
+def draws_refused(device: torch.device) -> Iterator[None]:
+    """Refuse the first draw on the host in the body, of Python, NumPy or torch, with its line."""
+
+    def refusing(name: str, *_: Any) -> Callable[..., Any]:
+        return partial(_refuse_draw, name)
+
+    # On a CPU torch's draws are those of the device.
+    mode = contextlib.nullcontext() if device.type == "cpu" else _RefusingDraws()
+    with draws_exchanged(refusing), mode:
+        yield
+
+
+class _RefusingDraws(OperatorMode):
+    sees_functions = False
+
+    def operator(self, call: OperatorCall) -> Any:
+        result = call.run()
+        if torch.Tag.nondeterministic_seeded in call.func.tags and any(
+            tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
+        ):
+            _refuse_draw(str(call.func))
+        return result
+
+
+def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise DRAWN.refused_here(f"{name} draws on the host, beside code that is compiled,")
 
 
 def _own(arguments: Any) -> Any:

@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any
 
 from lightning_graphs.core.callsite import frames_from, is_library
-from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.training.interception import replaced
 
 
@@ -51,10 +50,7 @@ DrawingFunction = tuple[str, str, str]
 
 @contextlib.contextmanager
 def calls_followed(conversions: Collection[Conversion] = ()) -> Iterator[None]:
-    """Let functions of ``math``, and these, follow numbers; compiled code sees none of it."""
-    if has_compiled_anything():
-        yield
-        return
+    """Let functions of ``math``, and these, follow numbers; compiled code must see none of it."""
     with contextlib.ExitStack() as stack:
         for name, function in list(vars(math).items()):
             if callable(function) and not name.startswith("__"):

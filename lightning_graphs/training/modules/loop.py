@@ -29,6 +29,7 @@ class ModuleRunner:
         trainer, module = fit.trainer, fit.module
         self._calls = fit.retry.calls
         self._statistics = fit.statistics
+        self._compiled = fit.compiled
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients()
@@ -69,18 +70,19 @@ class ModuleRunner:
         if self._warmup_left > 0:
             self._warmup_left -= 1
             self._statistics.eager += 1
-            return self._calls.training_step(*args, **kwargs)
+            with self._compiled.watching():
+                return self._calls.training_step(*args, **kwargs)
         self._graphs.begin(args)
         self._graphs.stage.stepping = True
         try:
             with self._graphs.watching():
                 return self._calls.training_step(*args, **kwargs)
         finally:
-            self._graphs.end()
-
             replayed = self._graphs.stage.has_replayed
             self._statistics.replayed += replayed
             self._statistics.eager += not replayed
+            self._graphs.end()
+
     def _validation_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._graphs.begin_evaluating()
         try:

@@ -22,11 +22,11 @@ from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.passes import CallableCapture, CaptureSettings
 from lightning_graphs.core.private.torch import (
     capture_unseen,
-    has_compiled_anything,
     has_gradient_hooks,
 )
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.costs.memory import NoRoomError
+from lightning_graphs.training.fit import CompiledCode
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.guards.walkers import held_in
@@ -44,6 +44,7 @@ class Means:
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradient_buffers: GradientBuffers  # where parameter gradients go
     check: Callable[[Sequence[Site]], object]  # raises where graphs differ from the modules' code
+    compiled: CompiledCode  # whether steps run any
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
     # gradients of some parameters only, autograd must know of them.
@@ -72,7 +73,7 @@ def capture_step(
     groups += [(means.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
-    return _captured(calls, groups, means, warm=not has_compiled_anything())
+    return _captured(calls, groups, means, warm=not means.compiled.runs)
 
 
 def capture_alone(call: ObservedCall, means: Means) -> Site:

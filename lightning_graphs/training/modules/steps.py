@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_graphs.core.callsite import named_at
 from lightning_graphs.core.obstacles import may_follow_values
-from lightning_graphs.core.private.torch import has_compiled_anything
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import FEW, PATIENCE, Waiting
@@ -44,8 +43,8 @@ _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
 _AGAIN = frozenset({"create_graph", "retain_graph"})
 """Keywords in code that may go through a graph more than once."""
-_BYPASSED = "steps run eagerly that call no graphed module"
 
+_BYPASSED = "steps run eagerly that call no graphed module"
 
 
 @dataclass(slots=True)
@@ -90,7 +89,8 @@ class ModuleGraphs:
         self._watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
         self._agreement, self._checks = agreement, CallChecks(agreement)
-        self._means = Means(module, own, pool, gradients.of, self._checks.check, direct=direct)
+        made_with = module, own, pool, gradients.of, self._checks.check, fit.compiled
+        self._means = Means(*made_with, direct=direct)
         # What decides over the calls while a step runs.
         self.stage = Stage(fit, replace(self._means, pool=apart))
         self._fit = fit
@@ -111,7 +111,7 @@ class ModuleGraphs:
         self._waiting = Waiting(options, fit.statistics, self._difference)
         asked = options.by_submodules  # and not only tried after the whole step
         self._may_be_whole = asked and not why_no_whole_step(module.trainer, module)
-        self._looks_at_shapes = looks_at_shapes and not has_compiled_anything()
+        self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
 
@@ -202,7 +202,8 @@ class ModuleGraphs:
             forward.install()
         before, self.stage.observer = self.stage.observer, observed.observer
         try:
-            with requests, observed.observer.looking_at_shapes():
+            compiled = self._fit.compiled.watching()
+            with requests, compiled, observed.observer.looking_at_shapes():
                 yield
         finally:
             self.stage.observer = before
@@ -338,11 +339,11 @@ class ModuleGraphs:
             del self._searches[kind]
             return None
         calls = self._choice.first(observation, self._fit.statistics.note)
-        if search is not None:
         if search is not None and not calls:
             search.left = 0
             self._fit.statistics.note(search.reason)
             return None
+        if search is not None:
             key = (kind, observation.pattern(calls))
             known = any(s.key[:2] == key and s.baked.is_current for s in self._plans_of(kind))
             if known or not self._cache.is_due(key):
@@ -379,7 +380,7 @@ class ModuleGraphs:
                 if options.on_failure == "raise" and (options.modules or differs):
                     raise
                 follows = not differs and may_follow_values(error.__cause__)
-                if follows and not (self._looks_at_shapes or has_compiled_anything()):
+                if follows and not (self._looks_at_shapes or self._fit.compiled.runs):
                     self._looks_at_shapes = True  # another step shows all that it is about
                     self._observe(kind)
                     return None

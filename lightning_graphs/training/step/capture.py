@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,11 +23,10 @@ from lightning_graphs.core.private.autograd import backward_passes_told, renew_g
 from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.core.private.torch import (
     capture_unseen,
-    has_compiled_anything,
     hooks_registered,
     version_of,
 )
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.ddp import waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
@@ -44,7 +43,7 @@ from lightning_graphs.training.guards.hooks import Observers, cast_unseen, is_ba
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
 from lightning_graphs.training.guards.recurrent import refuse_new_seeds
 from lightning_graphs.training.guards.side_effects import (
     RaisedInCapture,
@@ -52,7 +51,7 @@ from lightning_graphs.training.guards.side_effects import (
     effects_refused,
 )
 from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
-from lightning_graphs.training.host.draws import draws_recorded
+from lightning_graphs.training.host.draws import draws_recorded, draws_refused
 from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.training.host.live_numbers import StepNumbers
 from lightning_graphs.training.host.logs import LogRecorder
@@ -95,7 +94,7 @@ class StepCapture(StepBody):
         self._room_on_device = _ROOM_ON_DEVICE
         self._recording: HostRecording | None = None
         self._numbers = StepNumbers(self.trainer, learned.reads, self.module.device)
-        self._has_branched = False
+        self._has_branched = self._finds_draws = False
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
@@ -129,6 +128,7 @@ class StepCapture(StepBody):
         while True:
             self._asked.clear()
             self.fit.investment.tries_again()
+            compiled = self.fit.compiled.runs
             try:
                 return self._captured(batch, tensors, rest, phase, unread)
             except CaptureError as error:
@@ -140,20 +140,39 @@ class StepCapture(StepBody):
                 final = isinstance(error, (NoRoomError, RaisedInCapture))
                 if final or waits_for_gradients(self.trainer):
                     raise
+                if compiled != self.fit.compiled.runs:
+                    continue  # it was followed as if none of it was compiled
                 if isinstance(error, PlaceUsedError):
                     self._learned.places.unlearn(error.place)
                 elif isinstance(error, ArenaFull) or self._learns():
                     continue
                 elif isinstance(error, LeftBehindError):
                     raise
-                elif not (self._learned.has_host_half or has_compiled_anything()):
+                elif not (self._learned.has_host_half or compiled):
                     self._learned.has_host_half = True
                     if self.fit.ranks.are_one and not self.fit.investment.goes_on_with_host():
                         return None
                 elif self._learned.is_unseen and self._asked:
                     self._learned.is_unseen = self._learned.has_host_half = False
+                elif compiled and error.rule == DRAWN.rule:
+                    self._refuse_draws(partial(self._captured, batch, tensors, rest, phase, unread))
+                    raise
                 else:
                     raise
+
+    def _refuse_draws(self, captured: Callable[[], StepPlan]) -> None:
+        """Refuse the first draw on the host of a step that draws there, with its line."""
+        self._finds_draws = True
+        try:
+            plan = captured()
+        except GraphError as error:
+            if error.rule == DRAWN.rule:
+                raise
+        else:
+            for graph in plan.graphs.values():
+                self.fit.pool.release(graph)
+        finally:
+            self._finds_draws = False
 
     def _learns(self) -> bool:
         """Whether there are new places to store in, or calls to follow.
@@ -214,7 +233,7 @@ class StepCapture(StepBody):
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
             versions = list(map(version_of, inputs.tensors))
-            if self._learned.has_host_half:
+            if self._learned.has_host_half and not self.fit.compiled.runs:
                 copies, room = self._copies(tensors), self._room_on_device
                 recording = HostRecording(self.module.device, inputs.tensors, copies, room)
             tape = None if recording is None else recording.tape
@@ -239,6 +258,7 @@ class StepCapture(StepBody):
                 gradients_set_aside(targets.parameters),
                 state_as_known(self.optimizer),
                 batch_left(own),
+                self.fit.compiled.watching(),
                 self._environment(recorder, places) as (outside, loose),
             ):
                 targets.begin()
@@ -252,6 +272,8 @@ class StepCapture(StepBody):
                 others = targets.attached(inside=False)
             unread.refuse_read()
             refuse_new_seeds(segments.dropout)
+            if recording is not None and self.fit.compiled.runs:
+                raise CaptureError("Compiled code runs eagerly while the host is recorded.")
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
             # A step may ask for gradients of its batch, and has made that of static inputs
@@ -324,8 +346,12 @@ class StepCapture(StepBody):
     ) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
         host: AbstractContextManager[None] = nullcontext()
-        followed = calls_followed(self._conversions)
-        if self._recording is not None:
+        followed: AbstractContextManager[None] = nullcontext()
+        if not self.fit.compiled.runs:
+            followed = calls_followed(self._conversions)
+        if self._finds_draws:
+            host = draws_refused(self.module.device)
+        elif self._recording is not None:
             host = draws_recorded(self._numbers, self._recording, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
         with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host, reduced:

@@ -382,7 +382,8 @@ class StepRunner:
             self._fit.progress.mirrored = frozenset()
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            with self._learned.logged.watching(self._module):
+            watching = self._learned.logged.watching(self._module)
+            with watching, self._fit.compiled.watching():
                 return self._calls.training_step(*args, **kwargs)
         return self._calls.training_step(*args, **kwargs)
 

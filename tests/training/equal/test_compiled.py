@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import random
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_graphs import CaptureError
+from lightning_graphs.training.fit import CompiledCode
 from lightning_graphs.training.guards.uncapturable import with_own_graphs
+from lightning_graphs.training.host.draws import draws_refused
+from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 
@@ -170,3 +179,181 @@ def test_hooks_that_are_compiled_run(backend: str, tmp_path: Path) -> None:
     assert fits[1].statistics.modules == ["second", "net"]
     (reason,) = fits[1].statistics.fallbacks
     assert reason.startswith("`block` is not graphed: it has a hook inside of what is compiled")
+
+
+@pytest.fixture
+def elsewhere() -> None:
+    """Something else of the process has been compiled, and runs."""
+    compiled(lambda x: x * 2)(torch.ones(2))
+
+
+class Drawing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * random.random()  # draws
+        self.log("loss", loss)
+        return loss
+
+
+class Counting(Net):
+    """Functions of ``math`` are followed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1 + math.cos(math.pi * self.global_step / 100))
+
+
+class Deciding(Net):
+    """A draw decides, as in transformers' layerdrop."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if random.random() < 0.5 else loss * 2
+
+
+class Holding(Drawing):
+    """Holds compiled code that its steps do not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = compiled(nn.Linear(3, 3))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.judge(self.net(batch["x"]).float()).mean())
+
+
+@pytest.mark.parametrize("module", [Drawing, Counting, Deciding, Holding])
+@pytest.mark.parametrize("scope", ["auto", "step"])
+@pytest.mark.usefixtures("elsewhere")
+def test_what_is_compiled_elsewhere_is_no_matter_of_a_step(
+    backend: str, tmp_path: Path, module: type[Net], scope: str
+) -> None:
+    fits = []
+    for is_captured in (False, True):
+        random.seed(5)
+        given: dict[str, Any] = {"module": module, "capture": {"scope": scope}, "max_epochs": 4}
+        fits.append(prepare(backend, tmp_path, is_captured, **given).run())
+    compare(*fits)
+    assert {record.scope for record in fits[1].statistics.graphs} == {"step"}
+    assert fits[1].statistics.replayed > 20
+
+
+class DrawingLate(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert random is not None
+        loss = self.loss(batch)
+        return loss * random.random()  # draws
+
+
+class DrawingNumPy(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert np.random is not None
+        loss = self.loss(batch)
+        return loss * float(np.random.rand())  # draws
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("module", [DrawingLate, DrawingNumPy])
+def test_draws_beside_compiled_code_are_refused_with_their_line(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: type[Net]
+) -> None:
+    monkeypatch.setattr(CompiledCode, "runs", True)  # which a rehearsal refuses before any draw
+    fits = []
+    for is_captured in (False, True):
+        random.seed(5)
+        capture = {"on_failure": "eager"}
+        fits.append(prepare(backend, tmp_path, is_captured, module=module, capture=capture).run())
+    compare(*fits, replayed=False)
+    (reason,) = fits[1].statistics.fallbacks
+    here = line(module.training_step, "draws")
+    assert f"draws on the host, beside code that is compiled, at {__file__}:{here} in" in reason
+
+
+def test_a_draw_of_torchs_on_the_host_is_refused_with_its_line() -> None:
+    said = rf"rand.* draws on the host, .* at {__file__}:\d+ in"
+    gpu = torch.device("meta")  # stands for one
+    with pytest.raises(CaptureError, match=said), draws_refused(gpu):
+        torch.rand(2)
+    with draws_refused(gpu):
+        torch.rand(2, device="meta")
+        torch.zeros(2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, without graphs, too
+@pytest.mark.usefixtures("elsewhere")
+def test_the_doctor_knows_what_a_step_calls(backend: str, tmp_path: Path) -> None:
+    (row,) = rows(examined(backend, tmp_path / "plain", module=Drawing), "python-state") or (None,)
+    assert row is None
+
+    class Compiled(Drawing):
+        def loss(self, batch: Any) -> Tensor:
+            return doubled(super().loss(batch))
+
+    doubled = compiled(lambda x: x * 2)
+    (row,) = rows(examined(backend, tmp_path / "compiled", module=Compiled), "python-state")
+    assert row is not None
+    assert row.line == line(Drawing.training_step, "draws")
+
+
+def flexible(x: Tensor) -> Tensor:
+    heads = x.expand(1, 2, 16, 16)
+    attended: Tensor = flex_attention(heads, heads, heads)
+    return attended
+
+
+def in_place(x: Tensor) -> Tensor:
+    layer = nn.Linear(16, 16)
+    layer.compile(backend="eager")
+    called: Tensor = layer(x)
+    return called
+
+
+def elsewhere_called(x: Tensor) -> Tensor:
+    """Another thread calls it, as a loader does."""
+    thread = threading.Thread(target=compiled(lambda y: y * 2), args=(x,))
+    thread.start()
+    thread.join()
+    return x
+
+
+CALLS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "a function": (lambda x: compiled(lambda y: y * 2)(x), True),
+    "a module": (lambda x: compiled(nn.Linear(16, 16))(x), True),
+    "a module in place": (in_place, True),
+    "flex_attention": (flexible, True),
+    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), True),
+    "nothing of it": (lambda x: nn.Linear(16, 16)(x), False),
+    "what is kept from it": (lambda x: torch.compiler.disable(torch.sin)(x), False),
+    "an optimizer": (lambda x: torch.optim.SGD([x], lr=0.1).step(), False),
+    "another thread": (elsewhere_called, False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.filterwarnings("ignore:.*without torch.compile:UserWarning")
+@pytest.mark.usefixtures("elsewhere")
+def test_every_way_to_call_compiled_code_is_noticed(call: str) -> None:
+    torch.compiler.reset()
+    function, expected = CALLS[call]
+    watched = CompiledCode()
+    with torch.no_grad(), watched.watching():
+        function(torch.ones(16, 16))
+    assert watched.runs is expected
+
+
+def test_code_that_is_told_to_be_eager_is_none_that_is_compiled() -> None:
+    watched = CompiledCode()
+    with torch.compiler.set_stance("force_eager"), watched.watching():
+        compiled(lambda x: x * 2)(torch.ones(2))
+    assert not watched.runs
+
+
+def test_another_compiler_than_torchs_present_one_is_noticed_by_what_was_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("torch._dynamo.eval_frame._callback_from_stance")
+    counters.clear()
+    for found in (False, True):
+        watched = CompiledCode()
+        with watched.watching():
+            pass
+        assert watched.runs is found
+        counters["frames"]["ok"] = 1

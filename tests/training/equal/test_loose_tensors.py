@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.training.modules import sequence
+from lightning_graphs.training.fit import CompiledCode
 from tests.training.fits import Net, compare, fit_twice
 from tests.training.modules.test_equal import named
 
@@ -110,7 +110,7 @@ def test_a_tensor_that_is_written_where_something_was_compiled(
     backend: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then a capture begins with a pass of its own."""
-    monkeypatch.setattr(sequence, "has_compiled_anything", lambda: True)
+    monkeypatch.setattr(CompiledCode, "runs", True)
     modules = named("block", verify=False)
     fits = fit_twice(
         backend, tmp_path, module=lambda: Averaged(place), capture=modules, validation=0
