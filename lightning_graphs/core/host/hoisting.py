@@ -44,7 +44,13 @@ _COPYING = frozenset(
 """Operators that copy what the host gives them, be it one number; others read that in place."""
 FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 """Functions that make a tensor of Python's numbers."""
-
+_OF_A_NUMBER = frozenset({"full", "scalar_tensor"})
+_QUOTIENTS = ("div", "divide", "true_divide")
+_DIVISIONS: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(_QUOTIENTS, torch.mul),
+    **dict.fromkeys((f"{name}_" for name in _QUOTIENTS), Tensor.mul_),
+}
+_MOVING = frozenset({"to", "type_as", "copy_"})
 _LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 FACTORIES = frozenset(
@@ -55,6 +61,13 @@ FACTORIES = frozenset(
 _UNKNOWN = object()
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
+
+
+def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch makes of numbers what replays make again on the host."""
+    on_host = kwargs.get("device") in (None, "cpu")
+    of_table = name == "__getitem__" and args[0].device.type == "cpu" and isinstance(args[1], int)
+    return name in FROM_PYTHON or (name in _OF_A_NUMBER and on_host) or of_table
 
 
 @functools.cache
@@ -326,8 +339,16 @@ class HostRecording(OperatorMode):
             args = self._with_lengths(*args)
         if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
             return None
+        is_full = name in _OF_A_NUMBER and is_made_ahead(name, args, kwargs)
+        if is_full and any(self.reader_of(arg) is not None for arg in args):
+            return self._from_python(func, name, args, kwargs)
+        if name == "__getitem__" and self._is_host(args[0]) and (read := self.reader_of(args[1])):
+            return self.tape.entry(args[0], args[1], read)
+        func, args = self._with_scalars(func, name, args)
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
             return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
+        if name == "tensor" and isinstance(data, Tensor) and not (kwargs or data.requires_grad):
+            return data.clone()  # as torch does, out of sight
         if name in FROM_PYTHON and any(self.tape.changes(t) for t in tensors_in(data)):
             self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
         is_made = name in FROM_PYTHON and not isinstance(data, Tensor)
@@ -349,6 +370,25 @@ class HostRecording(OperatorMode):
             finally:
                 self._makes_on_host = False
         return func(*args, **kwargs)
+
+    def _with_scalars(self, func: Any, name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """A call with numbers of the host that change on the device, where autograd keeps them.
+
+        CUDA divides by one of the host by multiplying with its inverse.
+        """
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        others = [t for t in tensors if not self._is_host(t)]
+        dtypes = {t.dtype for t in others if t.is_floating_point()}
+
+        def is_scalar(arg: Any) -> bool:
+            is_one = isinstance(arg, Tensor) and arg.dim() == 0 and dtypes <= {arg.dtype}
+            return is_one and self._is_host(arg) and self.tape.changes(arg)
+
+        if not others or name in _MOVING or not any(map(is_scalar, args)):
+            return func, args
+        if not self._emulated and name in _DIVISIONS and is_scalar(args[1]):
+            func, args = _DIVISIONS[name], (args[0], args[1].reciprocal())
+        return func, [self._copied(arg, {}) if is_scalar(arg) else arg for arg in args]
 
     def _with_lengths(self, log_probs: Tensor, targets: Tensor, *given: Any) -> tuple[Any, ...]:
         """The arguments of ``ctc_loss`` with its lengths as numbers, which it reads by itself.

@@ -44,6 +44,7 @@ class HostTape:
         # Tensors of the host, and where replays compute them; None of constants
         self._registers: dict[Tensor, Register | None] = {}
         self._born: set[Tensor] = set()  # those among them that the captured code has made
+        self._entries: list[Tensor] = []  # copies of parts of others, where code has views
         self._draws: list[tuple[HostGenerator, Draw]] = []
         self._sites = CallSiteFinder()
 
@@ -128,6 +129,14 @@ class HostTape:
         self.compare(shape, value)
         return value
 
+    def entry(self, table: Tensor, index: Any, read: Callable[[], Any]) -> Tensor:
+        """An entry of a constant table, by an index that replays read anew."""
+        if self.changes(table):
+            self.refuse("a tensor that changes has an index that changes")
+        value = self.made_by(lambda i, **_: table[i].clone(), (index,), {}, [read])
+        self._entries.append(value)
+        return value
+
     def run(self, call: OperatorCall) -> Any:
         """Run an operator whose tensors are all of the host, and keep it where they change."""
         func = call.func
@@ -173,6 +182,8 @@ class HostTape:
         """Let a constant that is about to be written be computed anew by replays."""
         if tensor not in self._born:
             self.refuse(f"{func} writes to a tensor from before the step")
+        if memory_of(tensor) in map(memory_of, self._entries):
+            self.refuse(f"{func} writes to an entry of a table")
         if not changes or self._registers[tensor] is not None:
             return
         with out_of_sight():
@@ -238,7 +249,7 @@ class HostTape:
         changing = [tensor for tensor, register in self._registers.items() if register is not None]
         others = {memory_of(tensor) for tensor in changing if tensor not in self._born}
         born = [tensor for tensor in changing if memory_of(tensor) not in others]
-        del changing
+        del changing, self._entries[:]
         self._registers.clear()
         self._born.clear()
         if _kept_of(born):

@@ -27,7 +27,6 @@ from lightning_graphs.core.callsite import (
     returned_by,
     site_naming,
 )
-from lightning_graphs.core.host.hoisting import FROM_PYTHON
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
@@ -54,6 +53,7 @@ from lightning_graphs.training.diagnose.watched import (
     Observer,
     Watched,
     WatchedNumbers,
+    are_live,
     changes,
     parts_of,
 )
@@ -82,7 +82,6 @@ from lightning_graphs.training.host.draws import (
     draws_exchanged,
 )
 from lightning_graphs.training.host.followed import DrawingFunction, calls_followed
-from lightning_graphs.training.host.live_numbers import is_followed
 from lightning_graphs.training.host.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
@@ -323,8 +322,9 @@ class Doctor:
         for told in parts_of((args, kwargs), Told):
             told.read()
         numbers = parts_of((args, kwargs), Watched)
-        ahead = self._has_host_half and getattr(function, "__name__", "") in FROM_PYTHON
-        if numbers and not self._only_submodules and (ahead or is_followed(function, args, kwargs)):
+        call, device = (function, args, kwargs), self._module.device
+        live = numbers and are_live(call, device, ahead=self._has_host_half)
+        if live and not self._only_submodules:
             return [number.value for number in numbers]
         for number in numbers:
             number.escapes()

@@ -19,7 +19,7 @@ from lightning_graphs.core.backends.recorder import Operation, OperatorCall, Rec
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.collectives import is_collective
 from lightning_graphs.core.host.half import OF_SHAPES, READS, SHAPES, SMALL, is_exact, name_of
-from lightning_graphs.core.host.hoisting import FACTORIES, FROM_PYTHON
+from lightning_graphs.core.host.hoisting import FACTORIES, FROM_PYTHON, is_made_ahead
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
@@ -38,6 +38,7 @@ from lightning_graphs.training.host.draws import item_of
 from lightning_graphs.training.host.followed import Followed
 from lightning_graphs.training.host.live_numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
 from lightning_graphs.training.host.logs import METRIC_VALUE
+from lightning_graphs.training.host.operators import form_of
 
 _NUMBERS = (bool, int, float)
 
@@ -384,6 +385,14 @@ for _kind, _watched in _KINDS.items():
         if (_plain := getattr(_kind, f"__{_name}__", None)) is not None:
             _made = _operation(_plain, follows=_name in _ARITHMETIC, escapes=_name in _ESCAPES)
             setattr(_watched, f"__{_name}__", _made)
+
+
+def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
+    """Whether every replay has the numbers in a call of torch anew, or makes it ahead."""
+    function, args, kwargs = call
+    if ahead and is_made_ahead(getattr(function, "__name__", ""), args, kwargs):
+        return True
+    return form_of(function, args, kwargs, device) is not None
 
 
 def parts_of(value: Any, kind: type) -> list[Any]:

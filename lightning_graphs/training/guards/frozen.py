@@ -51,8 +51,8 @@ _COMPILER = "torch._"  # its private packages, which ask whether there is a grad
 
 COUNTER = Obstacle(
     "A graph would freeze a counter, or another value that the trainer changes.",
-    "only add, multiply, compare or log counters in training_step, which replays follow; move "
-    "other code that needs the value to a hook, or make the value a tensor that a hook fills",
+    "only add, multiply, divide, compare or log counters in training_step, which replays follow; "
+    "move other code that needs the value to a hook, or make the value a tensor that a hook fills",
     kind="python-state",
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",

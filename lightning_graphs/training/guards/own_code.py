@@ -19,6 +19,7 @@ from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.private.torch import is_compiled
 
 _INSTALLED = {"site-packages", "dist-packages"}
+_NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -101,6 +102,13 @@ class OwnCode:
         if file is None:  # a notebook, unlike modules of C
             return name == "__main__"
         return self.has(file, name)
+
+    def has_installed(self, name: str) -> bool:
+        """Whether it is one of an installed package, but those that every step goes through."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or is_library(file) or name.partition(".")[0] in _NUMERIC:
+            return False
+        return bool(_INSTALLED.intersection(PurePath(os.path.normpath(file)).parts))
 
 
 def inside_of_compiled(root: nn.Module) -> set[nn.Module]:

@@ -22,13 +22,16 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
+from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import Absence
+from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.modes import out_of_sight
-from lightning_graphs.training.guards.frozen import FrozenNumber, refuse_stand_ins
+from lightning_graphs.core.private.torch import version_of
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.training.guards.frozen import COUNTER, FrozenNumber, StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
 from lightning_graphs.training.host.followed import (
     Conversion,
@@ -36,6 +39,7 @@ from lightning_graphs.training.host.followed import (
     Followed,
     constants_around,
 )
+from lightning_graphs.training.host.operators import form_of
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones
@@ -70,7 +74,10 @@ class StepNumbers:
         reads: AttributeReads,
         device: torch.device,
         tape: HostTape | None = None,  # has what the step draws
+        # Whether the next capture could follow this where it is refused in this one
+        could_follow: Callable[[Conversion], bool] = lambda _: False,
     ) -> None:
+        self.could_follow = could_follow
         self._told: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
         self._tape = tape
@@ -78,6 +85,7 @@ class StepNumbers:
         self._names: Counter[str] = Counter()
         self._trainer = trainer
         self._reads = reads
+        self.device = device
         # What a graph allocates itself is written by what ran before, in every replay.
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         # Those that a replay must refresh
@@ -87,6 +95,7 @@ class StepNumbers:
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
         self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
+        self._read_only: list[tuple[str, Tensor, int]] = []
 
     # ------------------------------------------------------------------ what code gets
 
@@ -144,19 +153,8 @@ class StepNumbers:
             return lambda: value
         return None
 
-    def with_tensor(self, name: str, tensor: Tensor, number: LiveNumber) -> Tensor:
-        """An operator of a tensor and a number, as the eager one rounds it."""
-        if tensor.device != self._room.device:
-            number.refuse()
-        if name == "__rdiv__":  # as torch's own does
-            return self.with_tensor("mul", tensor.reciprocal(), number)
-        if tensor.dtype in _SMALL:  # as kernels do inside
-            return self.with_tensor(name, tensor.float(), number).to(tensor.dtype)
-        memory = self._memory(number, tensor.dtype)
-        result: Tensor = getattr(tensor, name)(memory)
-        return result
-
-    def _memory(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
+    def tensor_of(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
+        """A number of this step in a tensor; see :class:`Given`."""
         known = self.on_device.get((number.name, dtype))
         if known is not None:
             return known.memory
@@ -170,8 +168,27 @@ class StepNumbers:
                 memory.fill_(number.value)
         return memory
 
+    def read_only(self, name: str, *tensors: Tensor) -> None:
+        """Refuse the step at its end if it has written to one of these; see :class:`Given`."""
+        observed = f"{name} is used at {CallSiteFinder().here().describe()}"
+        self._read_only += [(observed, tensor, version_of(tensor)) for tensor in tensors]
 
-class LiveNumber(Followed, FrozenNumber):
+    def finish(self) -> None:
+        """Refuse what only the end of the step shows."""
+        for observed, tensor, version in self._read_only:
+            if version_of(tensor) != version:
+                raise COUNTER.refused(observed)
+        self._read_only.clear()
+
+
+class _HasNoLength(CaptureError):
+    """Told to torch, which asks whether an index is a sequence and goes on, and makes no data."""
+
+    def __init__(self, *given: str) -> None:
+        GraphError.__init__(self, *given)  # what goes on is not refused
+
+
+class LiveNumber(Followed, StandIn):
     """Stands for a number of the trainer while a whole step is captured, or for what follows."""
 
     def __init__(
@@ -183,22 +200,31 @@ class LiveNumber(Followed, FrozenNumber):
         lasts: bool,  # it is the same for many steps: code that needs the bare value may have it
         drawn: bool = False,  # from a generator of the host: it is known ahead of each replay
     ) -> None:
-        super().__init__(name, read)
+        self.name = name
         self.drawn = drawn
         self.numbers = numbers
         self.value = value
         self.lasts = lasts
-        self.now = read  # type: ignore[method-assign]
+        self._read = read
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """What Python code finds that asks for its kind, as ``F.interpolate`` does of sizes."""
         return type(self.value)
 
+    def __len__(self) -> int:  # type: ignore[override]
+        if self.drawn:
+            raise TypeError("a number has no len()")
+        observed = f"{self.name} is read at {CallSiteFinder().here().describe()}"
+        raise _HasNoLength(COUNTER.rule, observed, COUNTER.remedy)
+
     def refuse(self) -> NoReturn:
         if self.drawn:
             self.numbers.refuse_drawn(self.name)
-        super().refuse()
+        raise COUNTER.refused_here(f"{self.name} is read")
+
+    def now(self) -> Any:
+        return self._read()
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function makes of the bare value, for code that cannot be followed."""
@@ -221,7 +247,7 @@ class LiveNumber(Followed, FrozenNumber):
         if value is None:  # it has written one of them
             self.refuse()
         # Guards outlive the capture, and hold nothing of it.
-        reads = [n.now if isinstance(n, LiveNumber) else _constant(n) for n in operands]
+        reads = [n._read if isinstance(n, LiveNumber) else _constant(n) for n in operands]
         return functools.partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
@@ -257,34 +283,14 @@ class LiveNumber(Followed, FrozenNumber):
         """Operators of torch: of a tensor and one number, or of bare ones, as those of a size."""
         if torch.compiler.is_compiling():
             refuse_stand_ins((args, kwargs))
-        if is_followed(function, args, kwargs):
-            tensor, number = args
-            if type(number) is LiveNumber:
-                return number.numbers.with_tensor(function.__name__, tensor, number)
         given = args, kwargs or {}
+        for number in leaves_of(given, LiveNumber)[:1]:
+            form = form_of(function, args, kwargs, number.numbers.device)
+            if form is not None:
+                return form(number.numbers)
         args, kwargs = tree_map_only(LiveNumber, LiveNumber.bare, given)
         refuse_stand_ins((args, kwargs))
         return function(*args, **kwargs)
-
-
-def is_followed(function: Any, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether an operator of a tensor and a number is the same with the number on the device.
-
-    For a tensor of 32 or 64 bits kernels have the number in the tensor's own type, wherever they
-    get it from. For smaller ones those that multiply compute in 32 bits; those that add round the
-    number first on a CPU. CUDA divides by a number of the host in another way than by one of the
-    device.
-    """
-    if kwargs or len(args) != 2 or type(args[0]) not in (Tensor, Parameter):
-        return False
-    name, dtype = getattr(function, "__name__", ""), args[0].dtype
-    return name in (_EXACT_IN_SMALL if dtype in _SMALL else _EXACT) and dtype in _FLOATS
-
-
-_EXACT_IN_SMALL = frozenset({"mul", "multiply", "__rdiv__"})
-_EXACT = _EXACT_IN_SMALL | {"mul_", "add", "add_", "sub", "sub_", "subtract", "__rsub__"}
-_SMALL = (torch.bfloat16, torch.float16)
-_FLOATS = (torch.float32, torch.float64, *_SMALL)
 
 
 def _operand(value: Any) -> str:
@@ -344,7 +350,10 @@ def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
 
 def _converted(kind: type) -> Any:
     def convert(number: LiveNumber) -> Any:
-        number.numbers.asked.add((sys._getframe(1).f_globals.get("__name__", ""), kind))
+        asked = sys._getframe(1).f_globals.get("__name__", ""), kind
+        number.numbers.asked.add(asked)
+        if not number.drawn and number.numbers.could_follow(asked):
+            number.refuse()
         return number.seen(kind)
 
     return convert

@@ -177,8 +177,8 @@ class StepCapture(StepBody):
     def _learns(self) -> bool:
         """Whether there are new places to store in, or calls to follow.
 
-        Conversions to bare numbers are followed where the author's code has asked for them,
-        functions that draw where something that they drew was refused.
+        Conversions to bare numbers are followed where the author's code, or a package's, has asked
+        for them, functions that draw where something that they drew was refused.
         """
         places = self._learned.places
         if places.learn(places.found):
@@ -187,8 +187,7 @@ class StepCapture(StepBody):
             self._learned.has_several_passes = True
             return True
         known = self._conversions, self._functions
-        asked = {pair for pair in self._numbers.asked if self._own.has_module(pair[0])}
-        self._conversions |= asked
+        self._conversions |= set(filter(self._could_follow, self._numbers.asked))
         self._functions |= self._numbers.refused
         return known != (self._conversions, self._functions)
 
@@ -208,6 +207,11 @@ class StepCapture(StepBody):
 
         with backward_passes_told(begun):
             yield
+
+    def _could_follow(self, asked: Conversion) -> bool:
+        own = self._own
+        is_new = asked not in self._conversions and not self.fit.compiled.runs
+        return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
     @code_captured("A captured step")
     def _captured(
@@ -238,7 +242,8 @@ class StepCapture(StepBody):
                 recording = HostRecording(self.module.device, inputs.tensors, copies, room)
             tape = None if recording is None else recording.tape
             reads, device = self._learned.reads, self.module.device
-            self._numbers = StepNumbers(self.trainer, reads, device, tape)
+            parts = self.trainer, reads, device, tape, self._could_follow
+            self._numbers = StepNumbers(*parts)
             self._recording = recording
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
@@ -274,6 +279,7 @@ class StepCapture(StepBody):
             refuse_new_seeds(segments.dropout)
             if recording is not None and self.fit.compiled.runs:
                 raise CaptureError("Compiled code runs eagerly while the host is recorded.")
+            self._numbers.finish()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
             # A step may ask for gradients of its batch, and has made that of static inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.training.fits import Net, compare, fit_twice, said_of_rates, warned
 
-pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
+pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:To copy construct")
 
 Batch = dict[str, Tensor]
 
@@ -27,6 +28,9 @@ def net(step: Any, *, lr: float = 0.0123) -> type[Net]:
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("teacher", torch.zeros(8, 16).T)
+            self.register_buffer("other", torch.zeros(8, 16).T)
+            self.schedule = torch.linspace(0.04, 0.4, 20)  # no buffer
+            self.register_buffer("table", torch.linspace(0.5, 1.5, 180).view(60, 3))
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=lr, fused=True)
@@ -244,7 +248,63 @@ def as_a_tensor(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * torch.tensor(1.0 + self.global_step / 20, device=self.device)
 
 
+def divides(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    number = 3 + 0.3 * self.global_step
+    logits = self.net(batch["x"]) / number
+    with torch.no_grad():
+        logits.div_(1 + batch_idx)
+    share = (batch["y"] > 0) * (0.1 * number) + batch["y"] / number + (batch["y"] < number - 4)
+    return (nn.functional.cross_entropy(logits, batch["y"], reduction="none") * share).mean()
+
+
+def chooses(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    logits, number = self.net(batch["x"]), 0.31 + 0.01 * self.global_step
+    sure = logits.softmax(-1).amax(-1) > number
+    logits = torch.where(logits > -number, logits, -number).masked_fill(logits > 5, number)
+    logits = logits.clamp(-1.0, number).clip(-number) % (1 + number)
+    return torch.mean(nn.functional.cross_entropy(logits, batch["y"], reduction="none") * sure)
+
+
+def averages(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    decay, own = 1 - 0.3 / (1 + self.global_step), self.net[0].weight
+    with torch.no_grad():
+        self.teacher.lerp_(own, 1 - decay)
+        self.teacher.mul_(decay).add_(own, alpha=1 - decay).sub_(own, alpha=0.1 * (1 - decay))
+        torch._foreach_mul_([self.teacher, self.other], decay)
+        torch._foreach_lerp_([self.other], [own], 1 - decay)
+    distance = torch.add(own, self.teacher, alpha=-decay) - self.other
+    return self.loss(batch) + distance.square().mean()
+
+
+def fills(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss, number = self.loss(batch), 0.95**self.global_step
+    weights = torch.ones(3, device=self.device)
+    weights[1] = number
+    weights = weights * torch.full((3,), number, device=self.device) + loss.new_full((), number)
+    weights = weights + torch.full_like(weights, number).fill_(1 - number)
+    return loss + nn.functional.cross_entropy(self.net(batch["x"]), batch["y"], weight=weights)
+
+
+def becomes_tensors(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Of the host, as a GPU has it: autograd keeps none of them."""
+    loss, number = self.loss(batch), 0.95**self.global_step
+    loss = loss * torch.tensor(number) / torch.full((), 1 + number) - torch.scalar_tensor(number)
+    return loss * torch.tensor(torch.linspace(1, 2, 60)[self.global_step])
+
+
+def indexes(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    logits = self.net(batch["x"]) / self.schedule[self.current_epoch]
+    weights = self.table[-1 - self.global_step] * torch.tensor(self.schedule[batch_idx])
+    return nn.functional.cross_entropy(logits, batch["y"], weight=weights)
+
+
+def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch).bfloat16() / (1 + self.global_step)
+    return (loss - 0.1 * self.global_step).float()
+
+
 FACTORS = [as_a_tensor, annealed, warmed_up, tempered, taught, all_operators, by_the_rates, cosine]
+FACTORS += [divides, chooses, averages, fills, becomes_tensors, indexes, in_half]
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -274,6 +334,26 @@ def test_a_factor_in_other_precisions(
     compare(eager, captured, said=said_of_rates(captured))
 
 
+def test_a_package_makes_it_a_float(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for all epochs, whose number is an input."""
+    (tmp_path / "site-packages").mkdir()
+    code = "import math\ndef decay(n, most):\n    return float(1 + math.cos(math.pi * n / most))\n"
+    (tmp_path / "site-packages" / "scheduling.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    decay = importlib.import_module("scheduling").decay
+
+    def decays(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+        momentum = decay(self.current_epoch, 10)
+        self.teacher.data = self.teacher.data * momentum + self.net[0].weight.data * (1 - momentum)
+        return self.loss(batch) + (self.net[0].weight - self.teacher).square().mean()
+
+    eager, captured = fit_twice(backend, tmp_path, module=net(decays), max_epochs=4)
+    compare(eager, captured)
+    assert captured.statistics.captures == 1
+
+
 def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     """Has a host half, too."""
     share = torch.rand((), device="cpu").to(self.device)
@@ -301,17 +381,22 @@ def indexed(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * [1.0, 2.0][self.global_step % 2]
 
 
-def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    return (self.loss(batch).bfloat16() + self.global_step).float()
+def raised(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) ** (1 + 0.1 * self.global_step)
 
 
-def divided(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    return self.loss(batch) / (1 + self.global_step)
+def smoothed(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    given = self.net(batch["x"]), batch["y"]
+    return nn.functional.cross_entropy(*given, label_smoothing=0.01 * self.global_step)
 
 
-def scaled_sum(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    loss = self.loss(batch)
-    return torch.add(loss, loss.detach(), alpha=self.global_step)
+def writes_an_entry(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.table[self.global_step].add_(1)
+    return self.loss(batch) * self.table.mean()
+
+
+def clamps_at_zero(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) + self.net(batch["x"]).clamp(min=0.0 * self.global_step).mean()
 
 
 def schedules_itself(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -338,9 +423,10 @@ def test_a_counter_that_is_stored(backend: str, tmp_path: Path, module: Any) -> 
 REFUSED = {
     as_text: "batch_idx is read at .*float",
     indexed: "trainer.global_step % 2 is read at",
-    in_half: "trainer.global_step is read at .*bfloat16",
-    scaled_sum: "trainer.global_step is read at .*alpha",
-    divided: "1 . trainer.global_step is read at",
+    raised: r"trainer.global_step.* is read at",
+    smoothed: "trainer.global_step is read at .*label_smoothing",
+    writes_an_entry: "an index into a tensor that the step writes, is used at .*add_",
+    clamps_at_zero: "trainer.global_step is read at .*clamp",
     schedules_itself: "the step sets .*last_epoch",
 }
 

@@ -191,7 +191,7 @@ class Cropped(Net):
         self.register_buffer("shares", torch.arange(1.0, 101.0))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * self.shares[self.place()]  # used
+        return self.loss(batch) * self.shares[self.place() :].mean()  # used
 
     def place(self) -> Any:
         return random.randrange(100)
@@ -232,11 +232,15 @@ class Sampled(Net):
 class Annealed(Net):
     """Weighs its loss by numbers that counters make, and logs one."""
 
+    table = torch.linspace(1.0, 2.0, 200)
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        beta = 0.1 * self.global_step / self.table[self.global_step]
+        loss = torch.add(self.loss(batch), beta, alpha=-0.1 * batch_idx) / (1 + batch_idx)
         beta = 0.1 * self.global_step
         self.log("beta", beta)
         tau = 0.996 + 0.004 * (1 - math.cos(math.pi * batch_idx / 100)) / 2
-        return self.loss(batch) * tau + beta * self.net[0].weight.square().sum()
+        return loss * tau + beta * self.net[0].weight.square().sum()
 
 
 class Correlated(Net):
