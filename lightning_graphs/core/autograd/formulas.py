@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.core.autograd.nodes import nodes_from
 from lightning_graphs.core.obstacles import WITH_TWO_FORMULAS
+from lightning_graphs.core.private.autograd import backward_passes_within
 from lightning_graphs.core.private.modes import hide_modes
-from lightning_graphs.core.private.torch import backward_passes_within
 
 
 def eager_formulas(

@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.core.autograd.backward import empty_gradient, write_all
 from lightning_graphs.core.callsite import calls_observed
+from lightning_graphs.core.private.autograd import after_backward
 from lightning_graphs.core.private.torch import (
-    after_backward,
     is_compiled_node,
     outputs_of,
     will_execute,

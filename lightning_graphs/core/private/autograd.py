@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -73,6 +74,30 @@ def backward_passes_told(
             stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run))
             stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
         yield
+
+
+def backward_passes_within(
+    around: Callable[[Sequence[Any]], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
+    """Run every backward pass, whoever asks for one, in what is made for its outputs.
+
+    ``backward`` and ``grad`` end in one function. Where torch has another, they run as they are.
+    """
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+
+    def within(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        assert run is not None
+        with around(outputs):
+            return run(outputs, *args, **kwargs)
+
+    if run is None:
+        return contextlib.nullcontext()
+    return replaced(torch.autograd, "_engine_run_backward", within)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:

@@ -361,30 +361,6 @@ def is_compiled_node(node: object) -> bool:
     return getattr(function, "__module__", "").startswith("torch._functorch.")
 
 
-def backward_passes_within(
-    around: Callable[[Sequence[Any]], AbstractContextManager[None]],
-) -> AbstractContextManager[None]:
-    """Run every backward pass, whoever asks for one, in what is made for its outputs.
-
-    ``backward`` and ``grad`` end in one function. Where torch has another, they run as they are.
-    """
-    run = getattr(torch.autograd, "_engine_run_backward", None)
-
-    def within(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        assert run is not None
-        with around(outputs):
-            return run(outputs, *args, **kwargs)
-
-    if run is None:
-        return contextlib.nullcontext()
-    return replaced(torch.autograd, "_engine_run_backward", within)
-
-
-def after_backward(call: Callable[[], None]) -> None:
-    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
 def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:
     """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
     truth = torch.cuda.is_current_stream_capturing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -41,10 +41,16 @@ class NewSeeds:
     recurrent layer with dropout runs: no replay draws it there.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, layers: Sequence[nn.RNNBase]) -> None:
         self._module = module
-        self._layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+        self._layers = layers
         self._in_a_row = 0
+
+    @classmethod
+    def of(cls, module: LightningModule) -> NewSeeds | None:
+        """None for a module without recurrent layers."""
+        layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+        return cls(module, layers) if layers else None
 
     def are_used_by_next_step(self) -> bool:
         """Whether the coming step is no example of those after it, and is not to be captured."""

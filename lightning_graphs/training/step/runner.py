@@ -86,7 +86,7 @@ class StepRunner:
         self._learned = Learned(fit.module, self._forget_plans)
         self._kept = self._learned.kept
         self._values = BatchValues()
-        self._seeds = NewSeeds(fit.module)
+        self._seeds = NewSeeds.of(fit.module)
         self._active: StepPlan | None = None
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often
@@ -288,7 +288,7 @@ class StepRunner:
 
     def _is_due(self, args: tuple[Any, ...], conditions: Conditions) -> bool:
         """Whether the step of this batch is to be captured."""
-        if self._seeds.are_used_by_next_step():
+        if self._seeds is not None and self._seeds.are_used_by_next_step():
             return False
         try:
             signature, _ = self._signature_of(args, conditions)
