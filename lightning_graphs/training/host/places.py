@@ -156,7 +156,8 @@ def place_of(change: Change, held: Contents, trained: Collection[int]) -> Entry 
     name, owner, table, key, before, now = change
     kind: type[Entry] | None = None
     if isinstance(table, dict):
-        if type(before) in (int, float) and type(now) in (int, float):
+        # To code that asks for its class, what stands for a number is one.
+        if type(before) in (int, float) and isinstance(now, (int, float)) and type(now) is not bool:
             kind = Number
         elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
             kind = Entry
