@@ -58,6 +58,7 @@ from lightning_graphs.training.diagnose.watched import (
     parts_of,
 )
 from lightning_graphs.training.fit import CompiledCode
+from lightning_graphs.training.guards.clocks import CLOCK
 from lightning_graphs.training.guards.frozen import (
     COUNTER,
     OLD_GRADIENTS,
@@ -89,6 +90,7 @@ from lightning_graphs.training.host.logs import (
     metrics_of,
 )
 from lightning_graphs.training.host.places import place_of, trained_parameters
+from lightning_graphs.training.host.readings import clocks_exchanged
 from lightning_graphs.training.interception import StrategyCalls, intercepted, loss_of, replaced
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.options import Options
@@ -199,6 +201,7 @@ class Doctor:
         held = list(held_in(self._module))
         attributes, generators = Contents(held), Generators(self._module, held, seen=())
         outside = OutsideValues(self._module, self._own, held=held)
+        outside.on_clock = functools.partial(self._used, CLOCK)
         self._before = attributes, outside.contents
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
@@ -268,6 +271,7 @@ class Doctor:
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             if not self._compiled.runs:
                 stack.enter_context(calls_followed())
+                stack.enter_context(clocks_exchanged(self._own, self._numbers.clock))
             if self._called is not None:
                 stack.enter_context(self._called.watching())
             stack.enter_context(self._observing())

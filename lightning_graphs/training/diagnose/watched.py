@@ -32,6 +32,7 @@ from lightning_graphs.core.obstacles import (
     with_known_remedy,
 )
 from lightning_graphs.core.private.torch import current_autograd_node
+from lightning_graphs.training.guards.clocks import CLOCK
 from lightning_graphs.training.guards.frozen import COUNTER
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.host.draws import item_of
@@ -287,6 +288,10 @@ class WatchedNumbers:
                 self.met(COUNTER, name)
         return self.number(name, value, lasts=name == LASTING)
 
+    def clock(self, name: str, read: Callable[[], Any]) -> Any:
+        """Stand for what a clock shows."""
+        return self.number(name, read(), CLOCK)
+
     def drawn(self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]) -> Any:
         """Stand for a value that is drawn; ``read`` gives further ones, on a tape."""
         if type(value) in (list, tuple):
@@ -345,8 +350,11 @@ class Watched(Followed):
         """What a function makes of arguments, of which this is one."""
         self.used()
         found = function(*(a.value if isinstance(a, Watched) else a for a in args))
-        lasts = all(a.lasts for a in args if isinstance(a, Watched))
-        return self.numbers.number(self.name, found, self.obstacle, lasts=lasts)
+        numbers = [a for a in args if isinstance(a, Watched)]
+        lasts = all(number.lasts for number in numbers)
+        is_clock = any(number.obstacle is CLOCK for number in numbers)
+        obstacle = CLOCK if is_clock else self.obstacle
+        return self.numbers.number(self.name, found, obstacle, lasts=lasts)
 
     def __float__(self) -> float:
         self.used()
@@ -374,7 +382,8 @@ def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Ca
                 self.numbers.ways *= self.spread(
                     lambda drawn: plain(type(self.value)(drawn), *args)
                 )
-            self.used(bare=is_drawn and self.numbers.ways > WAYS)
+            too_many = is_drawn and self.numbers.ways > WAYS
+            self.used(bare=too_many or self.obstacle is CLOCK)
         return result
 
     return operation
@@ -390,6 +399,8 @@ for _kind, _watched in _KINDS.items():
 def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
     """Whether every replay has the numbers in a call of torch anew, or makes it ahead."""
     function, args, kwargs = call
+    if any(number.obstacle is CLOCK for number in parts_of((args, kwargs), Watched)):
+        return False
     if ahead and is_made_ahead(getattr(function, "__name__", ""), args, kwargs):
         return True
     return form_of(function, args, kwargs, device) is not None

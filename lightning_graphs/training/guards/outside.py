@@ -20,6 +20,7 @@ from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.values import Absence, bound, is_object, value_of_class
 from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
+from lightning_graphs.training.guards.clocks import CLOCK, clock_named
 from lightning_graphs.training.guards.own_code import OwnCode, function_of, inside_of_compiled
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.guards.walkers import OF_TORCH, held_in, held_in_value
@@ -48,6 +49,8 @@ class OutsideValues:
         self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
         self._module = module
         self._own = own
+        # Called with the name of a clock that code reads for which nothing stands
+        self.on_clock: Callable[[str], object] = lambda name: CLOCK.refused_here(f"{name} is read")
         self._kinds: dict[type, None] = {}
         self._functions: defaultdict[CodeType, dict[FunctionType, None]] = defaultdict(dict)
         self._caches: dict[Any, int] = {}
@@ -95,9 +98,11 @@ class OutsideValues:
         finally:
             sys.setprofile(None)
 
-    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code not in self._known:
             self._read(frame.f_code, frame.f_globals)
+        elif event == "c_call" and (name := clock_named(argument)) and self._own.follows(frame):
+            self.on_clock(name)
 
     def _read(self, code: CodeType, table: dict[str, Any]) -> None:
         """Look at what is behind the names in a function, and in those that are inside of it."""

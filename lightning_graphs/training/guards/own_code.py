@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import repeat
 from pathlib import PurePath
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -81,6 +81,8 @@ class OwnCode:
         self._standard = sysconfig.get_paths()["stdlib"]
         # Whether code of this file, in the module of this name, is the author's
         self.has: Callable[[str, str], bool] = cache(self._judge)
+        # Whether a module is one of an installed package, but those that every step goes through
+        self.has_installed: Callable[[str], bool] = cache(self._judge_installed)
 
     def _judge(self, file: str, name: str) -> bool:
         if file.startswith("<"):  # a notebook, or made by a dataclass or the like for a module
@@ -103,8 +105,12 @@ class OwnCode:
             return name == "__main__"
         return self.has(file, name)
 
-    def has_installed(self, name: str) -> bool:
-        """Whether it is one of an installed package, but those that every step goes through."""
+    def follows(self, frame: FrameType) -> bool:
+        """Whether a frame runs code of the author, or of a package as :meth:`has_installed`."""
+        name: str = frame.f_globals.get("__name__", "")
+        return self.has(frame.f_code.co_filename, name) or self.has_installed(name)
+
+    def _judge_installed(self, name: str) -> bool:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None or is_library(file) or name.partition(".")[0] in _NUMERIC:
             return False

@@ -113,6 +113,7 @@ def draws_recorded(
     def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
         def draw(*args: Any, **kwargs: Any) -> Any:
             numbers.drawing.update(drawing_functions(generator))
+            _numbers_in((args, kwargs))
             if name.endswith((*SETTERS, "shuffle")):
                 numbers.refuse_drawn(name)
             call = partial(drawn_by, function, _own(args), _own(kwargs))
@@ -133,7 +134,7 @@ def draws_recorded(
 
     exchanged = draws_exchanged(drawing, functions)
     # What gives the present value of data with live numbers in it; None of other data
-    recording.reader_of = lambda d: partial(present, d) if leaves_of(d, LiveNumber) else None
+    recording.reader_of = lambda d: partial(present, d) if _numbers_in(d) else None
     with recording, exchanged, replaced(torch, "from_numpy", converted):
         yield
 
@@ -165,6 +166,15 @@ class _RefusingDraws(OperatorMode):
 
 def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
     raise DRAWN.refused_here(f"{name} draws on the host, beside code that is compiled,")
+
+
+def _numbers_in(data: Any) -> list[LiveNumber]:
+    """Numbers that replays have ahead of their graph; others are refused."""
+    found = leaves_of(data, LiveNumber)
+    for number in found:
+        if number.kept_only:
+            number.refuse()
+    return found
 
 
 def _own(arguments: Any) -> Any:
@@ -204,6 +214,7 @@ class LiveArray(LiveNumber):
     """Stands for an array that is drawn, or for what follows from it."""
 
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        _numbers_in(operands)
         read, value = self.follow(function, *operands)
         return standing(self.numbers, self.numbers.unique(name), read, value)
 

@@ -17,7 +17,7 @@ import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from lightning.pytorch import Trainer
@@ -155,6 +155,8 @@ class StepNumbers:
 
     def tensor_of(self, number: LiveNumber, dtype: torch.dtype) -> Tensor:
         """A number of this step in a tensor; see :class:`Given`."""
+        if number.kept_only:
+            number.refuse()
         known = self.on_device.get((number.name, dtype))
         if known is not None:
             return known.memory
@@ -190,6 +192,9 @@ class _HasNoLength(CaptureError):
 
 class LiveNumber(Followed, StandIn):
     """Stands for a number of the trainer while a whole step is captured, or for what follows."""
+
+    kept_only: ClassVar[bool] = False
+    """It is known behind a replay: it may be logged and stored."""
 
     def __init__(
         self,
@@ -255,7 +260,8 @@ class LiveNumber(Followed, StandIn):
             self.refuse()
         numbers = [n for n in operands if isinstance(n, LiveNumber)]
         lasts, drawn = all(n.lasts for n in numbers), any(n.drawn for n in numbers)
-        return LiveNumber(self.numbers, name, *self.follow(function, *operands), lasts, drawn)
+        kind = next((type(n) for n in numbers if n.kept_only), LiveNumber)
+        return kind(self.numbers, name, *self.follow(function, *operands), lasts, drawn)
 
     def __bool__(self) -> Any:
         return self.outcome(f"bool({self.name})", bool, self)

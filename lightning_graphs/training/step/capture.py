@@ -56,6 +56,7 @@ from lightning_graphs.training.host.followed import Conversion, DrawingFunction,
 from lightning_graphs.training.host.live_numbers import StepNumbers
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import LeftBehindError
+from lightning_graphs.training.host.readings import Readings, clocks_exchanged
 from lightning_graphs.training.host.stored import CapturedStores, PlaceUsedError
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.gradients import (
@@ -95,6 +96,7 @@ class StepCapture(StepBody):
         self._recording: HostRecording | None = None
         self._numbers = StepNumbers(self.trainer, learned.reads, self.module.device)
         self._has_branched = self._finds_draws = False
+        self._clocks = Readings()
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
@@ -244,7 +246,7 @@ class StepCapture(StepBody):
             reads, device = self._learned.reads, self.module.device
             parts = self.trainer, reads, device, tape, self._could_follow
             self._numbers = StepNumbers(*parts)
-            self._recording = recording
+            self._recording, self._clocks = recording, Readings()
             own = unread.left_out(batch, inputs.tensors)
             arguments = (own, *map(self._numbers.argument, rest))
             ddp = wrapper_of(self.trainer)
@@ -316,6 +318,7 @@ class StepCapture(StepBody):
             scaling=scaling,
             host=host,
             dropout=segments.dropout,
+            clocks=self._clocks or None,
             numbers=[n for n in numbers if n is not None],
         )
 
@@ -353,14 +356,17 @@ class StepCapture(StepBody):
         numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
         host: AbstractContextManager[None] = nullcontext()
         followed: AbstractContextManager[None] = nullcontext()
+        clocks: AbstractContextManager[None] = nullcontext()
         if not self.fit.compiled.runs:
             followed = calls_followed(self._conversions)
+            clocks = clocks_exchanged(self._own, partial(self._clocks.reading, self._numbers))
         if self._finds_draws:
             host = draws_refused(self.module.device)
         elif self._recording is not None:
             host = draws_recorded(self._numbers, self._recording, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
-        with old_gradients_watched(self.trainer), numbers, self._unseen(), followed, host, reduced:
+        watched = old_gradients_watched(self.trainer)
+        with watched, numbers, self._unseen(), followed, clocks, host, reduced:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result

@@ -20,6 +20,7 @@ from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
+from lightning_graphs.training.host.readings import Readings
 from lightning_graphs.training.host.stored import CapturedStores
 from lightning_graphs.training.statistics import conditions_of
 from lightning_graphs.training.step.gradients import AttachedGradients
@@ -61,6 +62,7 @@ class StepPlan:
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostHalf | None = None  # what its code computes on the host; None if that is nothing
     dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
+    clocks: Readings | None = None  # what its code reads of clocks; None if that is nothing
     number: int = 0  # the same on all ranks
     # What its graphs read of the optimizer and the trainer, to be refreshed before every replay
     numbers: Sequence[CapturableOptimizer | NumberOnDevice] = ()
@@ -112,6 +114,8 @@ class StepPlan:
     def hand_out(self, *, copies: bool = True) -> Any:
         """After a replay of ``forward``: set attributes, log, and return what the step returns."""
         self.store("forward")
+        if self.clocks is not None:
+            self.clocks.end()
         self.logs.reissue()
         if self.places is not None:
             self.places.store()

@@ -396,6 +396,8 @@ class StepRunner:
             number.refresh()
         if "backward" not in plan.graphs:
             plan.adopt()
+        if plan.clocks is not None:
+            plan.clocks.begin()
         forward.replay()
         if (ddp := self._ranks.ddp) is not None:  # reduced by then
             ddp.require_forward_param_sync = plan.conditions.phase.stepping

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
 from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
+from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.walkers import Generators, held_in
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
@@ -82,19 +83,23 @@ class Verification(StepBody):
                 for parameter in group["params"]:
                     parameter.grad = None
         recorder = LogRecorder(self.module)
-        own = StaticInputs(batch).tensors  # it may change its batch in place
-        arguments = (substitute(args[0], own), *args[1:])
+        tensors = StaticInputs(batch).tensors  # it may change its batch in place
+        arguments = (substitute(args[0], tensors), *args[1:])
         memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
         gradients = plan.gradients.taking_over() if self._agreement.ranks.are_one else nullcontext()
         assert self._places is not None, "whole steps have places"
         seen = None if plan.host is None else plan.host.generators
         generators = Generators(self.module, held_in(self.module), seen=seen)
+        clocks: AbstractContextManager[None] = nullcontext()
+        if plan.clocks is not None:
+            clocks = plan.clocks.repeated(OwnCode(self.module))
         with (
             # But for the stand-ins of a capture: here every value is real
             self.surrounded(recorder, self._places, generators),
             memory,
             gradients,
+            clocks,
         ):
             results = list if plan.places is None else plan.places.eager_results()
             output = self.run(arguments, plan.conditions.phase, recorder)
