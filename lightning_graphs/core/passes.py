@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,9 @@ from lightning_graphs.core.arguments.tree import substitute
 from lightning_graphs.core.autograd.accumulation import accumulation_refused
 from lightning_graphs.core.autograd.backward import (
     DirectGradients,
-    GradientBuffers,
+    GradientMemory,
     LentGradients,
     OutputGradients,
-    new_buffers,
     refuse_parameter_hooks,
     refuse_sparse_gradients,
     zero_gradient,
@@ -64,7 +63,7 @@ class CaptureSettings:
     direct: bool = False  # backward graphs write the gradients of parameters themselves
     allow_unused: bool = False  # inputs and parameters may get no gradient
     static_outputs: bool = False  # outputs are handed out without a copy
-    gradient_buffers: GradientBuffers = new_buffers
+    gradients: GradientMemory = field(default_factory=GradientMemory)  # of parameters, if direct
 
 
 class CallableCapture:
@@ -304,8 +303,8 @@ class CallableCapture:
         direct = None
         if self._settings.direct:
             refuse_parameter_hooks(self._named())
-            buffers = self._settings.gradient_buffers(self._made.parameters)
-            direct = DirectGradients(self._made.parameters, buffers)
+            memory, own = self._settings.gradients, self._made.parameters
+            direct = DirectGradients(own, memory.of(own), memory)
         parameters = () if direct is not None else tuple(self._made.parameters)
         to_autograd = [*given, *parameters]
         handed = LentGradients(to_autograd)

@@ -176,6 +176,10 @@ class EagerRetry:
         if self._begin is not None:
             self._begin.gradients.forget()
 
+    def gradients_held(self) -> list[int]:
+        """The ``id`` of each gradient that is held to be put back."""
+        return [] if self._begin is None else list(map(id, self._begin.gradients.tensors))
+
     def _kept(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
         gradients |= self._manual
         return StepBegin(self._trainer, self._module, args, self.budget, gradients=gradients)

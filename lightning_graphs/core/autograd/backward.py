@@ -23,8 +23,16 @@ from lightning_graphs.errors import CaptureError, ReplayError
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
-GradientBuffers = Callable[[Sequence[Parameter]], Sequence[Tensor]]
-"""Memory for the gradients of parameters, given before a capture."""
+
+class GradientMemory:
+    """Memory for the gradients of parameters, given before a capture."""
+
+    are_copied = False  # ``.grad`` shares nothing with that memory
+    are_kept = False  # a caller holds some of it as it is, which no replay may change
+
+    def of(self, parameters: Sequence[Parameter]) -> Sequence[Tensor]:
+        """A buffer for each of them."""
+        return new_buffers(parameters)
 
 
 def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
@@ -220,13 +228,19 @@ class DirectGradients:
 
     The graph copies them into buffers outside of its pool: inside, their memory would be that of
     activations. A parameter without gradient is given its buffer. A parameter that has one gets the
-    new gradient added; where that is still the buffer, its value is moved away before.
+    new gradient added; where that is still the buffer, its value is kept meanwhile.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        memory: GradientMemory | None = None,  # where these are
+    ) -> None:
         self.parameters = list(parameters)
         self.buffers = list(buffers)
-        self._kept: list[Tensor] | None = None
+        self._memory = memory or GradientMemory()
+        self._old: list[Tensor] | None = None  # values of buffers, while a graph writes these
         self._nothing = [None] * len(self.parameters)
         self._hooks_looked_at = -1
 
@@ -254,38 +268,66 @@ class DirectGradients:
         self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
     ) -> None:
         """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
-        parameters = self.parameters
+        parameters, buffers = self.parameters, self.buffers
         before = list(map(_gradient, parameters))
-        if reached is None and all(map(is_, before, self._nothing)):
+        memory, is_whole = self._memory, reached is None
+        if is_whole and not memory.are_copied and all(map(is_, before, self._nothing)):
             backward()
-            for parameter, buffer in zip(parameters, self.buffers, strict=True):
+            for parameter, buffer in zip(parameters, buffers, strict=True):
                 parameter.grad = buffer
             return
-        self._move_out_of_the_way(before)
+        chosen = frozenset(parameters if reached is None else reached)
+        if memory.are_copied:
+            kept = clone_all(buffers) if memory.are_kept else []
+            backward()
+            fresh = clone_all(buffers)
+            if kept:
+                torch._foreach_copy_(buffers, kept)
+            self._accumulate(chosen, before, fresh)
+            return
+        held = [i for i, gradient in enumerate(before) if gradient is buffers[i]]
+        old = self._set_aside(held)
         backward()
-        self._accumulate(parameters if reached is None else reached)
+        self._add_old(chosen, held, old)
+        self._accumulate(chosen, before, buffers)
 
-    def _move_out_of_the_way(self, gradients: Sequence[Tensor | None]) -> None:
-        held = [i for i, g in enumerate(gradients) if g is self.buffers[i]]
+    def _set_aside(self, held: Sequence[int]) -> list[Tensor]:
+        """The values of these buffers, in memory that nobody sees."""
         if not held:
-            return
-        if self._kept is None:
-            self._kept = [torch.empty_like(buffer) for buffer in self.buffers]
-        kept = [self._kept[i] for i in held]
-        torch._foreach_copy_(kept, [self.buffers[i] for i in held])
-        for i, gradient in zip(held, kept, strict=True):
-            self.parameters[i].grad = gradient
+            return []
+        if self._old is None:
+            self._old = [torch.empty_like(buffer) for buffer in self.buffers]
+        old = [self._old[i] for i in held]
+        torch._foreach_copy_(old, [self.buffers[i] for i in held])
+        return old
 
-    def _accumulate(self, reached: Collection[Tensor]) -> None:
+    def _add_old(
+        self, chosen: Collection[Tensor], held: Sequence[int], old: Sequence[Tensor]
+    ) -> None:
+        """Add to buffers what was in them, in place as autograd; the others have it back."""
+        buffers = [self.buffers[i] for i in held]
+        is_chosen = [self.parameters[i] in chosen for i in held]
+        if held and all(is_chosen):
+            torch._foreach_add_(buffers, list(old))
+            return
+        for buffer, value, adds in zip(buffers, old, is_chosen, strict=True):
+            buffer.add_(value) if adds else buffer.copy_(value)
+
+    def _accumulate(
+        self,
+        chosen: Collection[Tensor],
+        before: Sequence[Tensor | None],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Let ``.grad`` of the chosen parameters be these, or these added to what it was."""
         targets, additions = [], []
-        chosen = frozenset(reached)
-        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
-            if parameter not in chosen:
+        for parameter, old, gradient in zip(self.parameters, before, gradients, strict=True):
+            if parameter not in chosen or old is gradient:
                 continue
-            if parameter.grad is None:
-                parameter.grad = buffer
+            if old is None:
+                parameter.grad = gradient
             else:
-                targets.append(parameter.grad)
-                additions.append(buffer)
+                targets.append(old)
+                additions.append(gradient)
         if targets:
             torch._foreach_add_(targets, additions)

@@ -452,6 +452,13 @@ def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+tensor_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+"""How many owners in C++ a tensor has, such as DLPack and nodes of autograd: nothing public tells.
+
+Without the method nobody notices these.
+"""
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """How many tensors and Python objects share this storage, which nothing public tells."""
     return torch._C._storage_Use_Count(storage._cdata)

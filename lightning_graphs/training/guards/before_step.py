@@ -62,8 +62,9 @@ class FitWatch:
         epoch, capturable = self._trainer.current_epoch, self._capturable
         if capturable is not None and (reason := capturable.reason_to_rebind(epoch)):
             return reason
-        if self._learned.kept.look():
-            self._learned.kept.are_copied = True
+        kept = self._learned.kept
+        if kept.look() or kept.is_noticed:
+            kept.are_copied, kept.is_noticed = True, False
             return "a gradient of an earlier step is kept, and is copied now"
         return None
 

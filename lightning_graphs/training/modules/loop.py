@@ -32,7 +32,7 @@ class ModuleRunner:
         self._compiled = fit.compiled
         self._warmup_left = warmup_steps
         self._open = ExitStack()
-        self._gradients = gradients = PersistentGradients()
+        self._gradients = gradients = PersistentGradients(fit.retry.gradients_held)
         agreement = Agreement(fit)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks_at_shapes)
@@ -94,6 +94,7 @@ class ModuleRunner:
         """Run the backward pass; what it recomputes is not replayed."""
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
+        self._gradients.look()
         try:
             with self._graphs.watching(closure_loss):
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)

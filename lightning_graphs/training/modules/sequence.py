@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_graphs.core.arguments.contents import Contents
-from lightning_graphs.core.autograd.backward import GradientBuffers, LentGradients
+from lightning_graphs.core.autograd.backward import GradientMemory, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
 from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.graph import GraphPool
@@ -42,7 +42,7 @@ class Means:
     root: LightningModule  # the user's module
     own: OwnCode  # tells its author's code from others'
     pool: GraphPool  # whose memory, stream and backend the graphs use
-    gradient_buffers: GradientBuffers  # where parameter gradients go
+    gradients: GradientMemory  # where those of parameters go
     check: Callable[[Sequence[Site]], object]  # raises where graphs differ from the modules' code
     compiled: CompiledCode  # whether steps run any
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
@@ -148,8 +148,7 @@ class _Capture:
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
         direct = means.direct and not hooked and not call.partial
-        buffers = means.gradient_buffers
-        here = CaptureSettings(means.pool, order, direct, True, gradient_buffers=buffers)
+        here = CaptureSettings(means.pool, order, direct, True, gradients=means.gradients)
 
         with self._explained():
             self._attributes = Contents(held_in(call.module))

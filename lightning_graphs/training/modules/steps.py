@@ -89,11 +89,12 @@ class ModuleGraphs:
         self._watches_requests = direct = not (asks or reduced)
         self._patience = PATIENCE if words & _AGAIN else 0
         self._agreement, self._checks = agreement, CallChecks(agreement)
-        made_with = module, own, pool, gradients.of, self._checks.check, fit.compiled
+        made_with = module, own, pool, gradients, self._checks.check, fit.compiled
         self._means = Means(*made_with, direct=direct)
         # What decides over the calls while a step runs.
         self.stage = Stage(fit, replace(self._means, pool=apart))
         self._fit = fit
+        self._gradients = gradients
         self._device_type = pool.backend.device_type
         self._choice = Choice(module, options)
         self._flags = FlagsReader(module)
@@ -367,7 +368,8 @@ class ModuleGraphs:
         while calls and step is None:
             try:
                 self._agreement.budget.require_room("A captured module")
-                sites, baked = capture_step(calls, observation, self._means)
+                with self._gradients.capturing():
+                    sites, baked = capture_step(calls, observation, self._means)
                 step = CapturedStep(kind, calls, observation, sites, baked)
             except NoRoomError as error:
                 if options.on_failure == "raise":
@@ -421,6 +423,7 @@ class ModuleGraphs:
 
     def _is_wrong(self, step: CapturedStep) -> bool:
         """Whether graphs that were right compute something else by now: then they are dropped."""
+        self._gradients.look()
         try:
             self._checks.check(step.captured, again=True)
         except CallDiffers as error:

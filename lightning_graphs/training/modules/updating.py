@@ -110,12 +110,11 @@ class CapturedUpdate:
         self._replay(self.capturable, plan)
         return True
 
-    @staticmethod
-    def _replay(capturable: CapturableOptimizer, plan: UpdatePlan) -> None:
+    def _replay(self, capturable: CapturableOptimizer, plan: UpdatePlan) -> None:
         plan.uses += 1
-        plan.gradients.adopt()
         capturable.refresh()
-        plan.graph.replay()
+        with self._gradients.brought_in(plan.gradients):
+            plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
         reason = capturable.reason_to_rebind(self._fit.trainer.current_epoch)
@@ -140,7 +139,8 @@ class CapturedUpdate:
             return None
         try:
             if plan is None:
-                plan = self._capture(capturable)
+                with self._gradients.capturing():
+                    plan = self._capture(capturable)
                 self._cache.add(key, plan)
             if is_new or self._agreement.is_due:
                 self._checks.check_update(partial(self._replay, capturable, plan))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter, gt, is_
+from operator import add, attrgetter, gt, is_
 from sys import getrefcount
 
 import torch
@@ -14,10 +15,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.core.autograd.backward import empty_gradient, refuse_sparse_gradients
+from lightning_graphs.core.autograd.backward import (
+    GradientMemory,
+    empty_gradient,
+    refuse_sparse_gradients,
+)
 from lightning_graphs.core.autograd.nodes import removed
 from lightning_graphs.core.private.distributed import local
-from lightning_graphs.core.private.torch import clone_all, storage_uses_of, without_ownership
+from lightning_graphs.core.private.torch import (
+    clone_all,
+    storage_uses,
+    storage_uses_of,
+    tensor_uses,
+    without_ownership,
+)
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.interception import replaced
@@ -28,6 +39,22 @@ KEPT_LATE = (
 )
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def _uses_of(gradient: Tensor) -> int:
+    uses = getrefcount(gradient) + tensor_uses(gradient)
+    return uses + storage_uses(local(gradient).untyped_storage())
+
+
+def _uses_by_none_else() -> int:
+    parameter = Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    gradient = parameter.grad
+    return _uses_of(gradient)
+
+
+_ALONE = _uses_by_none_else()
+"""How many uses a gradient has that is ``.grad`` and a local variable; versions of torch differ."""
 
 
 @contextlib.contextmanager
@@ -85,6 +112,8 @@ class AttachedGradients:
         self.copied = copied
         self.in_pool = in_pool
         self._has_lent = False
+        # Parameter, gradient that somebody keeps, and buffer
+        self._left: list[tuple[Parameter, Tensor, Tensor]] = []
         self._use(buffers)
 
     def _use(self, buffers: Sequence[Tensor]) -> None:
@@ -147,10 +176,14 @@ class AttachedGradients:
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
         """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
+        left, self._left = [] if zeroed else self._left, []
         if self.copied:
             self._copy_out(zeroed)
         elif not (attached or self.are_attached()):
             self._attach(self.buffers)
+            for parameter, gradient, buffer in left:
+                with torch.no_grad():
+                    parameter.grad = gradient.copy_(buffer)
         if zeroed:  # parameters that got none have none
             for parameter in self.others:
                 parameter.grad = None
@@ -181,18 +214,25 @@ class AttachedGradients:
         before = [] if attached else self._others_attached()
         if before:
             self._attach(self.buffers)
-        found = [*map(getrefcount, self.buffers), *self._memory_uses()]
+        of_tensors = map(add, map(getrefcount, self.buffers), map(tensor_uses, self.buffers))
+        found = list(map(add, of_tensors, self._memory_uses()))
         for parameter, gradient in before:
             parameter.grad = gradient
         return found
 
     def _others_attached(self) -> list[tuple[Parameter, Tensor | None]]:
         """Parameters whose ``.grad`` is not their buffer, and what it is; no use of any buffer."""
-        pairs = zip(self.parameters, self.buffers, strict=True)
-        return [(p, p.grad) for p, buffer in pairs if p.grad is not buffer]
+        return [(p, p.grad) for p, buffer in self.pairs() if p.grad is not buffer]
+
+    def pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
+        return zip(self.parameters, self.buffers, strict=True)
 
     def adopt(self) -> None:
-        """Bring the gradients that there are into the buffers, None as zero, and attach them."""
+        """Bring the gradients that there are into the buffers, None as zero, and attach them.
+
+        Those that somebody keeps stay where they are: what is added to them is added in place.
+        """
+        self._left.clear()
         if self.are_attached():
             return
         missing, sources, targets = [], [], []
@@ -205,6 +245,9 @@ class AttachedGradients:
             else:
                 sources.append(gradient)
                 targets.append(buffer)
+                if gradient.layout is torch.strided and _uses_of(gradient) > _ALONE:
+                    self._left.append((parameter, gradient, buffer))
+                    continue
             if not self.copied:
                 parameter.grad = buffer
         if not self._are_whole:
@@ -214,6 +257,26 @@ class AttachedGradients:
                 torch._foreach_zero_(missing)
             if sources:
                 torch._foreach_copy_(targets, sources)
+
+    @contextlib.contextmanager
+    def brought_in(self, are_kept: Callable[[], bool]) -> Iterator[None]:
+        """While the body runs, the buffers hold the gradients that there are; it may change these.
+
+        Where hooks have put others there, the buffers may be what they keep.
+        """
+        if self.are_attached():
+            yield
+            return
+        keeps, copied = are_kept(), self.copied
+        others = [buffer for parameter, buffer in self.pairs() if parameter.grad is not buffer]
+        kept = clone_all(others) if keeps else []
+        self.copied |= keeps
+        self.adopt()
+        yield
+        self.attach()
+        self.copied = copied
+        if kept:
+            torch._foreach_copy_(others, kept)
 
     def are_attached(self) -> bool:
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
@@ -232,6 +295,7 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self.are_copied = False  # somebody has kept some: from now on gradients are copies
+        self.is_noticed = False  # that was found out since this was set last
         # The gradients that ``.grad`` was when they were looked at last, if it was
         self.attached: AttachedGradients | None = None
         self._shown: AttachedGradients | None = None
@@ -247,11 +311,30 @@ class KeptGradients:
 
     def count(self) -> None:
         """Count anew, since a capture has made users of its own."""
-        shown = self._shown
-        self._uses = shown.uses(attached=shown.are_attached()) if shown is not None else []
+        self._uses = self._now()
 
-    def look(self) -> bool:
-        """Whether somebody keeps what was shown last; to be asked ahead of a replay."""
+    @contextlib.contextmanager
+    def growing(self, gradients: Callable[[], AttachedGradients]) -> Iterator[None]:
+        """While the body makes users of its own, and of further gradients; then these are shown."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self.attached, self._shown = None, gradients()
+            now = self._now()
+            known = zip(self._uses, before, now, strict=False)
+            self._uses = [u + b - a for u, a, b in known] + now[len(before) :]
+
+    def _now(self) -> list[int]:
+        shown = self._shown
+        return shown.uses(attached=shown.are_attached()) if shown is not None else []
+
+    def look(self, held: Callable[[], Sequence[int]] = tuple) -> bool:
+        """Whether somebody keeps what was shown last; to be asked ahead of a replay.
+
+        Args:
+            held: The ``id`` of gradients that this package itself holds for a while.
+        """
         shown, self.attached = self._shown, None
         if shown is None:
             return False
@@ -260,12 +343,15 @@ class KeptGradients:
         now = shown.uses(attached=self.attached is shown)
         if now == self._uses:
             return False
+        if ours := Counter(held()):
+            now = [n - ours[id(b)] for n, b in zip(now, shown.buffers, strict=True)]
         found = any(map(gt, now, self._uses))
         self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
+        self.is_noticed |= found
         return found
 
 
-class PersistentGradients:
+class PersistentGradients(GradientMemory):
     """Gradient buffers outside of every pool, for gradients that outlive a replay.
 
     Inside a pool, the memory of a gradient is that of an activation which the backward pass has
@@ -273,8 +359,10 @@ class PersistentGradients:
     theirs live here, shared by all graphs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Callable[[], Sequence[int]] = tuple) -> None:
         self._buffers: dict[Parameter, Tensor] = {}
+        self._watch = KeptGradients()
+        self._held = held  # see :meth:`KeptGradients.look`
 
     def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """The buffers of these parameters, made (outside of a capture) where they are missing."""
@@ -285,6 +373,30 @@ class PersistentGradients:
 
     def clear(self) -> None:
         self._buffers.clear()
+        self._watch = KeptGradients()
+
+    def look(self) -> None:
+        """Notice who keeps gradients, ahead of what writes the buffers."""
+        self.are_kept = self._watch.look(self._held)
+        self.are_copied |= self.are_kept
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While the body captures graphs, which are users of their own."""
+        self.look()
+        with self._watch.growing(
+            lambda: AttachedGradients([*self._buffers], [*self._buffers.values()])
+        ):
+            yield
+
+    def brought_in(self, gradients: AttachedGradients) -> AbstractContextManager[None]:
+        """See :meth:`AttachedGradients.brought_in`."""
+        gradients.copied = self.are_copied
+        return gradients.brought_in(self._looked)
+
+    def _looked(self) -> bool:
+        self.look()
+        return self.are_kept
 
 
 class GradientTargets:

@@ -202,11 +202,10 @@ class StepRunner:
         if moved or replaced or not plan.gradients.complete():
             self._capture.step_eagerly(plan.scaling)
             return
-        plan.gradients.adopt()
         self._in_graph.refresh()
-        plan.graphs["step"].replay()
-        if plan.scaling:  # a fused step unscales by itself what nobody has unscaled before it
-            plan.gradients.attach()
+        # A fused step unscales by itself what nobody has unscaled before it
+        with plan.gradients.brought_in(self._kept.look):
+            plan.graphs["step"].replay()
         plan.store("step")
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
