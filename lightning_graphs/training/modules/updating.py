@@ -23,7 +23,7 @@ from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.side_effects import code_captured
 from lightning_graphs.training.lightning_private import announce_optimizer_step, call_gradient_hooks
 from lightning_graphs.training.step.body import StepBody
-from lightning_graphs.training.step.capture import state_as_known
+from lightning_graphs.training.step.capture import StateAwaited, state_as_known
 from lightning_graphs.training.step.gradients import (
     AttachedGradients,
     PersistentGradients,
@@ -61,6 +61,7 @@ class CapturedUpdate:
         self._agreement = agreement
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
+        self._awaited = StateAwaited()
         self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
             fit.investment,
             lambda plan: self._pool.release(plan.graph),
@@ -147,6 +148,8 @@ class CapturedUpdate:
         except GraphError as error:
             if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
                 raise
+            if self._awaited.may_come(key, error, self.optimizer):
+                return None
             self._cache.refuse(key)
             self._fit.statistics.note("the optimizer step runs eagerly", error)
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -435,6 +435,24 @@ def refuse_iterator(batch: Any) -> None:
         )
 
 
+class NoStateError(CaptureError):
+    """An optimizer has no state for parameters that it steps for the first time."""
+
+
+class StateAwaited:
+    """Captures that found no state of the optimizer: the eager step that follows makes it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def may_come(self, key: Hashable, error: GraphError, optimizer: Optimizer) -> bool:
+        """Whether a capture failed for that reason, and more state is there than last time."""
+        if not isinstance(error, NoStateError):
+            return False
+        before, self._known[key] = self._known.get(key, -1), len(optimizer.state)
+        return self._known[key] > before
+
+
 @contextlib.contextmanager
 def state_as_known(optimizer: Optimizer) -> Iterator[None]:
     """State that the optimizer makes inside of a capture would be made anew by every replay."""
@@ -444,7 +462,7 @@ def state_as_known(optimizer: Optimizer) -> Iterator[None]:
     finally:
         made = before.restore()
     if made:
-        raise CaptureError(
+        raise NoStateError(
             "An optimizer must have its state before its step is captured.",
             f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
             "let the optimizer take one more eager step, which unfrozen parameters need",

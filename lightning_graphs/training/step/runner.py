@@ -38,7 +38,7 @@ from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
 from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.statistics import capture_cost, in_words
-from lightning_graphs.training.step.capture import StepCapture, refuse_iterator
+from lightning_graphs.training.step.capture import StateAwaited, StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
 from lightning_graphs.training.step.plan import StepPlan, without_values
@@ -96,6 +96,7 @@ class StepRunner:
         # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
         self._moves = Moves(fit.trainer)
+        self._awaited = StateAwaited()
         self._optimizer: Optimizer = fit.trainer.optimizers[0]
         self._obstacle: str | None = None
         self._bind()
@@ -340,7 +341,7 @@ class StepRunner:
                 self._values.read(error)
             elif self._is_unseen(signature):
                 self._captures_unseen = False
-            else:
+            elif not self._awaited.may_come(signature, error, self._optimizer):
                 self._refused(signature, error)
             return None
         if plan is None:

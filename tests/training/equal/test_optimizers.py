@@ -738,3 +738,36 @@ def test_one_graph_steps_the_parameters_of_one_device() -> None:
     weights = [nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta")]
     obstacle = capture_obstacle(nn.Linear(2, 2), optim.AdamW(weights), "cpu", Precision())
     assert obstacle == "parameters are on cpu and meta, and a graph runs on one device"
+
+
+class Heads(Net):
+    """One head after the other is trained: by a branch, by an attribute, or by thawing it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.way, self.head = way, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.way == "an attribute":
+            self.head = batch_idx // 4
+        if self.way == "thawed":
+            self.net[0].requires_grad_(self.global_step > 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        head = (0 if batch_idx < 4 else 1) if self.way == "a branch" else self.head
+        return nn.functional.cross_entropy(self.heads[head](self.net(batch["x"])), batch["y"])
+
+
+@pytest.mark.parametrize("scope", ["step", "auto", "modules"])
+@pytest.mark.parametrize("way", ["a branch", "an attribute", "thawed"])
+def test_parameters_without_state_are_waited_for(
+    backend: str, tmp_path: Path, way: str, scope: str
+) -> None:
+    """The capture that finds none is made again once an eager step has made it."""
+    given = in_scope(scope)
+    given["capture"] = {**given.get("capture", {}), "scope": scope, "min_repeats": 0}
+    options: dict[str, Any] = {"module": lambda: Heads(way), "max_epochs": 4, **given}
+    eager, captured = fit_twice(backend, tmp_path, **options)
+    compare(eager, captured)
+    assert captured.statistics.replayed >= 34
