@@ -19,12 +19,15 @@ from lightning_graphs.core.arguments.values import (
     bind,
     bound,
     entries,
+    has_attributes,
     is_object,
     is_plain,
     is_small_array,
+    label_of,
     slots_of,
     walk,
 )
+from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.private.torch import tables_of
 from lightning_graphs.errors import CaptureError
 
@@ -68,12 +71,16 @@ class Contents:
     def add(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
             self._tables.update(map(id, tables_of(value)))
-        if isinstance(value, (nn.Module, FunctionType, *_CHANGEABLE)) or is_object(value):
+        if isinstance(value, (nn.Module, FunctionType, *_CHANGEABLE)) or has_attributes(value):
             table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
             self._containers.append((name, value, table, _copy(table)))
             if is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
+            elif isinstance(value, FunctionType) and not is_library(value.__code__.co_filename):
+                cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+                for key, cell in cells:
+                    self.add_place(f"{name}.{key}", cell, "cell_contents")
         elif is_small_array(value):
             self._containers.append((name, value, value, value.copy()))
 
@@ -121,7 +128,8 @@ class Contents:
 
     def _label(self, owner: Any, key: Any) -> str:
         entry = isinstance(owner, dict) and not self.is_table(owner)
-        return f"[{key!r}]" if entry else f".{key}"
+        place = [*map(id, owner), id(key)].index(id(key)) if entry else 0
+        return label_of(key, place) if entry else f".{key}"
 
     def holder_of(self, value: Any) -> tuple[Any, Any] | None:
         """What holds this very value first, and its key in there; None if nothing does."""

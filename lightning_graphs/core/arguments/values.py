@@ -27,6 +27,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_graphs.core.arguments.functions import brought_along
+
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
@@ -34,6 +36,9 @@ _LIBRARIES = frozenset(
     {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_graphs"}
     | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
 )
+_OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Objects of torch that keep state, and that code may have besides those of the fit."""
+
 DEPTH = 6
 MOST_INSIDE = 10_000  # longer ones are data, into which nobody looks
 _MOST = 512
@@ -178,14 +183,30 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
     Sets have nothing inside: what is hashed is compared by value.
     """
     if isinstance(value, dict):
-        return [(f"[{key!r}]", key, held) for key, held in value.items()]
+        named = enumerate(value.items())
+        return [(label_of(key, place), key, held) for place, (key, held) in named]
     if isinstance(value, _SEQUENCES):
         return [(f"[{index}]", index, held) for index, held in enumerate(value)]
-    if is_object(value):
-        own = [(key, held) for key, held in attributes_of(value).items()]
-        slots = [(key, in_slot(value, key)) for key in slots_of(type(value))]
-        return [(f".{key}", key, held) for key, held in own + slots]
-    return None
+    own: list[tuple[str, Any]] | None = None
+    if has_attributes(value):
+        own = [*attributes_of(value).items()]
+        own += [(key, in_slot(value, key)) for key in slots_of(type(value))]
+    else:
+        own = brought_along(value)
+    return None if own is None else [(f".{key}", key, held) for key, held in own]
+
+
+def label_of(key: Any, place: int) -> str:
+    """How a name goes on for what a dict has under a key; torch would print all of a tensor."""
+    return f"[<tensor {place}>]" if isinstance(key, torch.Tensor) else f"[{key!r}]"
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether what is in a value is in its attributes: an object, or a tensor with some."""
+    if isinstance(value, torch.Tensor):
+        is_itself = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        return is_itself and bool(attributes_of(value))
+    return is_object(value) or isinstance(value, _OF_TORCH)
 
 
 def bound(owner: Any, key: Any) -> Any:
@@ -236,10 +257,12 @@ def walk(
 ) -> Iterator[tuple[str, Any]]:
     """Name and value of what a value holds, levels deep, itself first.
 
-    Plain values, tensors and classes are left out, and modules without ``modules``, which goes on
-    with them. Containers of many entries are data, into which nobody looks.
+    Plain values, classes, and tensors without attributes are left out, and modules without
+    ``modules``, which goes on with them. Containers of many entries are data: nobody looks inside.
     """
-    if id(value) in seen or is_plain(value) or isinstance(value, (torch.Tensor, type)):
+    if id(value) in seen or is_plain(value) or isinstance(value, type):
+        return
+    if isinstance(value, torch.Tensor) and not has_attributes(value):
         return
     if isinstance(value, nn.Module):
         if modules is not None:

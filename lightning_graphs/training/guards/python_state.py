@@ -114,6 +114,7 @@ class AttributeReads(HeldValues):
         the body sets is noted of all of them.
         """
         self._thread = threading.get_ident()
+        self._modules = {id(owner): owner for owner in module.modules()}
         closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
         for name, owner in held_in(module):
@@ -200,7 +201,9 @@ class AttributeReads(HeldValues):
         if key not in table and (is_everywhere or not (is_plain(of_class) or is_method)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
-        inside = () if isinstance(value, nn.Module) else held_in_value(name, value, {})
+        # A method brings its module along, of which nothing else is read here.
+        seen = dict(self._modules)
+        inside = () if isinstance(value, nn.Module) else held_in_value(name, value, seen)
         for label in iterators_in(inside):  # before anything is taken from one
             raise DRAWN.refused_here(f"{label}, an iterator, is read")
         if key not in table and not is_method:

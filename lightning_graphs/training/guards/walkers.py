@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
 from lightning_graphs.core.generators import comparable
-from lightning_graphs.core.private.torch import is_strided, tables_of, version_of
+from lightning_graphs.core.private.torch import (
+    accumulation_hooks,
+    gradient_hooks,
+    is_strided,
+    module_hooks,
+    tables_of,
+    version_of,
+)
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -35,7 +42,9 @@ def held_in(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
-    return _of_tree("self", root, {}, DEPTH + 1)
+    fit = getattr(root, "_trainer", None)  # what steps its parameters is looked after elsewhere
+    seen: dict[int, Any] = {id(one): one for one in getattr(fit, "optimizers", ())}
+    return _of_tree("self", root, seen, DEPTH + 1)
 
 
 def held_in_value(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
@@ -61,8 +70,31 @@ def _of_module(
     for key, value in vars(module).items():
         if key in _TABLES:
             yield name, value
+            for label, tensor in value.items() if key != "_modules" else ():
+                yield from _of_tensor(f"{name}.{label}", tensor, seen, depth)
         elif key not in OF_ALL_MODULES and not is_plain(value):
             yield from walk(f"{name}.{key}", value, seen, depth, modules=_of_tree)
+    for hook in module_hooks(module):
+        yield from walk(f"{name}.{_name_of(hook)}", hook, seen, depth, modules=_of_tree)
+
+
+def _of_tensor(
+    name: str, tensor: Tensor | None, seen: dict[int, Any], depth: int
+) -> Iterator[tuple[str, Any]]:
+    """What is in the attributes of a parameter or buffer, and in its hooks."""
+    if tensor is None:
+        return
+    yield from walk(name, tensor, seen, depth, modules=_of_tree)
+    for table in (gradient_hooks(tensor), accumulation_hooks(tensor)):
+        for hook in table.values() if isinstance(table, dict) else ():
+            yield from walk(f"{name}.{_name_of(hook)}", hook, seen, depth, modules=_of_tree)
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
+_MOST_BYTES = 2**28
 
 
 class LooseTensors:
@@ -100,6 +132,11 @@ class LooseTensors:
     def tensors(self) -> list[Tensor]:
         return [tensor for _, tensor in self._named]
 
+    @property
+    def small(self) -> list[Tensor]:
+        """Those that are no data: kernels outside of torch may write them, and nobody says so."""
+        return [t for t in self.tensors if t.untyped_storage().nbytes() <= _MOST_BYTES]
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Put all of them back after the body, also those that are added while it runs."""
@@ -122,7 +159,7 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Label and tensor of what is directly in a value."""
     if isinstance(value, Tensor):
         yield "", value
-    elif isinstance(value, nn.Module):
+    if isinstance(value, nn.Module):
         for table in (vars(value), *tables_of(value)[:2]):
             yield from ((f".{k}", held) for k, held in table.items() if isinstance(held, Tensor))
     else:
