@@ -329,6 +329,11 @@ class StateSnapshot:
             torch.cat(part, out=gathered)
             self._saved.append((part, _apart(gathered.to("cpu", copy=True), part)))
 
+    @property
+    def addresses(self) -> list[int]:
+        """Where its storages begin."""
+        return self._addresses
+
     def saved(self, tensor: Tensor) -> Tensor:
         """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
         address = tensor.untyped_storage().data_ptr()

@@ -17,17 +17,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_graphs.core.arguments.buffers import bytes_of
 from lightning_graphs.core.backends.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.core.backends.recorder import (
     KnownStorage,
     Operation,
     OperatorCall,
-    Recorder,
     mapped,
     refuse_dead_inputs,
     tensors_in,
 )
+from lightning_graphs.core.backends.undo import UndoingRecorder
 from lightning_graphs.core.collectives import is_collective, wait_for
 from lightning_graphs.core.inspect import GraphInfo, from_recording
 from lightning_graphs.core.obstacles import MOVED_STORAGE
@@ -175,19 +174,12 @@ def _spreads_evenly(node: object) -> bool:
     return type(node).__name__ in _OF_LARGEST
 
 
-class RecordingCapture(Recorder):
+class RecordingCapture(UndoingRecorder):
     """The recorder of a capture: it keeps what a replay needs and undoes the writes."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
-        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
-
-    @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
-    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        if not known.born and known.id not in self._saved:
-            storage = tensor.untyped_storage()
-            self._saved[known.id] = storage, storage.clone()
 
     def operator(self, call: OperatorCall) -> Any:
         if call.func is aten.mul.Tensor and _spreads_evenly(current_autograd_node()):
@@ -224,16 +216,7 @@ class RecordingCapture(Recorder):
 
     def finish(self) -> Recording:
         """Give every storage that existed before the capture its value back."""
-        # Backwards: where two storages share memory, the first one saved has the oldest value.
-        for known in self.storages:
-            known.note_release()
-        for key, (storage, value) in reversed(self._saved.items()):
-            if self.storages[key].address is None:
-                continue
-            if storage.nbytes() < value.nbytes():
-                storage.resize_(value.nbytes())
-            # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
-            bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
+        self.undo()
         self._saved.clear()
         return Recording(self.operations, [*self._born.values()])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.autograd.backward import GradientMemory, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
+from lightning_graphs.core.backends.undo import writes_undone
 from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import Stores
@@ -157,7 +158,11 @@ class _Capture:
             made.gradient_strides = call.gradient_strides
             made.used_elsewhere = call.used_elsewhere
             if not warm:
-                with baked.loose.kept(), baked.left_alone(call.module, self._attributes):
+                with (
+                    baked.loose.kept(),
+                    baked.left_alone(call.module, self._attributes),
+                    writes_undone(partial(made.warm_up, 1)),
+                ):
                     made.warm_up(1)
         self.passes = made
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lightning_graphs.core.arguments.fingerprints import fingerprints_of
 from lightning_graphs.core.callsite import stacklevel_of_user
@@ -23,6 +26,9 @@ from lightning_graphs.training.verify.differences import (
     size,
 )
 from lightning_graphs.training.verify.state import Kept
+from lightning_graphs.training.verify.written import WrittenMemory
+
+_Computed = TypeVar("_Computed")
 
 _RULE = "A replay must compute what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
@@ -39,12 +45,15 @@ class BothWays:
     eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
     replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
     keep: Callable[[], Kept]  # copies the state from which both start
+    written: WrittenMemory  # what both write beside that, where it is known already
+    spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
 
 
 class Agreement:
     """Decides which steps are verified, and compares a part of one with its replay.
 
-    The eager run comes first and leaves a fingerprint of every result. Where the bits of a replay
+    The first time, an eager run before all others shows what memory is written, and is undone. The
+    eager run that is compared leaves a fingerprint of every result. Where the bits of a replay
     from the same state differ, it runs eagerly twice more and replays once more, now with copies of
     what differs, and asks the :class:`~differences.Tolerance`.
     Afterwards everything is as before. Hooks do not run, logs do not reach Lightning and metrics
@@ -59,6 +68,8 @@ class Agreement:
         self.is_on = verify is not False
         self.every = 0 if isinstance(verify, bool) else verify
         self._said: set[str] = set()
+        # What code writes beside its state, by what tells how it goes but for shapes
+        self.written: defaultdict[Hashable, WrittenMemory] = defaultdict(WrittenMemory)
         precision = str(fit.trainer.precision_plugin.precision)
         self._tolerance = Tolerance(self.root.device.type, _ARITHMETIC.get(precision))
 
@@ -73,6 +84,7 @@ class Agreement:
         try:
             kept = self.ranks.together(ways.keep)
             try:
+                ways.written.keep_with(kept, ways.eager, ways.spare, self._run)
                 self._require(ways, kept, tolerance or self._tolerance)
             finally:
                 kept.restore()
@@ -85,7 +97,7 @@ class Agreement:
             if self.root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager run and the copy of the state
 
-    def _run(self, way: Callable[[], list[Result]]) -> list[Result]:
+    def _run(self, way: Callable[[], _Computed]) -> _Computed:
         return self.ranks.together(way, exchanges=True)
 
     def _require(self, ways: BothWays, kept: Kept, tolerance: Tolerance) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +36,17 @@ class Kept:
         storages = [t.untyped_storage() for t in tensors]
         size = sum({s.data_ptr(): s.nbytes() for s in storages}.values())
         self._snapshot = StateSnapshot(tensors, room=room(size))
-        self._others = others
+        self._others = [*others]
         self._random = random
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the storages begin that it has copies of."""
+        return self._snapshot.addresses
+
+    def add(self, restore: Callable[[], object]) -> None:
+        """Put back more, from now on."""
+        self._others.append(restore)
 
     def restore(self) -> None:
         self._snapshot.restore()
@@ -110,11 +119,13 @@ class StepState:
         module: LightningModule,
         optimizer: Optimizer,
         loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
+        held: Sequence[Tensor] = (),  # and such as it may write unseen
     ) -> None:
         self._optimizer = optimizer
         self._module = module
         self._buffers = dict(module.named_buffers())
         self._loose = dict(loose)
+        self._held = held
         self._scaler = scaler_of(trainer.precision_plugin)
         self._parameters = _named_parameters(module, optimizer)
 
@@ -122,7 +133,7 @@ class StepState:
         """A copy of it, and of others, as they are now; see :class:`Kept`."""
         parameters = self._parameters.values()
         gradients, known = Gradients(parameters), OptimizerState(self._optimizer, self._scaler)
-        tensors = [*self._buffers.values(), *self._loose.values(), *parameters]
+        tensors = [*self._buffers.values(), *self._loose.values(), *self._held, *parameters]
         tensors += [*gradients.tensors, *known.tensors]
         random = RandomState(self._module.device, self._module.modules())
         return Kept(tensors, random, room, *others, gradients.restore, known.restore)

@@ -22,7 +22,7 @@ from lightning_graphs.errors import CaptureError, GraphError, ReplayError, Verif
 from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.walkers import Generators, held_in
+from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.modules.sequence import as_observed
@@ -43,7 +43,8 @@ class Verification(StepBody):
         self._agreement = agreement
 
     def _state(self, written: dict[str, Tensor]) -> StepState:
-        return StepState(self.trainer, self.module, self.optimizer, written)
+        held = LooseTensors(self.module, held_in(self.module)).small
+        return StepState(self.trainer, self.module, self.optimizer, written, held)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """With rates on the device: kernels round others otherwise."""
@@ -69,6 +70,8 @@ class Verification(StepBody):
             partial(self._eager, plan, args, batch, state),
             partial(self._replayed, plan, batch, state),
             keep,
+            self._agreement.written[plan.conditions],
+            plan.gradients.buffers,
         )
         with budget.nothing_kept():
             self._agreement.compare(ways, "a captured step was not verified")
@@ -133,7 +136,8 @@ class Verification(StepBody):
             return state.results(None)
 
         runs = partial(results, self.update), partial(results, replay)
-        ways = BothWays(*runs, partial(state.keep, room, *python))
+        written = self._agreement.written["update"]
+        ways = BothWays(*runs, partial(state.keep, room, *python), written)
         self._agreement.compare(ways, "the captured optimizer step was not verified")
 
 
@@ -167,7 +171,9 @@ class CallChecks:
             return
         call = site.call
         run = _CallRun(self._agreement, site, again=again)
-        ways = BothWays(run.eager, run.replayed, run.keep)
+        code = call.module, call.training, call.frozen, call.grad_enabled, call.recomputed
+        written = self._agreement.written[code]
+        ways = BothWays(run.eager, run.replayed, run.keep, written)
         tolerance = Tolerance(run.device.type, call.autocast)
         try:
             self._agreement.compare(ways, "a captured module was not verified", tolerance)
@@ -212,6 +218,7 @@ class _CallRun:
             *self._site.call.module.parameters(),
             *(buffer for _, buffer in self._buffers),
             *self._site.written.values(),
+            *self._site.baked.loose.small,
             *gradients.tensors,
         ]
         others = *self._python, gradients.restore

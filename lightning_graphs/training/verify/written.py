@@ -1,0 +1,54 @@
+"""Finds what a part of a step writes beside the state that is known, whoever holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, UntypedStorage
+
+from lightning_graphs.core.arguments.buffers import StateSnapshot, bytes_of, storage_address
+from lightning_graphs.core.backends.undo import WriteWatch
+from lightning_graphs.core.private.torch import storage_reference
+from lightning_graphs.errors import GraphError
+from lightning_graphs.training.verify.state import Kept
+
+
+class WrittenMemory:
+    """Memory that runs of one part of a step write, and that no walk from its module finds.
+
+    An optimizer that a hook steps holds such, and so does a C extension. The dispatcher shows it in
+    a run whose values are neither compared nor kept; kernels outside of torch are not shown.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Callable[[], UntypedStorage | None]] | None = None
+
+    def keep_with(
+        self,
+        kept: Kept,
+        run: Callable[[], object],
+        spare: Iterable[Tensor],  # whose values nothing needs
+        together: Callable[[Callable[[], object]], object],  # runs something on all ranks
+    ) -> None:
+        """Let what is kept have it, too; the first time it is found by a run."""
+        if self._found is not None:
+            storages = [storage for find in self._found if (storage := find()) is not None]
+            kept.add(StateSnapshot(list(map(bytes_of, storages))).restore)
+            return
+        watch = WriteWatch({*kept.addresses, *map(storage_address, spare)})
+        kept.add(watch.undo)
+
+        def watched() -> None:
+            try:
+                with watch:
+                    run()
+            except GraphError:
+                raise
+            except Exception:  # of code that no mode can watch; others come again unwatched
+                pass
+
+        try:
+            together(watched)
+        finally:
+            kept.restore()
+        self._found = list(map(storage_reference, watch.found()))
