@@ -158,6 +158,8 @@ def _capture_all(
             for capture in captures:
                 capture.warm_up(num_warmup_iters)
             for capture in captures:
+                capture.begin()
+            for capture in captures:
                 capture.capture_forward()
             for capture in reversed(captures):
                 capture.capture_backward()

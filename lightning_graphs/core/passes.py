@@ -265,12 +265,15 @@ class CallableCapture:
         inputs = [t for t in self._tensors if t.requires_grad]
         return [*dict.fromkeys(inputs), *self._made.parameters]
 
+    def begin(self) -> None:
+        """Be ready for a capture, ahead of every pass of those that it belongs to."""
+        renew_gradient_nodes(self._made.parameters)
+
     def capture_forward(self) -> None:
         """Capture the call; nothing executes."""
         before, start = Bindings(self._held), nodes_recorded()
         static = self._settings.static_outputs
         try:
-            renew_gradient_nodes(self._made.parameters)
             with self._made.pool.capture() as captured, contents_left(self._args, self._kwargs):
                 hooks = hooks_registered()
                 self._made.outputs = self._call_leaving_arguments(static=static)

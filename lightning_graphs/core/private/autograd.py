@@ -6,15 +6,17 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core.arguments.values import replaced
-from lightning_graphs.core.private.torch import node_has_hooks
+from lightning_graphs.core.private.torch import has_gradient_hooks
 
 _PLAIN = (Tensor, nn.Parameter)
+_backward = torch.autograd.backward  # not what may watch in its place
 
 
 def _nothing(*_: object) -> None:
@@ -101,25 +103,46 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
-    """Let the next graph of autograd make AccumulateGrad nodes of its own for leaves on a GPU.
+    """Let leaves have new AccumulateGrad nodes where theirs belong to the default stream of a GPU.
 
-    Up to 2.12 torch cannot be told to run old ones on the capture stream, and where one belongs to
-    the default stream CUDA refuses the capture. torch lets go of a leaf's node where its ``data``
-    changes its dtype (``VariableHooks::set_data``); what holds the old node keeps it. Nodes that
-    carry hooks stay: the reducer of DDP puts some on them that nothing tells of.
+    CUDA refuses to capture a backward pass to such a node, and up to 2.12 torch cannot be told to
+    run it on the capture stream. torch lets go of a leaf's node where its ``data`` changes its
+    dtype (``VariableHooks::set_data``); an autograd graph that holds the old one goes on adding to
+    ``.grad``. Leaves with hooks keep theirs, and under DDP all do: nothing tells of its hooks.
+    Graphs whose gradients ``torch.autograd.grad`` is still to compute must not be under way.
     """
     graph, distributed = torch.autograd.graph, torch.distributed
     if hasattr(graph, "set_override_stale_capture_stream") or not torch.cuda.is_available():
         return
     if distributed.is_available() and distributed.is_initialized():
         return
-    for leaf in leaves:
-        fits = leaf.is_cuda and leaf.is_leaf and leaf.requires_grad and not leaf.is_inference()
-        if not fits or type(leaf) not in _PLAIN or node_has_hooks(leaf):
-            continue
+    found = dict.fromkeys(
+        leaf
+        for leaf in leaves
+        if type(leaf) in _PLAIN and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
+        if not (leaf.is_inference() or has_gradient_hooks(leaf))
+    )
+    for leaf in _of_default_stream(list(found)):
         data, other = leaf.data, torch.float16 if leaf.dtype != torch.float16 else torch.float32
         leaf.data = data.new_empty(0, dtype=other)
         leaf.data = data
+
+
+def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves whose nodes belong to it: a backward pass is there as it comes to them."""
+    found = []
+
+    def note(leaf: Tensor, _: object) -> tuple[None]:
+        if torch.cuda.current_stream(leaf.device) == torch.cuda.default_stream(leaf.device):
+            found.append(leaf)
+        return (None,)  # nothing to add to its `.grad`
+
+    with contextlib.ExitStack() as stack, torch.inference_mode(False):
+        for leaf in leaves:
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+            stack.enter_context(node.register_prehook(partial(note, leaf)))
+            _backward(leaf, leaf.new_zeros(()).expand(leaf.shape))
+    return found
 
 
 def leaves_alive() -> Iterator[Tensor]:

@@ -40,10 +40,8 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
     """
     if gradient_hooks(leaf) or accumulation_hooks(leaf):
         return True
-    return leaf.requires_grad and node_has_hooks(leaf)
-
-
-def node_has_hooks(leaf: Tensor) -> bool:
+    if not leaf.requires_grad:
+        return False
     with torch.inference_mode(False):
         node = get_gradient_edge(leaf).node
     handles = node.register_hook(_nothing), node.register_prehook(_nothing)

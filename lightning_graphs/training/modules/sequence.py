@@ -107,6 +107,7 @@ def _captured(
                 for call in dict.fromkeys(call for call, _ in passes):
                     here[call] = _Capture(call, replace(means, pool=own), order, baked, warm=warm)
                     captures.append(here[call])
+                    here[call].passes.begin()
                 for call, way in passes:
                     here[call].run(way, here if means.lends else {})
             sites = [capture.finish() for capture in captures]
