@@ -63,6 +63,9 @@ class BackwardPass:
     handed: LentGradients  # hands autograd the gradients of those inputs, then parameters
     direct: DirectGradients | None  # writes the parameters' gradients, where autograd does not
     place: int  # its place in the order of captures
+    # Computes all of these gradients without the graph, from what its forward graph has left, for
+    # gradients of outputs that do not repeat themselves as those of the capture do.
+    pull: Callable[[Sequence[Tensor]], Sequence[Tensor | None]] | None
 
     def reached(self, gradients: Sequence[Tensor | None]) -> frozenset[Tensor]:
         """The leaves that outputs with a gradient depend on."""
@@ -222,11 +225,19 @@ class GraphedCallable:
             if not reached:
                 return [None] * len(backward.targets)
             given = backward.output_gradients.completed(gradients)
-        displaced = backward.output_gradients.take(given)
-        replay = backward.graph.replay
-        if direct is not None:
-            replay = partial(direct.replay, replay, reached)
-        handed = backward.handed.replay(replay)
+        displaced: Sequence[tuple[Tensor, Tensor]] = ()
+        if backward.pull is not None and not backward.output_gradients.fit(given):
+            found = backward.pull(given)
+            handed = found[: len(backward.targets)]
+            if direct is not None:
+                own = [g for g in found[len(handed) :] if g is not None]
+                direct.replay(partial(direct.write, own), reached)
+        else:
+            displaced = backward.output_gradients.take(given)
+            replay = backward.graph.replay
+            if direct is not None:
+                replay = partial(direct.replay, replay, reached)
+            handed = backward.handed.replay(replay)
         if self.backward_stores:
             set_again(self.backward_stores)
         if reached is not None:

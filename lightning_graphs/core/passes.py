@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot, StaticInputs
@@ -37,6 +38,7 @@ from lightning_graphs.core.autograd.nodes import (
     has_python_nodes,
     leaves_behind,
     nodes_behind,
+    saved_for_graphs,
 )
 from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.generators import random_place, rewinding_refused, same_random_numbers
@@ -230,10 +232,12 @@ class CallableCapture:
         targets: Sequence[Tensor | GradientEdge],
         given: Sequence[Tensor],
         apart: Sequence[Tensor] = (),
+        *,
+        keep: bool = False,
     ) -> tuple[Tensor | None, ...]:
         hooked = self._made.parameters
         with accumulation_refused(self._trained()):
-            return gradients_behind(outputs, targets, given, hooked=hooked, apart=apart)
+            return gradients_behind(outputs, targets, given, hooked=hooked, apart=apart, keep=keep)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         refuse_sparse_gradients(gradients)
@@ -274,7 +278,12 @@ class CallableCapture:
         before, start = Bindings(self._held), nodes_recorded()
         static = self._settings.static_outputs
         try:
-            with self._made.pool.capture() as captured, contents_left(self._args, self._kwargs):
+            repeat = any(0 in stride for stride in self.gradient_strides.values())
+            with (
+                self._made.pool.capture() as captured,
+                contents_left(self._args, self._kwargs),
+                saved_for_graphs() if repeat else nullcontext(),
+            ):
                 hooks = hooks_registered()
                 self._made.outputs = self._call_leaving_arguments(static=static)
                 self._registers_hooks = hooks_registered() != hooks
@@ -315,17 +324,27 @@ class CallableCapture:
         asked: list[Tensor | GradientEdge] = [*targets]
         if direct is not None and not may_write:  # it copies to `.grad`, which casts as well
             asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
-        with self._made.pool.capture() as captured, rewinding_refused(self.draws), uses.taken():
-            found = self._gradients(outputs, asked, static, apart=targets if may_write else ())
+        given_gradients = OutputGradients(static, lenders)
+        if given_gradients.repeat:  # a leaf may have another node by the time
+            asked = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in asked]
+        apart = targets if may_write else ()
+
+        def pull(gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            with uses.taken():
+                keep = given_gradients.repeat
+                found = self._gradients(outputs, asked, gradients, apart=apart, keep=keep)
             self._check_gradients(found)
             pairs = zip(targets, found, strict=True)
-            gradients = [part for target, whole in pairs for part in uses.of(target, whole)]
+            return [part for target, whole in pairs for part in uses.of(target, whole)]
+
+        with self._made.pool.capture() as captured, rewinding_refused(self.draws):
+            gradients = pull(static)
             handed.capture(gradients[: len(to_autograd)])
             if direct is not None:
                 direct.capture(gradients[len(to_autograd) :])
         return BackwardPass(
             captured,
-            OutputGradients(static, lenders),
+            given_gradients,
             reach,
             tuple(to_autograd),
             tuple(ids.index(id(tensor)) for tensor in given),
@@ -333,6 +352,7 @@ class CallableCapture:
             handed,
             direct,
             self._made.order.place(),
+            pull if given_gradients.repeat else None,
         )
 
     def _output_gradients(

@@ -48,12 +48,28 @@ def empty_gradient(parameter: Tensor) -> Tensor:
 
 def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """Memory for the gradient of an output, in the strides in which it is known to come."""
-    # Kernels round otherwise over another layout. Where none is known it is that of the output.
+    # Kernels round otherwise over another layout, one with gaps or repetitions (a stride of 0)
+    # included. Where none is known, or elements overlap otherwise, it is that of the output.
     zeros = torch.zeros_like(output, requires_grad=False)
-    if stride is None or stride == zeros.stride():
+    if stride is None or stride == zeros.stride() or not zeros.numel():
         return zeros
-    known = torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device)
-    return known.zero_() if is_dense(known) else zeros
+    meta = torch.empty_strided(output.shape, stride, dtype=output.dtype, device="meta")
+    if overlap_span(unrepeated(meta)):
+        return zeros
+    return zeros.new_zeros(extent(meta)).as_strided(output.shape, stride)
+
+
+def repeated(tensor: Tensor) -> list[int]:
+    """The dimensions along which a tensor has the same elements again and again."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [i for i, (size, stride) in enumerate(pairs) if stride == 0 and size > 1]
+
+
+def unrepeated(tensor: Tensor, dimensions: Sequence[int] | None = None) -> Tensor:
+    """A tensor without its repetitions, those along some dimensions or all."""
+    for dimension in repeated(tensor) if dimensions is None else dimensions:
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -95,6 +111,8 @@ class LentGradients:
         self._memory, self._reserved = _side_by_side(targets)
         self.buffers: Sequence[Tensor | None] = ()  # the lent memory of each gradient
         self._lent: list[Tensor] = []
+        # Of gradients with gaps or repetitions, by index, how they came; the buffers have neither.
+        self._spread: dict[int, tuple[torch.Size, tuple[int, ...]]] = {}
         self._loans = [LentMemory(memory) for memory in self._memory]
         self._lends = True
 
@@ -104,11 +122,18 @@ class LentGradients:
 
     def capture(self, gradients: Sequence[Tensor | None]) -> None:
         """Write the gradients into the buffers, as the last part of a capture."""
-        self.buffers = list(map(_fitted, self._reserved, gradients))
+        written = [None if g is None else unrepeated(g) for g in gradients]
+        self.buffers = list(map(_fitted, self._reserved, written))
         self._lent = [buffer for buffer in self.buffers if buffer is not None]
         for loan in self._loans:
             loan.settle()
-        write_all(self._lent, [g for g in gradients if g is not None])
+        write_all(self._lent, [g for g in written if g is not None])
+        found = [(g, w) for g, w in zip(gradients, written, strict=True) if w is not None]
+        for i, ((gradient, once), lent) in enumerate(zip(found, self._lent, strict=True)):
+            assert gradient is not None
+            has_gaps = once.stride() != lent.stride() and not overlap_span(once)
+            if has_gaps or once.shape != gradient.shape:
+                self._spread[i] = gradient.shape, (once if has_gaps else lent).stride()
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
         """Run the backward graph; the gradients, in the order of their layouts."""
@@ -121,6 +146,8 @@ class LentGradients:
         else:
             backward()
             gradients = list(map(_alias, self._lent)) if self._lends else clone_all(self._lent)
+        for i, (shape, stride) in self._spread.items():
+            gradients[i] = _spread(gradients[i], shape, stride)
         if len(gradients) == len(self.buffers):
             return gradients
         found = iter(gradients)
@@ -134,16 +161,34 @@ class OutputGradients:
         self.buffers = list(buffers)
         self._lent = [(i, self.buffers[i], lender) for i, lender in lenders.items()]
         self._own = [i for i in range(len(self.buffers)) if i not in lenders]
-        self._targets = [self.buffers[i] for i in self._own]
+        self._targets = [unrepeated(self.buffers[i]) for i in self._own]
+        repeats = [(j, i, repeated(self.buffers[i])) for j, i in enumerate(self._own)]
+        self._repeats = [repeat for repeat in repeats if repeat[2]]
+
+    @property
+    def repeat(self) -> bool:
+        """Whether gradients must come that have some elements again and again."""
+        return bool(self._repeats)
+
+    def fit(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these gradients repeat what the graph takes for repeated."""
+        strides = [(gradients[i].stride(), repeat) for _, i, repeat in self._repeats]
+        return not any(stride[dimension] for stride, repeat in strides for dimension in repeat)
 
     def completed(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         pairs = zip(gradients, self.buffers, strict=True)
-        return [torch.zeros_like(buffer) if g is None else g for g, buffer in pairs]
+        return [
+            torch.zeros_like(unrepeated(buffer)).expand_as(buffer) if g is None else g
+            for g, buffer in pairs
+        ]
 
     def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Bring the gradients in; buffers and values that are to be put back after the replay."""
         if self._targets:
-            copy_all(self._targets, [gradients[i] for i in self._own])
+            sources = [gradients[i] for i in self._own]
+            for j, _, repeat in self._repeats:
+                sources[j] = unrepeated(sources[j], repeat)
+            copy_all(self._targets, sources)
         displaced = []
         for i, buffer, lender in self._lent:
             gradient = gradients[i]
@@ -219,6 +264,13 @@ def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:
     return buffer.as_strided(dense.shape, dense.stride(), buffer.storage_offset())
 
 
+def _spread(gradient: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A gradient with the gaps that it came with, and then its repetitions."""
+    if stride != gradient.stride():
+        gradient = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
+    return gradient.expand(shape)
+
+
 _alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much
 _ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memory in larger units
 
@@ -249,7 +301,10 @@ class DirectGradients:
         self.parameters = [self.parameters[i] for i in used]
         self.buffers = [self.buffers[i] for i in used]
         self._nothing = [None] * len(used)
-        write_all(self.buffers, [g for g in gradients if g is not None])
+        self.write([g for g in gradients if g is not None])
+
+    def write(self, gradients: Sequence[Tensor]) -> None:
+        write_all(self.buffers, gradients)
 
     def refuse_hooks(self) -> None:
         number = hooks_registered()

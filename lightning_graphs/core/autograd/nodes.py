@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -29,6 +29,9 @@ from lightning_graphs.core.private.torch import (
     will_execute,
     without_hooks,
 )
+
+gradients_of = torch.autograd.grad
+"""Torch's own function: while a user's step runs, another one may watch in its place."""
 
 
 def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -97,6 +100,7 @@ def gradients_behind(
     hooked: Sequence[Tensor],
     # Leaves whose gradients are copied in time; see :func:`gradients_kept_apart`.
     apart: Sequence[Tensor] = (),
+    keep: bool = False,  # what autograd has saved, for another pass
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
     wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
@@ -107,7 +111,7 @@ def gradients_behind(
         gradients_kept_apart(apart),
     ):
         found: tuple[Tensor | None, ...]
-        found = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        found = gradients_of(outputs, wanted, given, retain_graph=keep, allow_unused=True)
         return found
 
 
@@ -129,6 +133,15 @@ def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
+def saved_for_graphs() -> AbstractContextManager[None]:
+    """Let a backward pass of what the body records read what replays have written since.
+
+    Autograd refuses to read saved tensors that were written; replays write them, and parameters
+    change between steps.
+    """
+    return saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+
+
 class UsesApart:
     """The gradients that every use of some leaves gives, one by one, in the order of autograd.
 
@@ -148,8 +161,10 @@ class UsesApart:
 
     def taken(self) -> AbstractContextManager[None]:
         """While the body runs a backward pass, take them; the leaves get none."""
+        for found in self._found.values():
+            found.clear()
         users = self._users.items()
-        return removed(node.register_hook(partial(self._take, found)) for node, found in users)
+        return removed(node.register_hook(partial(self._take, used)) for node, used in users)
 
     def _take(
         self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any

@@ -15,6 +15,7 @@ from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import replaced
+from lightning_graphs.core.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
 from lightning_graphs.core.generators import RandomState
 from lightning_graphs.core.private.torch import without_hooks
@@ -279,10 +280,12 @@ class _CallRun:
             return []
         generator = torch.Generator(self.device).manual_seed(0)
         buffers = self._backward.output_gradients.buffers  # in the strides that training gives
-        given = [
-            torch.empty_like(like).normal_(std=max(like.numel(), 1) ** -0.5, generator=generator)
-            for like in (buffers if len(buffers) == len(outputs) else outputs)
-        ]
+        layouts = buffers if len(buffers) == len(outputs) else outputs
+        pairs_of = zip(outputs, layouts, strict=True)
+        given = [zero_gradient(output, layout.stride()) for output, layout in pairs_of]
+        for gradient in given:
+            std = max(gradient.numel(), 1) ** -0.5
+            unrepeated(gradient).normal_(std=std, generator=generator)
         gradients: Sequence[Tensor | None]
         if direct:
             torch.autograd.backward(outputs, given)
