@@ -11,7 +11,7 @@ from torch import nn
 from lightning_graphs.core.autograd.lending import ReplayOrder
 from lightning_graphs.core.backends.backend import BackendName, PoolHandle
 from lightning_graphs.core.graph import GraphPool, get_backend, refuse_nested
-from lightning_graphs.core.graphed import HOOKED, GraphedCallable
+from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.passes import CallableCapture, CaptureSettings
 from lightning_graphs.core.private.torch import saved_tensors_hooks
 from lightning_graphs.errors import CaptureError
@@ -89,7 +89,12 @@ def make_graphed_callables(
             "write torch.autocast(..., cache_enabled=False)",
         )
     if saved_tensors_hooks() is not None:
-        raise CaptureError(*HOOKED)
+        raise CaptureError(
+            "make_graphed_callables does not support hooks for saved tensors around it, because "
+            "replays save none.",
+            "the call is inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu)",
+            "enter the hooks in the callable itself, which makes them a part of its graphs",
+        )
     if param_grads not in ("autograd", "direct"):
         raise CaptureError(
             "param_grads must be 'autograd' or 'direct'.",

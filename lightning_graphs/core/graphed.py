@@ -37,14 +37,6 @@ Stores = tuple[tuple[nn.Module, str, Any], ...]
 """Module, name and value of attributes that code sets; the values are plain ones."""
 
 
-HOOKED = (
-    "A graphed callable cannot call hooks for saved tensors, because a replay saves none.",
-    "it is called inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu)",
-    "enter the hooks in the callable itself, which makes them a part of its graphs; or leave it "
-    "ungraphed",
-)
-
-
 def set_again(stores: Stores) -> None:
     """Set these attributes, past whatever the module makes of it: that has run at capture."""
     for module, name, value in stores:
@@ -174,7 +166,13 @@ class GraphedCallable:
         if changed or in_transform() or self.is_seeded:
             return self.original(*args, **kwargs)
         if saved_tensors_hooks() is not None and torch.is_grad_enabled():
-            raise ReplayError(*HOOKED)
+            raise ReplayError(
+                "A graphed callable cannot call hooks for saved tensors, because a replay saves "
+                "none.",
+                "it is called inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu)",
+                "enter the hooks in the callable itself, which makes them a part of its graphs; or "
+                "leave it ungraphed",
+            )
         tensors = self.plan.tensors(args, kwargs)
         for guard in self._guards:
             guard.check(trainable=self._writes_gradients)

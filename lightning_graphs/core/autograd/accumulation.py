@@ -47,19 +47,15 @@ def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
                 elif grad is not None and version_of(grad) != version:
                     written = named[leaf]
     if written is not None:
-        raise _refused(f"its code sets `.grad` of `{written}`")
+        raise _refusal(f"its code sets `.grad` of `{written}`", at=CallSite())
 
 
-def _refusal(observed: str) -> CaptureError:
-    site = CallSiteFinder().here()
-    return _refused(observed if site == CallSite() else f"{observed}, at {site.describe()}")
-
-
-def _refused(observed: str) -> CaptureError:
+def _refusal(observed: str, *, at: CallSite | None = None) -> CaptureError:
+    at = CallSiteFinder().here() if at is None else at
     return CaptureError(
         "A graphed callable must leave gradients to autograd, because a replay hands out those "
         "that it is asked for, and no others.",
-        observed,
+        observed if at == CallSite() else f"{observed}, at {at.describe()}",
         "checkpoint with torch.utils.checkpoint(..., use_reentrant=False); or compute gradients "
         "with torch.autograd.grad, and return them from the Function's backward",
     )
