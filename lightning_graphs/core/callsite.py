@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from traceback import walk_tb
@@ -200,6 +200,33 @@ def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
         if found:
             return max(found, key=lambda place: place[0])[1]
     return CallSite()
+
+
+def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> CallSite:
+    """The first line of some functions that passes a keyword of these names."""
+    for code in codes:
+        line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+        for instruction in dis.get_instructions(code):
+            line = lines.get(instruction.offset) or line
+            given = instruction.argval
+            if instruction.opname == "KW_NAMES":  # of which dis tells nothing on Python 3.11
+                given = code.co_consts[instruction.arg or 0]
+            if type(given) is tuple and any(name in given for name in names):
+                return CallSite(code.co_filename, line, code.co_name)
+    return CallSite()
+
+
+def reached_by_name(
+    starts: Collection[str], codes: Sequence[types.CodeType]
+) -> list[types.CodeType]:
+    """The functions of these names, those that they name, and so on."""
+    reached: dict[types.CodeType, None] = {}
+    names, before = set(starts), -1
+    while before != len(reached):
+        before = len(reached)
+        reached.update((code, None) for code in codes if code.co_name in names)
+        names.update(name for code in list(reached) for c in codes_in(code) for name in c.co_names)
+    return list(dict.fromkeys(part for code in reached for part in codes_in(code)))
 
 
 def named_at(name: str, codes: Iterable[types.CodeType]) -> str:

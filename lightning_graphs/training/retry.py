@@ -15,9 +15,14 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.callsite import calls_observed, stacklevel_of_user
+from lightning_graphs.core.callsite import (
+    CallSiteFinder,
+    add_line,
+    calls_observed,
+    stacklevel_of_user,
+)
 from lightning_graphs.core.generators import RandomState
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.training.costs.memory import (
     SETTLED,
     MemoryBudget,
@@ -43,6 +48,9 @@ from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.state import Gradients, Kept, StepState
+
+Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a step once more, given why, and what ``training_step`` was given."""
 
 _OURS = frozenset({"forward", "log"})
 """Attributes of modules that stand for methods while graphs or their code run."""
@@ -150,6 +158,7 @@ class EagerRetry:
         self._trial: tuple[tuple[str, int], int] | None = None
         self._fits: dict[tuple[str, int], tuple[int, int]] = {}  # the largest size, and how often
         self._reason = ""
+        self._again: Again | None = None
         self._counted = 0, 0  # eager and replayed steps, as the present one began
         self._update_fits = -1  # beside the graphs of so many captures
 
@@ -195,12 +204,18 @@ class EagerRetry:
         try:
             return self.runner.training_step(*args, **kwargs)
         except Exception as error:
-            if not self._may_retry(error) or (self._running and self._begin is None):
+            refused = self._unserved(error)
+            if refused is None and (
+                not self._may_retry(error) or (self._running and self._begin is None)
+            ):
                 raise
             reason = first_line(error)
-        self._count_as_eager()
         if self._begin is not None:
             self._begin.restore()
+        if refused is not None and self._again is not None:
+            (self._statistics.eager, self._statistics.replayed) = self._counted
+            return self._again(refused, args, kwargs)
+        self._count_as_eager()
         self._give_up(reason)
         return self.own.training_step(*args, **kwargs)
 
@@ -208,13 +223,29 @@ class EagerRetry:
         eager, self._statistics.replayed = self._counted
         self._statistics.eager = eager + 1
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a step that graphs cannot serve may be run again; see :meth:`insure`."""
+        return self._retries and not self._manual
+
+    def insure(self, args: tuple[Any, ...], again: Again) -> None:
+        """Let a step be run ``again`` from its beginning where a graph refuses its replay."""
+        self._begin, self._again = self._kept(args), again
+
+    def _unserved(self, error: Exception) -> ReplayError | None:
+        """The error with the author's line, if it is that of a graph in a step that is insured."""
+        if self._again is None or not isinstance(error, ReplayError):
+            return None
+        add_line(error, "asked for at", CallSiteFinder().of_exception(error))
+        return error
+
     def _forget(self) -> None:
         """Begin another step: the one before has ended well."""
         if self._begin is not None and self._trial is not None:
             beside, size = self._trial
             largest, times = self._fits.get(beside, _NONE_YET)
             self._fits[beside] = size, times + 1 if size == largest else 1
-        self._begin, self._trial, self._running = None, None, False
+        self._begin, self._trial, self._running, self._again = None, None, False, None
 
     def handed_out(self, plan: StepPlan) -> Any:
         """What a step returns that was replayed.
@@ -293,17 +324,23 @@ class EagerRetry:
             own(loss, *args, **kwargs)
             return
         except Exception as error:
-            if not self._may_retry(error):
+            refused = self._unserved(error)
+            if refused is None and not self._may_retry(error):
                 raise
             reason = first_line(error)
         for tensor in (closure_loss, loss):
             tensor.detach_()  # what is left of the autograd graph goes, whoever has the loss
         self._count_as_eager()
-        self._give_up(reason)
+        if refused is None:
+            self._give_up(reason)
         now = now or self._kept(begin.args, gradients=True)
         begin.restore()
         with replaced(self._module, "log", nothing):
-            returned = self.own.training_step(*begin.args)
+            if refused is not None and self._again is not None:
+                (self._statistics.eager, self._statistics.replayed) = self._counted
+                returned = self._again(refused, begin.args, {})
+            else:
+                returned = self.own.training_step(*begin.args)
         fresh = loss_of(returned) / self._trainer.accumulate_grad_batches
         del returned
         now.restore()

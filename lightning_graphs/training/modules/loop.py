@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.host.logs import QuickLog
 from lightning_graphs.training.interception import log_exchanged, replaced
@@ -29,7 +30,7 @@ class ModuleRunner:
         trainer, module = fit.trainer, fit.module
         self._calls = fit.retry.calls
         self._statistics = fit.statistics
-        self._compiled = fit.compiled
+        self._compiled, self._retry = fit.compiled, fit.retry
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients(fit.retry.gradients_held)
@@ -73,6 +74,17 @@ class ModuleRunner:
             with self._compiled.watching():
                 return self._calls.training_step(*args, **kwargs)
         self._graphs.begin(args)
+        if self._graphs.insured and self._graphs.stage.elsewhere is not None:
+            self._graphs.insured -= 1
+            self._retry.insure(args, self._again)
+        return self._stepping(args, kwargs)
+
+    def _again(self, error: ReplayError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step once more, without the graphs that could not serve it."""
+        self._graphs.begin_again(error)
+        return self._stepping(args, kwargs)
+
+    def _stepping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._graphs.stage.stepping = True
         try:
             with self._graphs.watching():

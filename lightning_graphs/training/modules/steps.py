@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.core.callsite import named_at
+from lightning_graphs.core.callsite import add_line, named_at, reached_by_name, with_keyword
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.training.costs.cache import PlanCache
@@ -44,7 +45,8 @@ _ASKING = frozenset({"autograd", "backward", "create_graph"})
 _AGAIN = frozenset({"create_graph", "retain_graph"})
 """Keywords in code that may go through a graph more than once."""
 
-_BYPASSED = "steps run eagerly that call no graphed module"
+_STARTS = frozenset(dir(LightningModule))
+"""Names of methods that Lightning calls."""
 
 
 @dataclass(slots=True)
@@ -83,11 +85,16 @@ class ModuleGraphs:
         reduced = wrapper_of(module.trainer) is not None
         own = OwnCode(module)
         kinds = map(type, [*module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
-        words = OutsideValues(module, own).words_of(kinds)
+        outside = OutsideValues(module, own)
+        words = outside.words_of(kinds)
         asks = not module.automatic_optimization or bool(words & _ASKING)
         # Graphs write gradients of which autograd knows nothing.
         self._watches_requests = direct = not (asks or reduced)
-        self._patience = PATIENCE if words & _AGAIN else 0
+        ran = reached_by_name(_STARTS, outside.codes)
+        # Where a step may go through a graph twice, and what for: it is run again, or waited for.
+        self._again = with_keyword(_AGAIN, ran)
+        left = PATIENCE if self._again.line else 0
+        self._patience, self.insured = (0, left) if fit.retry.repeats else (left, 0)
         self._agreement, self._checks = agreement, CallChecks(agreement)
         made_with = module, own, pool, gradients, self._checks.check, fit.compiled
         self._means = Means(*made_with, direct=direct)
@@ -146,7 +153,8 @@ class ModuleGraphs:
             if stage.missed:  # look for a step that makes such calls
                 self._searches.setdefault(self._last.kind, Search(stage.missed))
             elif self._graphed and self._last.captured and not stage.has_replayed:
-                self._searches.setdefault(self._last.kind, Search(_BYPASSED, FEW))
+                reason = "steps run eagerly that call no graphed module"
+                self._searches.setdefault(self._last.kind, Search(reason, FEW))
         if stage.stale:
             self._forget(stage.stale)
         step = self._step_of(args)
@@ -171,6 +179,15 @@ class ModuleGraphs:
             step.begin()
         for module, forward in self._graphed.items():
             forward.begin(() if step is None else step.sites.get(module, ()))
+
+    def begin_again(self, error: ReplayError) -> None:
+        """Begin a step anew that graphs could not serve: eagerly, and observed."""
+        assert self._last is not None
+        kind, self.insured = self._last.kind, PATIENCE
+        add_line(error, "see", self._again)  # where a backward pass of Lightning's was refused
+        self._forget(f"a step cannot be served: {error.observed}")
+        self._observe(kind)
+        self.stage.has_replayed, self.stage.elsewhere = False, None
 
     def begin_evaluating(self) -> None:
         """Begin a validation step, whose calls without autograd have graphs."""
@@ -324,7 +341,7 @@ class ModuleGraphs:
             self._patience -= 1
             self._fit.statistics.note(
                 "steps run eagerly until one shows which module create_graph=True or "
-                f"retain_graph=True is about, {PATIENCE} steps at most"
+                f"retain_graph=True is about, {PATIENCE} steps at most: {self._again.describe()}"
             )
             return None
         unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.statistics.note)

@@ -280,7 +280,11 @@ class StepCapture(StepBody):
             unread.refuse_read()
             refuse_new_seeds(segments.dropout)
             if recording is not None and self.fit.compiled.runs:
-                raise CaptureError("Compiled code runs eagerly while the host is recorded.")
+                raise CaptureError(  # and once more without: it runs eagerly while that is done
+                    "A capture cannot record what the host computes beside compiled code.",
+                    "the step calls code that torch.compile has made",
+                    "move what is compiled, or what the host computes, out of the step",
+                )
             self._numbers.finish()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.step.body import StepBody
+from tests.training.examined import line
 from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice, prepare
 
 OWN = {"scope": "modules", "on_failure": "eager"}
@@ -75,13 +76,13 @@ class Hooked(Two):
 
 class Retained(Two):
     def rare(self, left: Tensor, right: Tensor) -> None:
-        self.manual_backward(left + right, retain_graph=True)
+        self.manual_backward(left + right, retain_graph=True)  # asks
         self.manual_backward(left)
 
 
 class Penalized(Two):
     def rare(self, left: Tensor, right: Tensor) -> None:
-        found = torch.autograd.grad(left, list(self.left.parameters()), create_graph=True)
+        found = torch.autograd.grad(left, [*self.left.parameters()], create_graph=True)  # asks
         self.manual_backward(left + right + sum(g.square().sum() for g in found))
 
 
@@ -134,6 +135,51 @@ class HelpedPenalty(Net):
         return loss if batch_idx % 4 != 3 else loss + penalty_on(loss, self.net)
 
 
+class LazySlope(Net):
+    """A slope, beside what a step draws, logs, counts and stores."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"]
+        self.seen = getattr(self, "seen", 0) + 1
+        logits = self.net(x + torch.randn_like(x))
+        loss = nn.functional.cross_entropy(logits.float(), batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("seen", float(self.seen))
+        if batch_idx % 6 == 5:
+            weight = self.net[0].weight
+            (slope,) = torch.autograd.grad(logits.sum(), weight, create_graph=True)
+            loss = loss + slope.square().mean()
+        return loss
+
+
+class LazyRetained(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx % 6 == 5:
+            found = torch.autograd.grad(loss, list(self.net.parameters()), retain_graph=True)
+            self.log("norm", torch.stack([g.norm() for g in found]).sum())
+        return loss
+
+
+class NeverCalled(Net):
+    def penalty(self, loss: Tensor) -> Any:
+        return torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+
+
+class NeverInherited(NeverCalled):
+    pass
+
+
+class NeverTaken(Net):
+    weight = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if self.weight > 0:
+            loss = loss + self.weight * penalty_on(loss, self.net)
+        return loss
+
+
 class Unforeseen(Net):
     """Asks for gradients in words that are not in its code."""
 
@@ -180,8 +226,6 @@ def test_gradients_of_some_parameters_in_some_steps(
     [
         (Retained, "more than one backward pass through it", "left"),
         (Penalized, "is differentiated twice", "left"),
-        (LazyPenalty, "is differentiated twice", "net"),
-        (HelpedPenalty, "is differentiated twice", "net"),
     ],
 )
 def test_code_that_may_go_through_a_graph_twice_shows_where_first(
@@ -190,8 +234,59 @@ def test_code_that_may_go_through_a_graph_twice_shows_where_first(
     _, captured = trained(backend, tmp_path, module)
     notes = captured.statistics.fallbacks
     assert notes[0].startswith("steps run eagerly until one shows which module")
+    assert f"test_backward.py:{line(module.rare, 'asks')} in rare" in notes[0]
     assert f"`{left_out}` is not graphed: it" in notes[1]
     assert reason in notes[1]
+
+
+@SAYS
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (LazyPenalty, "is differentiated twice"),
+        (HelpedPenalty, "is differentiated twice"),
+        (LazySlope, "is differentiated twice"),
+        (LazyRetained, "more than one backward pass through it"),
+    ],
+)
+def test_a_step_that_graphs_cannot_serve_is_run_again_eagerly(
+    backend: str, tmp_path: Path, module: type[Net], reason: str
+) -> None:
+    """Its draws, logs, buffers and attributes are those of one run."""
+    _, captured = trained(backend, tmp_path, module, {**OWN, "min_repeats": 0, "warmup_steps": 1})
+    statistics = captured.statistics
+    assert any(
+        f"`net` is not graphed: it {reason}" in r or reason in r for r in statistics.fallbacks
+    )
+    assert not any("until one shows" in r for r in statistics.fallbacks)
+    assert statistics.replayed + statistics.eager == 32
+    (again,) = (r for r in statistics.recaptures if r.startswith("a step cannot be served"))
+    assert re.search(r"of `net`, .*\.py:\d+ in \w+: ", again)
+
+
+@pytest.mark.parametrize("module", [NeverCalled, NeverTaken, NeverInherited])
+def test_words_in_code_that_does_not_run_cost_nothing(
+    backend: str, tmp_path: Path, module: type[Net]
+) -> None:
+    _, captured = trained(backend, tmp_path, module)
+    assert captured.statistics.fallbacks == []
+    assert captured.statistics.replayed >= 26
+
+
+@SAYS
+def test_words_that_nothing_names_cost_nothing_in_manual_optimization(
+    backend: str, tmp_path: Path
+) -> None:
+    class Unnamed(Two):
+        def rare(self, left: Tensor, right: Tensor) -> None:
+            self.manual_backward(left + right)
+
+        def penalty(self, left: Tensor) -> Any:
+            return torch.autograd.grad(left, list(self.parameters()), create_graph=True)
+
+    _, captured = trained(backend, tmp_path, Unnamed)
+    assert captured.statistics.fallbacks == []
+    assert captured.statistics.replayed >= 26
 
 
 @SAYS
