@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,11 @@ def raise_mishap() -> None:
 
 
 class Trip:
-    """Does something at one call of many; counts outside of what a capture looks at."""
+    """Does something at one call of many; all outside of what a capture looks at."""
 
     def __init__(self, at: int, action: Callable[[], object]) -> None:
         self.at = at
-        self.action = action
+        self._action = ContextVar("action", default=action)
         self._counted = Hidden()
         self._counted["calls"] = 0
 
@@ -46,7 +47,7 @@ class Trip:
     def call(self) -> None:
         self._counted["calls"] += 1
         if self.calls == self.at:
-            self.action()
+            self._action.get()()
 
 
 class Tripwire(nn.Module):

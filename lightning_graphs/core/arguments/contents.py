@@ -27,7 +27,6 @@ from lightning_graphs.core.arguments.values import (
     slots_of,
     walk,
 )
-from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.private.torch import tables_of
 from lightning_graphs.errors import CaptureError
 
@@ -77,10 +76,6 @@ class Contents:
             if is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
-            elif isinstance(value, FunctionType) and not is_library(value.__code__.co_filename):
-                cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-                for key, cell in cells:
-                    self.add_place(f"{name}.{key}", cell, "cell_contents")
         elif is_small_array(value):
             self._containers.append((name, value, value, value.copy()))
 
