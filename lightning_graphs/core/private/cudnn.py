@@ -190,10 +190,10 @@ class DropoutCapture:
 
 
 def _draws(args: Sequence[Any]) -> bool:
-    """Whether a recurrent layer's call draws dropout on a GPU.
+    """Whether a recurrent layer's call lets cuDNN draw dropout.
 
     It is given ``(input, hidden, weights, bias, layers, dropout, train, ...)``, or the sizes of a
     packed batch ahead of the hidden state.
     """
     at = 5 if isinstance(args[2], list) else 6
-    return args[0].is_cuda and args[at] > 0 and bool(args[at + 1])
+    return args[at] > 0 and args[at + 1] and torch.backends.cudnn.is_acceptable(args[0])
