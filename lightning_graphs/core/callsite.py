@@ -56,8 +56,9 @@ def shown(file: str) -> str:
 
 def package_of(file: str) -> str:
     """The installed package that a file is a part of; empty for the user's own."""
-    _, found, path = os.path.normpath(file).replace(os.sep, "/").rpartition("-packages/")
-    return path.partition("/")[0].removesuffix(".py") if found else ""
+    path = os.path.normpath(file).replace(os.sep, "/")
+    found = re.search(r".*/(?:site|dist)-packages/([^/]+)", path)
+    return found[1].removesuffix(".py") if found else ""
 
 
 @dataclass(frozen=True, slots=True)

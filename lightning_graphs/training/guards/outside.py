@@ -101,7 +101,7 @@ class OutsideValues:
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code not in self._known:
             self._read(frame.f_code, frame.f_globals)
-        elif event == "c_call" and (name := clock_named(argument)) and self._own.follows(frame):
+        elif event == "c_call" and (name := clock_named(argument)) and self._own.runs_in(frame):
             self.on_clock(name)
 
     def _read(self, code: CodeType, table: dict[str, Any]) -> None:

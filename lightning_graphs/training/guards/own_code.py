@@ -105,10 +105,9 @@ class OwnCode:
             return name == "__main__"
         return self.has(file, name)
 
-    def follows(self, frame: FrameType) -> bool:
-        """Whether a frame runs code of the author, or of a package as :meth:`has_installed`."""
-        name: str = frame.f_globals.get("__name__", "")
-        return self.has(frame.f_code.co_filename, name) or self.has_installed(name)
+    def runs_in(self, frame: FrameType) -> bool:
+        """Whether a frame runs the author's code."""
+        return self.has(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
 
     def _judge_installed(self, name: str) -> bool:
         file = getattr(sys.modules.get(name), "__file__", None)

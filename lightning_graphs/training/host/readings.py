@@ -81,15 +81,15 @@ class Readings:
 def clocks_exchanged(own: OwnCode, read: Read) -> Iterator[None]:
     """Let something else stand for clocks in this thread, where the author's code reads them.
 
-    So it is for code of packages, other than those that each step goes through. Compiled code must
-    see none of it.
+    Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
+    must see none of it.
     """
     thread = threading.get_ident()
 
     def exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any) -> Any:
-            follows = threading.get_ident() == thread and own.follows(sys._getframe(1))
+            follows = threading.get_ident() == thread and own.runs_in(sys._getframe(1))
             return read(f"time.{name}", partial(function, *args)) if follows else function(*args)
 
         vars(call)[FOR_A_WHILE] = True
@@ -108,7 +108,6 @@ def clocks_exchanged(own: OwnCode, read: Read) -> Iterator[None]:
 
 
 def _modules(own: OwnCode) -> list[ModuleType]:
-    """Those that the author's code, or a package's, is from."""
-    names = [n for n in list(sys.modules) if own.has_module(n) or own.has_installed(n)]
-    found = map(sys.modules.get, names)
+    """Those that the author's code is from."""
+    found = map(sys.modules.get, filter(own.has_module, list(sys.modules)))
     return [module for module in found if isinstance(module, ModuleType)]

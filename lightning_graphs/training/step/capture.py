@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
-from lightning_graphs.core.callsite import NO_LINE, add_line, definition_of
+from lightning_graphs.core.callsite import NO_LINE, add_line, calls_observed, definition_of
 from lightning_graphs.core.graph import CUDAGraph, GraphPool
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
@@ -103,6 +103,7 @@ class StepCapture(StepBody):
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
+    @calls_observed
     def capture(
         self,
         batch: Any,

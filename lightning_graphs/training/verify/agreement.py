@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -45,7 +46,7 @@ class BothWays:
     eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
     replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
     keep: Callable[[], Kept]  # copies the state from which both start
-    written: WrittenMemory  # what both write beside that, where it is known already
+    written: WrittenMemory | None = None  # what both write beside that; None for nothing
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
 
 
@@ -84,7 +85,10 @@ class Agreement:
         try:
             kept = self.ranks.together(ways.keep)
             try:
-                ways.written.keep_with(kept, ways.eager, ways.spare, self._run)
+                # FSDP2 frees and fills all parameters anew
+                if ways.written is not None and not self.ranks.whole_steps_only:
+                    shown = partial(self._unreduced, ways.eager)
+                    ways.written.keep_with(kept, shown, ways.spare, self._run)
                 self._require(ways, kept, tolerance or self._tolerance)
             finally:
                 kept.restore()
@@ -96,6 +100,12 @@ class Agreement:
         finally:
             if self.root.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the eager run and the copy of the state
+
+    def _unreduced(self, way: Callable[[], object]) -> None:
+        """Run it without a reduction over ranks, which would write all of DDP's buckets."""
+        ddp = self.ranks.ddp
+        with nullcontext() if ddp is None else ddp.no_sync():
+            way()
 
     def _run(self, way: Callable[[], _Computed]) -> _Computed:
         return self.ranks.together(way, exchanges=True)

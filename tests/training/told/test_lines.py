@@ -188,7 +188,8 @@ def test_options_that_a_user_has_are_offered_for_code_of_a_package() -> None:
     where = "read at /lib/site-packages/foreign/a.py:3 in f (of the installed package foreign): x"
     assert package_of("/lib/site-packages/foreign/a.py") == "foreign"
     assert package_of("/lib/dist-packages/foreign.py") == "foreign"
-    assert package_of("/home/me/project/a.py") == ""
+    for own in ("/home/me/project/a.py", "/home/me/my-packages/a.py", "<stdin>"):
+        assert package_of(own) == ""
     option = CaptureError("A rule.", where, "train in bfloat16 (precision='bf16-true')")
     code = CaptureError("A rule.", where, "write torch.where")
     assert str(option).endswith("(precision='bf16-true')")
