@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
-from lightning_graphs.core.autograd.nodes import nodes_behind
+from lightning_graphs.core.autograd.nodes import leaf_of, nodes_behind
 from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
@@ -77,6 +77,8 @@ class ObservedCall:
     nodes: tuple[int, int] | None = None
     # Arguments, by index, with a gradient of several uses inside of the call and of others outside
     used_elsewhere: set[int] = field(default_factory=set)
+    # The gradient of one of its parameters is a sum of uses in it and of others outside
+    shares_parameters: bool = False
     draws: bool = False  # it has drawn random numbers on a GPU
     shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
     # Such an operator ran before it in the step: its arguments may have any shape in the next one.
@@ -92,6 +94,11 @@ class ObservedCall:
     def work(self) -> float:
         """How many nodes autograd has recorded for it; without end where it recorded none."""
         return self.nodes[1] - self.nodes[0] if self.nodes is not None else float("inf")
+
+    def made(self, nodes: Sequence[Node]) -> int:
+        """How many of these nodes autograd has recorded for it."""
+        start, end = self.nodes or (0, 0)
+        return sum(recorded_before(n, end) and not recorded_before(n, start) for n in nodes)
 
     def key(self) -> Hashable:
         """What tells this call from another one of its module."""
@@ -266,18 +273,19 @@ class StepObserver:
     def look_behind(self, loss: Any) -> None:
         """Ahead of a backward pass, see which arguments are used in their call and elsewhere."""
         users: dict[tuple[Node, int], list[Node]] = {edge: [] for edge in self._users}
-        for node in nodes_behind(leaves_of(loss, Tensor)) if users else ():
+        leaves: dict[Tensor, list[Node]] = {}
+        for node in nodes_behind(leaves_of(loss, Tensor)):
             for edge in node.next_functions:
                 if edge in users:
                     users[edge].append(node)
+                if edge[0] is not None and (found := leaf_of(edge[0])) is not None:
+                    leaves.setdefault(found, []).append(node)
+        for call in self.observation.calls if leaves else ():
+            used = [leaves.get(parameter, ()) for parameter in call.module.parameters()]
+            call.shares_parameters |= any(0 < call.made(nodes) < len(nodes) for nodes in used)
         for edge, calls in self._users.items():
             for call, leaf in calls:
-                start, end = call.nodes or (0, 0)
-                inside = sum(
-                    recorded_before(node, end) and not recorded_before(node, start)
-                    for node in users[edge]
-                )
-                if 1 < inside < len(users[edge]):
+                if 1 < call.made(users[edge]) < len(users[edge]):
                     call.used_elsewhere.add(leaf)
 
     def _find_sources(self, call: ObservedCall) -> None:

@@ -50,6 +50,8 @@ class Means:
     # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
     # gradients of some parameters only, autograd must know of them.
     direct: bool = True
+    # Gradients of earlier steps are added to: autograd adds the sum of all uses of a parameter.
+    adds: bool = False
 
 
 def capture_step(
@@ -149,7 +151,8 @@ class _Capture:
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
-        direct = means.direct and not hooked and not call.partial
+        summed = means.adds and call.shares_parameters
+        direct = means.direct and not (hooked or summed or call.partial)
         here = CaptureSettings(means.pool, order, direct, True, gradients=means.gradients)
 
         with self._explained():

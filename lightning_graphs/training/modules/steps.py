@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_graphs.core.callsite import add_line, named_at, reached_by_name, with_keyword
@@ -68,6 +69,15 @@ class Search:
     left: int = PATIENCE  # how many steps are observed yet; 0 once nothing came of it
 
 
+def _adds_gradients(module: LightningModule) -> bool:
+    """Whether gradients of earlier steps may be added to, as far as is known before the fit."""
+    trainer = module.trainer
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = (isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+    own = type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
+    return own or trainer.accumulate_grad_batches > 1 or any(schedules)
+
+
 class ModuleGraphs:
     """Observes, captures and replays the calls of chosen submodules, step by step."""
 
@@ -97,7 +107,7 @@ class ModuleGraphs:
         self._patience, self.insured = (0, left) if fit.retry.repeats else (left, 0)
         self._agreement, self._checks = agreement, CallChecks(agreement)
         made_with = module, own, pool, gradients, self._checks.check, fit.compiled
-        self._means = Means(*made_with, direct=direct)
+        self._means = Means(*made_with, direct=direct, adds=_adds_gradients(module))
         # What decides over the calls while a step runs.
         self.stage = Stage(fit, replace(self._means, pool=apart))
         self._fit = fit
