@@ -22,6 +22,16 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+Owing = list[tuple[Tensor, Tensor]]
+"""Tensors that were handed out, and the gradient of each, which a graph computes."""
+
+
+def gradients_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Number and gradient of those that keep theirs: leaves of autograd, or ``retain_grad()``."""
+    keeping = ((i, t) for i, t in enumerate(tensors) if t.is_leaf or t.retains_grad)
+    return [(i, t.grad) for i, t in keeping if t.grad is not None]
+
+
 def tensors_returned(value: Any) -> list[Tensor]:
     """The tensors in what a call returns, which a replay returns anew; other objects it cannot."""
     leaves: list[tuple[str, Any]] = []
@@ -64,6 +74,7 @@ class OutputPlan:
         # With the autograd graph behind them
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
+        self._gradients: list[tuple[int, Tensor]] = []  # of outputs that keep theirs, by index
         own = set(map(storage_address, state)) - {0}
         # Those that are handed out without a copy
         self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
@@ -79,6 +90,8 @@ class OutputPlan:
 
     def finish_capture(self) -> None:
         """Let go of the captured autograd graph."""
+        found = gradients_of(self.requiring_grad)
+        self._gradients = [(self.differentiable_indices[i], gradient) for i, gradient in found]
         self.requiring_grad = []
 
     def lend(self, index: int) -> LentMemory:
@@ -97,9 +110,17 @@ class OutputPlan:
     def is_kept(self) -> bool:
         return any(lent.is_kept for lent in self._lent.values())
 
-    def give_away(self) -> Any:
+    def give_away(self, owing: Owing) -> Any:
         """The return value of a call after which there is no replay: without copies."""
-        return self._build([tensor.detach() for tensor in self.tensors])
+        return self._built([tensor.detach() for tensor in self.tensors], owing)
+
+    def copies(self, owing: Owing) -> Any:
+        """The return value of a call, and what is still to be the gradient of a tensor in it."""
+        return self._built(self._take(range(len(self.tensors))), owing)
+
+    def _built(self, found: list[Tensor], owing: Owing) -> Any:
+        owing += [(found[i], gradient) for i, gradient in self._gradients]
+        return self._build(found)
 
     def _take(self, indices: Sequence[int]) -> list[Tensor]:
         tensors, itself = self.tensors, self._itself

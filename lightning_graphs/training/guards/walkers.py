@@ -155,6 +155,12 @@ class LooseTensors:
         return {n: t for (n, t), then, now in triples if then != now or n in self._buffers}
 
 
+def leaves_in(module: nn.Module) -> list[Any]:
+    """Tensors in attributes that are no parameters, and get gradients as these do."""
+    loose = LooseTensors(module, held_in(module)).tensors
+    return [t for t in loose if t.requires_grad and t.is_leaf]
+
+
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Label and tensor of what is directly in a value."""
     if isinstance(value, Tensor):

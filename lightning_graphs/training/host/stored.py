@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import StaticInputs, storage_address
+from lightning_graphs.core.arguments.outputs import Owing, gradients_of
 from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import Absence, attributes_of, is_plain
@@ -217,6 +218,9 @@ class CapturedStores:
         self._written: list[tuple[Tensor, int]] = []
         self._looked: list[Any] | None = None
         self._raw: list[Tensor] = []
+        # What is stored as a copy, with its history; and the gradients of those that keep theirs
+        self._copied: list[Tensor] = []
+        self._gradients: list[tuple[int, Tensor]] = []
 
     # ------------------------------------------------------------------ while it is captured
 
@@ -297,8 +301,13 @@ class CapturedStores:
             elif not is_plain(leaf):
                 raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
         self._parameters = [isinstance(leaf, Parameter) for leaf in sources["copy"]]
+        self._copied = sources["copy"]
         self._sources = {kind: [leaf.detach() for leaf in sources[kind]] for kind in sources}
         self._outgoing = [(place, _detached(value)) for place, value in self._outgoing]
+
+    def finish_capture(self) -> None:
+        """Let go of the captured autograd graph, but for gradients."""
+        self._gradients, self._copied = gradients_of(self._copied), []
 
     # ------------------------------------------------------------------ around a replay
 
@@ -327,8 +336,8 @@ class CapturedStores:
     def written(self) -> dict[str, Tensor]:
         return {f"of a place {i}": self._raw[i] for _, i in self._written}
 
-    def store(self) -> None:
-        """After a replay: store what the code stores."""
+    def store(self, owing: Owing) -> None:
+        """After a replay: store what the code stores; some of it still gets its gradient."""
         self.write_back()
         if not self._outgoing:
             return
@@ -337,6 +346,7 @@ class CapturedStores:
             Parameter(copy) if is_parameter else copy
             for copy, is_parameter in zip(copies, self._parameters, strict=True)
         ]
+        owing += [(copies[i], gradient) for i, gradient in self._gradients]
         for place, value in [*self._built(copies)]:  # numbers follow from those of before
             if isinstance(place, Growing):
                 place.now().extend(value)

@@ -50,7 +50,7 @@ from lightning_graphs.training.guards.side_effects import (
     code_captured,
     effects_refused,
 )
-from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
+from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in, leaves_in
 from lightning_graphs.training.host.draws import draws_recorded, draws_refused
 from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.training.host.live_numbers import StepNumbers
@@ -58,6 +58,7 @@ from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import LeftBehindError
 from lightning_graphs.training.host.readings import Readings, clocks_exchanged
 from lightning_graphs.training.host.stored import CapturedStores, PlaceUsedError
+from lightning_graphs.training.step.asked import BatchGradients
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.gradients import (
     GradientTargets,
@@ -239,7 +240,7 @@ class StepCapture(StepBody):
         try:
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
-            versions = list(map(version_of, inputs.tensors))
+            versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
             if self._learned.has_host_half and not self.fit.compiled.runs:
                 copies, room = self._copies(tensors), self._room_on_device
                 recording = HostRecording(self.module.device, inputs.tensors, copies, room)
@@ -253,7 +254,10 @@ class StepCapture(StepBody):
             ddp = wrapper_of(self.trainer)
             targets = GradientTargets(
                 self.optimizer,
-                [p for p in self.module.parameters() if p.requires_grad],
+                [
+                    *(p for p in self.module.parameters() if p.requires_grad),
+                    *leaves_in(self.module),
+                ],
                 self.persistent,
                 phase,
                 self.observers,
@@ -289,10 +293,7 @@ class StepCapture(StepBody):
             self._numbers.finish()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
-            # A step may ask for gradients of its batch, and has made that of static inputs
-            for static, given in zip(inputs.tensors, tensors, strict=True):
-                static.detach_().requires_grad_(given.requires_grad)
-                static.grad = None
+            asked.finish_capture()
         except BaseException:  # KeyboardInterrupt and the like, too
             segments.abandon()
             if self._units is not None:
@@ -305,10 +306,13 @@ class StepCapture(StepBody):
             stores = {name: places.without_numbers(found) for name, found in stores.items()}
         outside.read_into(self._learned.reads)
         output.finish_capture()
+        if places is not None:
+            places.finish_capture()
         numbers = self.capturable, *self._numbers.on_device.values()
         return StepPlan(
             inputs=inputs,
             writes_batch=written,
+            asked=asked,
             outputs=output,
             logs=recorder,
             gradients=gradients,

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.arguments.buffers import StaticInputs
-from lightning_graphs.core.arguments.outputs import OutputPlan
+from lightning_graphs.core.arguments.outputs import OutputPlan, Owing
 from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.graphed import Stores, set_again
 from lightning_graphs.core.host.half import HostHalf
 from lightning_graphs.core.private.cudnn import CapturedDropout
+from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.readings import Readings
 from lightning_graphs.training.host.stored import CapturedStores
 from lightning_graphs.training.statistics import conditions_of
+from lightning_graphs.training.step.asked import BatchGradients
 from lightning_graphs.training.step.gradients import AttachedGradients
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 
@@ -51,7 +53,10 @@ class StepPlan:
     # What it writes beside parameters and buffers, by name
     written: dict[str, Tensor] = field(default_factory=dict)
     writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
-    batch: Sequence[Tensor] = ()  # of the coming replay, where it does
+    asked: BatchGradients | None = None  # which gradients of its batch it asks for
+    batch: Sequence[Tensor] = ()  # of the coming replay, where it does any of this
+    # Tensors of the present replay, and what is their gradient after its backward pass
+    owing: Owing = field(default_factory=list)
     # Attributes that each of its graphs sets, by the graph's name in a capture
     stores: dict[str, Stores] = field(default_factory=dict)
     # What it finds in places where it stores something, and leaves there; or None
@@ -81,12 +86,14 @@ class StepPlan:
 
         False: the code would go another way than the graphs.
         """
+        if self.asked and not self.asked.take(batch):
+            return False
         if self.places is not None and not self.places.take():
             return False
         if self.host is not None and not self.host.run(partial(self.copies, batch)):
             return False
         self.inputs.copy_in(batch)
-        if self.writes_batch:
+        if self.writes_batch or self.asked:
             self.batch = batch
         return True
 
@@ -117,17 +124,20 @@ class StepPlan:
         if self.clocks is not None:
             self.clocks.end()
         self.logs.reissue()
+        self.owing.clear()
         if self.places is not None:
-            self.places.store()
-        if self.writes_batch:
+            self.places.store(self.owing)
+        if self.batch:
             self._write_batch()
-        return self.outputs.hand_out() if copies else self.outputs.give_away()
+        return self.outputs.copies(self.owing) if copies else self.outputs.give_away(self.owing)
 
     @torch.no_grad()
     def _write_batch(self) -> None:
-        for i in self.writes_batch if self.batch else ():
-            self.batch[i].copy_(self.inputs.tensors[i])
-        self.batch = ()
+        batch, self.batch = self.batch, ()
+        for i in self.writes_batch:
+            batch[i].copy_(self.inputs.tensors[i])
+        if self.asked:
+            self.asked.hand_out(batch, self.owing)
 
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""
@@ -136,9 +146,22 @@ class StepPlan:
         self.outside.adopt()
 
     def attach(self, *, attached: bool = False) -> None:
-        """Make ``.grad`` of every parameter what it is after the backward pass."""
+        """Make ``.grad`` of everything what it is after the backward pass."""
         self.gradients.attach(zeroed=not self.adds, attached=attached)
         self.outside.attach()
+        if self.owing:
+            self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Let tensors that were handed out have their gradients."""
+        copies = clone_all([gradient for _, gradient in self.owing])
+        for (tensor, _), gradient in zip(self.owing, copies, strict=True):
+            if tensor.grad is None:
+                tensor.grad = gradient
+            else:
+                tensor.grad.copy_(gradient)
+        self.owing.clear()
 
 
 def without_values(signature: Signature) -> Hashable:

@@ -120,6 +120,7 @@ class StepState:
         optimizer: Optimizer,
         loose: Mapping[str, Tensor],  # other tensors that the step writes, by name
         held: Sequence[Tensor] = (),  # and such as it may write unseen
+        others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
     ) -> None:
         self._optimizer = optimizer
         self._module = module
@@ -128,6 +129,9 @@ class StepState:
         self._held = held
         self._scaler = scaler_of(trainer.precision_plugin)
         self._parameters = _named_parameters(module, optimizer)
+        known = set(self._parameters.values())
+        further = [tensor for tensor in others if tensor not in known]
+        self._parameters |= {f"tensor {i} with a gradient": t for i, t in enumerate(further)}
 
     def keep(self, room: Callable[[int], int], *others: Callable[[], object]) -> Kept:
         """A copy of it, and of others, as they are now; see :class:`Kept`."""

@@ -43,9 +43,9 @@ class Verification(StepBody):
         self._places = places
         self._agreement = agreement
 
-    def _state(self, written: dict[str, Tensor]) -> StepState:
+    def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> StepState:
         held = LooseTensors(self.module, held_in(self.module)).small
-        return StepState(self.trainer, self.module, self.optimizer, written, held)
+        return StepState(self.trainer, self.module, self.optimizer, written, held, others)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """With rates on the device: kernels round others otherwise."""
@@ -60,7 +60,7 @@ class Verification(StepBody):
         plan.rewind_host()
         for name in plan.stores:  # another step may have set them otherwise
             plan.store(name)
-        state, budget = self._state(plan.loose), self._agreement.budget
+        state, budget = self._state(plan.loose, plan.outside.parameters), self._agreement.budget
 
         def keep() -> Kept:
             others = () if plan.host is None else (plan.host.restore,)

@@ -1,0 +1,212 @@
+"""Gradients of tensors that are no parameters: activations, inputs, tensors in attributes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.training.fits import FullTrace, Net, Trace, batches, compare, fit_twice
+
+
+def _sum(tensor: Tensor | None) -> float | None:
+    return None if tensor is None else float(tensor.detach().double().sum())
+
+
+class Seeing(Net):
+    """Writes down gradients in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float | None] = []
+        self.start()
+
+    def start(self) -> None:
+        """What there is besides the network."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """An activation that keeps its gradient."""
+        found: Tensor = self.net[0](x)
+        found.retain_grad()
+        return found
+
+    def rest(self, hidden: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.net[1:](hidden), batch["y"])
+
+    def see(self, *tensors: Tensor) -> None:
+        self.seen += [_sum(tensor.grad) for tensor in tensors]
+
+
+class Saliency(Seeing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.h = self.hidden(batch["x"])
+        return self.rest(self.h, batch)
+
+    def on_after_backward(self) -> None:
+        self.see(self.h)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.see(self.h)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if hasattr(self, "h"):
+            self.see(self.h)
+
+
+class Returned(Seeing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.hidden(batch["x"])
+        return {"loss": self.rest(hidden, batch), "h": hidden}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(outputs["h"])
+
+
+class InADict(Seeing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.hidden(batch["x"])
+        loss = self.rest(hidden, batch)
+        loss.retain_grad()
+        self.acts = {"h": hidden, "loss": loss}
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(*self.acts.values())
+
+
+class InAList(Seeing):
+    def start(self) -> None:
+        self.acts: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.hidden(batch["x"])
+        self.acts.append(hidden)
+        return self.rest(hidden, batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(*self.acts)
+        self.acts.clear()
+
+
+class OfHooks(Seeing):
+    """As Grad-CAM stores activations and gradients."""
+
+    def start(self) -> None:
+        self.net[0].register_forward_hook(self.keep)
+        self.net[4].register_full_backward_hook(self.keep_gradient)
+
+    def keep(self, _: Any, __: Any, output: Tensor) -> None:
+        output.retain_grad()
+        self.activation = output
+
+    def keep_gradient(self, _: Any, __: Any, gradients: Any) -> None:
+        self.gradient = gradients[0].detach()
+
+    def on_after_backward(self) -> None:
+        self.see(self.activation)
+        self.seen.append(_sum(self.gradient))
+
+
+class OfTheBatch(Seeing):
+    """Gradients of inputs; lists of batches come again, with the gradients that they have."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch["x"].requires_grad_()
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(batch["x"])
+        self.seen.append(float(batch["x"].requires_grad))
+
+
+class Zeroed(OfTheBatch):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch["x"].grad = None
+        return super().training_step(batch, batch_idx)
+
+
+class OfACopy(Seeing):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.x = batch["x"].clone().requires_grad_()
+        return self.loss({**batch, "x": self.x})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(self.x)
+
+
+class OfAnAttribute(Seeing):
+    """A tensor that is no parameter; nobody zeroes its gradient, but for every fourth step."""
+
+    def start(self) -> None:
+        self.token = torch.zeros(8, requires_grad=True)
+
+    def on_fit_start(self) -> None:
+        self.token = self.token.detach().to(self.device).requires_grad_()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": batch["x"] + self.token})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(self.token)
+        if batch_idx % 4 == 3:
+            self.token.grad = None
+
+
+class OfTheStepBefore(Saliency):
+    """Keeps one activation of the step before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.old = getattr(self, "h", None)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(*[h for h in (self.h, self.old) if h is not None])
+
+
+class OfArguments(Seeing):
+    """Of what a submodule is given, and returns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.x = batch["x"].clone().requires_grad_()
+        self.logits = self.net(self.x)
+        self.logits.retain_grad()
+        return nn.functional.cross_entropy(self.logits, batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.see(self.x, self.logits)
+
+
+KINDS = [
+    Saliency, Returned, InADict, InAList, OfHooks, OfTheBatch, Zeroed, OfACopy, OfAnAttribute,
+    OfTheStepBefore, OfArguments,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("trace", [Trace, FullTrace])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_other_tensors_are_there(
+    backend: str, tmp_path: Path, kind: type[Seeing], trace: type[Trace], window: int, scope: str
+) -> None:
+    eager, captured = fit_twice(
+        backend,
+        tmp_path,
+        module=kind,
+        trace=trace,
+        data=lambda: batches(8),
+        max_epochs=3,
+        validation=0,
+        accumulate_grad_batches=window,
+        capture={"scope": scope, "on_failure": "eager"},
+    )
+    compare(eager, captured, replayed=False)
+    # What a hook of the backward pass stores is refused where others look ahead of that pass
+    is_refused = (kind, trace, scope) == (OfHooks, FullTrace, "step")
+    assert is_refused or captured.statistics.replayed > 5
+    assert captured.module.seen == eager.module.seen
+    assert any(eager.module.seen)
