@@ -53,7 +53,7 @@ def _one_more(settings: Settings) -> None:
     ("change", "message"),
     [
         (_other_scale, r"args\[1\]\.scale: 2\.0 -> 3\.0"),
-        (_other_mask, r"args\[1\]\.mask: Tensor at 0x\w+ -> Tensor at"),
+        (_other_mask, r"args\[1\]\.mask: another Tensor float32\[2\]"),
         (_other_shift, r"args\[1\]\.inner\.shift\[0\]: 1\.0 -> 4\.0"),
         (_one_more, r"args\[1\]\.more: absent -> 1"),
     ],

@@ -20,7 +20,9 @@ from lightning_graphs.core.arguments.values import (
     HeldValues,
     Identity,
     exact,
+    in_words,
     is_object,
+    is_plain,
     is_small_array,
     values_of_class,
 )
@@ -90,7 +92,7 @@ class Inside(NamedTuple):
         old, new = dict(self.values), dict(other.values)
         absent = Absence.ABSENT
         pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
-        return [f"{key}: {a!r} -> {b!r}" for key, (a, b) in pairs.items() if a != b]
+        return [f"{key}: {in_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,10 @@ class Constant:
     def of(cls, value: Any) -> Constant:
         # While modules are watched, their classes are exchanged.
         kind = nn.Module if isinstance(value, nn.Module) else type(value)
-        return cls(kind, as_hashable(value), reprlib.repr(value))
+        text = reprlib.repr(value)
+        if text.startswith("<") and not is_plain(value):  # with an address
+            text = kind.__qualname__
+        return cls(kind, as_hashable(value), text)
 
     def matches(self, value: Any) -> bool:
         if isinstance(self.key, Identity):

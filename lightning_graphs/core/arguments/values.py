@@ -11,8 +11,12 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from functools import lru_cache, partial
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -22,6 +26,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import torch
 from torch import nn
@@ -30,6 +35,12 @@ from torch.utils.data import DataLoader
 from lightning_graphs.core.arguments.functions import brought_along
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_WRITTEN = frozenset(
+    {slice, range, Fraction, Decimal, UUID, date, datetime, timedelta, timezone}
+    | {PosixPath, PurePosixPath, WindowsPath, PureWindowsPath}
+)
+"""Types of values that nothing changes, and that are equal where they are written the same."""
+
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
 _LIBRARIES = frozenset(
@@ -63,10 +74,18 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
 
 
+def in_words(before: Any, now: Any) -> str:
+    """How a value has changed that is written so."""
+    a, b = repr(before), repr(now)
+    return f"another {b}" if a == b else f"{a} -> {b}"
+
+
 def exact(value: Any) -> Hashable:
     """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
     if isinstance(value, float):
         return value.hex()
+    if type(value) in _WRITTEN:
+        return repr(value)
     hash(value)  # or TypeError
     key: Hashable = value
     return key
@@ -369,7 +388,7 @@ class HeldValues:
         return True
 
     def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
-        if is_plain(value):
+        if is_plain(value) or type(value) in _WRITTEN:
             self._values.append((name, _plain(value)))
             return
         if id(value) in self._seen:
@@ -387,12 +406,12 @@ class HeldValues:
             self._values.append((name, Identity(value)))
             self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
             return
-        if isinstance(value, (MethodType, partial)):
+        if isinstance(value, (MethodType, partial)) and depth > 0:
             # Each look at a method in its object makes another one.
-            self._values.append((name, Identity(getattr(value, "__func__", value))))
+            self._values.append((name, Identity(getattr(value, "__func__", type(value)))))
             of_partial = ("func", "args", "keywords")
             keys = ("__self__",) if isinstance(value, MethodType) else of_partial
-            for key in keys if depth > 0 else ():
+            for key in keys:
                 self._describe(f"{name}.{key}", getattr(value, key), depth - 1, most)
             return
         table = attributes_of(value) if is_object(value) else value
@@ -440,7 +459,10 @@ class Identity:
         self._count = count
         self._hash = hash((id(value), count))
         named = isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
-        self._name = value.__name__ if named else f"{type(value).__qualname__} at {id(value):#x}"
+        self._name = value.__name__ if named else type(value).__qualname__
+        if isinstance(value, torch.Tensor):
+            shape = "x".join(map(str, value.shape)) or "scalar"
+            self._name += f" {str(value.dtype).removeprefix('torch.')}[{shape}]"
 
     def matches(self, value: Any) -> bool:
         return value is not None and value is self._object()

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_graphs.core.arguments.values import in_words
+
 Values = tuple[tuple[str, Any], ...]
 
 
@@ -13,7 +15,7 @@ def moved_values(before: Values, now: Values) -> list[str]:
     """What changed among named values, a line each; two of them may have one name."""
     gone = dict((Counter(before) - Counter(now)).keys())
     new = Counter(now) - Counter(before)
-    return [f"{name}: {gone[name]!r} -> {value!r}" for name, value in new if name in gone]
+    return [f"{name}: {in_words(gone[name], value)}" for name, value in new if name in gone]
 
 
 @dataclass(frozen=True, slots=True)

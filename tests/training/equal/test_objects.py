@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import re
 from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -366,3 +370,52 @@ def test_an_object_that_changes_within_the_step(backend: str, tmp_path: Path) ->
     compare(eager, captured, replayed=False)
     found = {graph.scope: graph.replays for graph in captured.statistics.graphs}
     assert found["module blocks.0"] == 0 < found["module blocks.1"]
+
+
+def values_made_anew() -> dict[str, Any]:
+    return {
+        "rows": slice(0, 4),
+        "range": range(2),
+        "share": Fraction(1, 4),
+        "place": Path("/tmp") / "runs",
+        "every": datetime.timedelta(minutes=1),
+        "scale": partial(torch.mul, other=0.5),
+        "weights": np.array([1.0, 2.0]),
+        "nested": [{"device": torch.device("cpu"), "size": torch.Size([2])}],
+    }
+
+
+class SetAnew(Net):
+    """A hook sets an attribute to an equal value ahead of each step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.settings = values_made_anew()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        settings = self.settings
+        rows = batch["x"][settings["rows"]] * float(settings["share"])
+        return self.loss(batch) + settings["scale"](self.net(rows)).mean() * len(settings["range"])
+
+
+def test_an_attribute_that_is_set_anew_with_an_equal_value(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=SetAnew)
+    compare(eager, captured)
+    assert captured.statistics.captures == 1
+
+
+class OtherTensor(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.given = [torch.full((3,), float(batch_idx), device=self.device)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + (self.net(batch["x"]) * self.given[0]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_no_reason_has_an_address_in_it(backend: str, tmp_path: Path) -> None:
+    capture = {"on_failure": "eager"}
+    eager, captured = fit_twice(backend, tmp_path, module=OtherTensor, capture=capture)
+    compare(eager, captured, replayed=False)
+    said = " ".join(captured.statistics.fallbacks)
+    assert "self.given[0]: another Tensor float32[3]" in said
+    assert " at 0x" not in said
