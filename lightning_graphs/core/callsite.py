@@ -11,6 +11,7 @@ import linecache
 import os
 import re
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -39,7 +40,10 @@ def _library_roots() -> tuple[str, ...]:
     modules = ("contextlib", "copy", "functools", os.path.join("logging", "__init__"))
     standard = [os.path.join(os.path.dirname(os.__file__), name) for name in modules]
     folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
-    return (*folders, *(f"{path}.py" for path in standard))
+    # Where torch.compile writes the code that it has generated
+    compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    compiled = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
+    return (*folders, compiled, *(f"{path}.py" for path in standard))
 
 
 LIBRARY_ROOTS = _library_roots()

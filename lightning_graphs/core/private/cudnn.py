@@ -196,4 +196,5 @@ def _draws(args: Sequence[Any]) -> bool:
     packed batch ahead of the hidden state.
     """
     at = 5 if isinstance(args[2], list) else 6
-    return args[at] > 0 and args[at + 1] and torch.backends.cudnn.is_acceptable(args[0])
+    draws = args[at] > 0 and args[at + 1]
+    return bool(draws and torch.backends.cudnn.is_acceptable(args[0]))
