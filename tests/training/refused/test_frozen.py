@@ -46,11 +46,6 @@ class IndexLogged(Net):
         return self.loss(batch)
 
 
-class Stepped(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) / numpy.exp(self.global_step)
-
-
 class ByProgress(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) / (1 + self.trainer.fit_loop.epoch_loop.batch_idx)
@@ -101,7 +96,6 @@ REFUSED = [
     (IndexedInAHelper, "batch_idx"),
     (IndexReturned, "batch_idx"),
     (IndexLogged, "batch_idx"),
-    (Stepped, "trainer.global_step"),
     (ByProgress, "trainer.fit_loop"),
     (Mixup, "numpy"),
     (OldGradients, ".grad of a parameter is read"),
