@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_graphs.core.arguments.functions import brought_along
+from lightning_graphs.core.arguments.closures import brought_along
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _WRITTEN = frozenset(
