@@ -448,7 +448,7 @@ def _plain(value: Any) -> PlainValue | Identity:
 class Identity:
     """An object that is only equal to itself, and that is not kept alive for being known."""
 
-    __slots__ = ("_count", "_hash", "_name", "_object")
+    __slots__ = ("_count", "_hash", "_name", "_object", "is_tensor")
 
     def __init__(self, value: Any, count: int | None = None) -> None:
         self._object: Callable[[], Any]
@@ -457,10 +457,11 @@ class Identity:
         except TypeError:
             self._object = lambda: value
         self._count = count
+        self.is_tensor = isinstance(value, torch.Tensor)
         self._hash = hash((id(value), count))
         named = isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
         self._name = value.__name__ if named else type(value).__qualname__
-        if isinstance(value, torch.Tensor):
+        if self.is_tensor:
             shape = "x".join(map(str, value.shape)) or "scalar"
             self._name += f" {str(value.dtype).removeprefix('torch.')}[{shape}]"
 
@@ -479,3 +480,8 @@ class Identity:
 
     def __repr__(self) -> str:
         return self._name if self._count is None else f"{self._name} of {self._count}"
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this stands for a tensor."""
+    return isinstance(value, Identity) and value.is_tensor

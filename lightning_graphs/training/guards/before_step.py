@@ -18,7 +18,7 @@ from lightning_graphs.core.private.torch import (
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.training.ddp import syncs
 from lightning_graphs.training.fit import Learned
-from lightning_graphs.training.guards.conditions import Conditions, Phase
+from lightning_graphs.training.guards.conditions import Conditions, Phase, Values, tensors_moved
 from lightning_graphs.training.guards.own_code import CodeOfModules
 from lightning_graphs.training.step.body import StepBody
 
@@ -37,6 +37,7 @@ class FitWatch:
         self._optimizer = optimizer = body.optimizer
         self._capturable = body.capturable
         self._module = module
+        self._known: Values = ()  # what attributes were last
         self.look_again()
         self._modules = list(module.modules())
         self._optimized = [p for group in optimizer.param_groups for p in group["params"]]
@@ -96,11 +97,16 @@ class FitWatch:
 
     def attributes(self) -> tuple[tuple[str, Any], ...]:
         """Name and value of the attributes that are conditions, as they are now."""
-        trainer = self._trainer
+        trainer, values = self._trainer, self._learned.reads.now()
+        if values is not self._known:
+            before, self._known = self._known, values
+            bound = tensors_moved(before, values)
+            if bound and self._learned.places.learn_bound(bound):
+                self._known = values = self._learned.reads.now()
         clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         return (
             *zip(OF_THE_TRAINER, (clipping, syncs(trainer), *KernelChoice.now()), strict=True),
-            *self._learned.reads.now(),
+            *values,
         )
 
 

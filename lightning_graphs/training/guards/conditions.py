@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_graphs.core.arguments.values import in_words
+from lightning_graphs.core.arguments.values import in_words, is_tensor
 
 Values = tuple[tuple[str, Any], ...]
 
@@ -16,6 +16,14 @@ def moved_values(before: Values, now: Values) -> list[str]:
     gone = dict((Counter(before) - Counter(now)).keys())
     new = Counter(now) - Counter(before)
     return [f"{name}: {in_words(gone[name], value)}" for name, value in new if name in gone]
+
+
+def tensors_moved(before: Values, now: Values) -> list[str]:
+    """The names under which there are other tensors now, where all names are the same."""
+    if [name for name, _ in before] != [name for name, _ in now]:
+        return []
+    pairs = [(n, a, b) for (n, a), (_, b) in zip(before, now, strict=True) if a != b]
+    return [name for name, *both in pairs if all(map(is_tensor, both))]
 
 
 @dataclass(frozen=True, slots=True)

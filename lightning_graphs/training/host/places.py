@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -90,6 +90,24 @@ class Places:
             name = f"self.{path}"
             place = Memory(f"{name}.data", was) if table is None else Entry(name, table, (key,))
             found.append(place)
+        return self.learn(found)
+
+    def learn_bound(self, names: Iterable[str]) -> bool:
+        """Learn that attributes with these names hold other tensors than before; see :meth:`learn`.
+
+        Such a tensor is copied in, so its history, and what else has its memory, must not count.
+        """
+        modules = {f"self.{n}" if n else "self": m for n, m in self._module.named_modules()}
+        trained, device = trained_parameters(self._module.trainer), self._module.device
+        found: list[Place] = []
+        for name in names:
+            path, _, key = name.rpartition(".")
+            value = vars(modules[path]).get(key) if path in modules else None
+            if type(value) is not Tensor or value.requires_grad or id(value) in trained:
+                return False
+            if value.device != device or not is_strided(value) or value._base is not None:
+                return False
+            found.append(Entry(name, modules[path], (key,)))
         return self.learn(found)
 
     def unlearn(self, place: Growing) -> None:

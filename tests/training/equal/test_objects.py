@@ -419,3 +419,31 @@ def test_no_reason_has_an_address_in_it(backend: str, tmp_path: Path) -> None:
     said = " ".join(captured.statistics.fallbacks)
     assert "self.given[0]: another Tensor float32[3]" in said
     assert " at 0x" not in said
+
+
+class Sized(Net):
+    """Makes its tables anew where the batch has another size, as temporal fusion transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.mask, self.given = -1, torch.zeros(1), torch.zeros(1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.given = torch.full((3,), float(batch_idx), device=self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (size := len(batch["x"])) != self.size:
+            self.mask = torch.tril(torch.ones(size, size, device=self.device))
+            self.size = size
+        mixed = self.mask @ self.net(batch["x"]) * self.given
+        return self.loss(batch) + mixed.square().mean()
+
+
+def test_tensors_of_attributes_that_are_made_anew(backend: str, tmp_path: Path) -> None:
+    """They are inputs of the step from the second graph on."""
+    options: dict[str, Any] = {"data": lambda: batches(10, last=5), "max_epochs": 6}
+    eager, captured = fit_twice(backend, tmp_path, module=Sized, **options)
+    compare(eager, captured)
+    assert captured.statistics.captures <= 6  # however many epochs
+    assert captured.statistics.replayed > 36
+    assert torch.equal(captured.module.mask, eager.module.mask)
