@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -25,6 +25,7 @@ from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.python_state import STORED, AttributeReads
+from lightning_graphs.training.guards.walkers import loose_in
 from lightning_graphs.training.interception import replaced, subclassed
 
 _COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
@@ -285,8 +286,12 @@ def _found_in(trainer: Trainer, key: str) -> Any:
 
 
 @contextlib.contextmanager
-def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator[None]:
-    """While capturing a forward pass, nobody may use ``.grad`` of parameters.
+def old_gradients_watched(
+    trainer: Trainer,
+    on_use: OnUse = _refuse,
+    others: Iterable[Tensor] = (),  # which stand for some of those in attributes
+) -> Iterator[None]:
+    """While capturing a forward pass, nobody may use ``.grad`` of parameters and attributes.
 
     It is set aside there. An eager step finds the gradients of the step before. No library reads
     one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
@@ -311,5 +316,21 @@ def old_gradients_watched(trainer: Trainer, on_use: OnUse = _refuse) -> Iterator
         used(".grad of a parameter is set")
         gradient.__set__(parameter, value)
 
-    with replaced(Parameter, "grad", property(read, write)):
+    module = trainer.lightning_module
+    watched = set(map(id, [*others, *(loose_in(module) if module is not None else ())]))
+
+    def read_other(tensor: Tensor) -> Any:
+        if id(tensor) in watched:
+            used(".grad of a tensor in an attribute is read")
+        return gradient.__get__(tensor)
+
+    def write_other(tensor: Tensor, value: Tensor | None) -> None:
+        if id(tensor) in watched:
+            used(".grad of a tensor in an attribute is set")
+        gradient.__set__(tensor, value)
+
+    with contextlib.ExitStack() as stack:
+        if watched:
+            stack.enter_context(replaced(Tensor, "grad", property(read_other, write_other)))
+        stack.enter_context(replaced(Parameter, "grad", property(read, write)))
         yield

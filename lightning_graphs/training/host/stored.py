@@ -207,7 +207,7 @@ class CapturedStores:
             Parameter(own.detach(), own.requires_grad) if isinstance(given, Parameter) else own
             for own, given in zip(self._inputs.tensors, tensors, strict=True)
         ]
-        self._own = own
+        self.own = own
         self._versions = list(map(version_of, own))
         supply = iter(own)
         self._inside = [
@@ -256,7 +256,7 @@ class CapturedStores:
 
     def look(self) -> None:
         """See what the code has left; what it stores after this is refused."""
-        if any(tensor.grad is not None for tensor in self._own):
+        if any(tensor.grad is not None for tensor in self.own):
             name = self._read[0].name
             raise STORED.refused(f"a gradient reaches {name}, which the step sets")
         now = [place.now() for place, _ in self._given]
@@ -288,7 +288,7 @@ class CapturedStores:
                 position += 1
         sources: dict[str, list[Tensor]] = {"copy": [], "itself": []}
         self._slots: list[tuple[str, int]] = []
-        known = {id(tensor): ("given", i) for i, tensor in enumerate(self._own)}
+        known = {id(tensor): ("given", i) for i, tensor in enumerate(self.own)}
         for leaf in leaves_of([value for _, value in self._outgoing]):
             if isinstance(leaf, StandIn):
                 leaf.now()  # or a refusal, where no replay has the value

@@ -19,7 +19,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Phase
-from lightning_graphs.training.guards.frozen import refuse_stand_ins
+from lightning_graphs.training.guards.frozen import OLD_GRADIENTS, refuse_stand_ins
 from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.walkers import Generators
 from lightning_graphs.training.host.logs import LogRecorder
@@ -98,9 +98,9 @@ class StepBody:
     ) -> OutputPlan:
         """Forward, loss, backward, clipping, update; the gradients are set up by the caller."""
         output, loss = self.forward(arguments, recorder)
-        if phase.zeroing and not self.observers.own_zero_grad:
-            self._zero()
         loss = loss / phase.window
+        if phase.zeroing and not self.observers.own_zero_grad:
+            self._zero_grad()
         if self.observers.before_backward:
             cut("backward")
         self._backward(loss)
@@ -124,11 +124,15 @@ class StepBody:
         recorder.finish()
         return output, loss
 
-    def _zero(self) -> None:
-        """Drop the gradients that a backward pass inside of ``training_step`` has left."""
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+    def _zero_grad(self) -> None:
+        """Drop the gradients of a backward pass of the step's own code, as Lightning does."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        hooks = self.observers.before_backward
+        if hooks and any(p.grad is not None for p in parameters):
+            seen = f"training_step runs a backward pass of its own, and {hooks[0]} may look at it"
+            raise OLD_GRADIENTS.refused(seen)
+        for parameter in parameters:
+            parameter.grad = None
 
     def _backward(self, loss: Tensor) -> None:
         if self._scaler is not None:

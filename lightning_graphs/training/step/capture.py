@@ -102,6 +102,7 @@ class StepCapture(StepBody):
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
+        self._in_places: Sequence[Tensor] = ()  # what the step finds where it stores
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     @calls_observed
@@ -343,6 +344,7 @@ class StepCapture(StepBody):
     ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
         held = list(held_in(self.module))
         loose, generators = LooseTensors(self.module, held), Generators(self.module, held)
+        self._in_places = () if places is None else places.own
         outside = OutsideValues(self.module, self._own, loose.add, generators.add, held=held)
         number, reads = self._numbers.number, self._learned.reads
         rates = None if self.capturable is None else self.capturable.live_rates()
@@ -374,7 +376,7 @@ class StepCapture(StepBody):
         elif self._recording is not None:
             host = draws_recorded(self._numbers, self._recording, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
-        watched = old_gradients_watched(self.trainer)
+        watched = old_gradients_watched(self.trainer, others=self._in_places)
         with watched, numbers, self._unseen(), followed, clocks, host, reduced:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks

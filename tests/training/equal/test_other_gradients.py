@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import FullTrace, Net, Trace, batches, compare, fit_twice
+from tests.training.fits import FullTrace, Net, Trace, batches, compare, fit_twice, warned
 
 
 def _sum(tensor: Tensor | None) -> float | None:
@@ -210,3 +210,62 @@ def test_gradients_of_other_tensors_are_there(
     assert is_refused or captured.statistics.replayed > 5
     assert captured.module.seen == eager.module.seen
     assert any(eager.module.seen)
+
+
+class Adversarial(Seeing):
+    """Its own backward pass leaves gradients to parameters, which Lightning drops."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch["x"].clone().requires_grad_()
+        self.loss({**batch, "x": x}).backward()
+        assert x.grad is not None
+        self.direction = x.grad.sign()
+        return self.loss({**batch, "x": (x + self.direction / 8).detach()})
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(_sum(self.direction))
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("trace", [Trace, FullTrace])
+def test_what_a_backward_pass_of_the_step_itself_leaves_is_zeroed(
+    backend: str, tmp_path: Path, scope: str, trace: type[Trace]
+) -> None:
+    capture = {"scope": scope, "on_failure": "eager"}
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Adversarial, trace=trace, capture=capture, validation=0
+    )
+    compare(eager, captured, replayed=False)
+    # Hooks that look in between would see these gradients
+    assert captured.statistics.replayed > 5 or (trace is FullTrace and scope == "step")
+    assert captured.module.seen == eager.module.seen
+
+
+class ReadsItsOwn(OfAnAttribute):
+    """Steps by hand, at the beginning of the next step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.token.grad is not None:  # read
+            with torch.no_grad():
+                self.token -= 0.125 * self.token.grad
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsTheLast(Saliency):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        last = getattr(self, "h", None)
+        gradient = last.grad if last is not None else None  # read
+        loss = super().training_step(batch, batch_idx)
+        return loss if gradient is None else loss * (1 + gradient.norm())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("kind", [ReadsItsOwn, ReadsTheLast])
+def test_a_step_that_reads_the_gradient_of_the_last_is_refused(
+    backend: str, tmp_path: Path, kind: type[Seeing], verify: bool
+) -> None:
+    said = r"\.grad of a tensor in an attribute is read at .*# read"
+    options = {"capture": {"verify": verify}, "validation": 0}
+    eager, captured = warned(backend, tmp_path, said, module=kind, **options)
+    assert captured.module.seen == eager.module.seen
