@@ -39,7 +39,7 @@ class Change(NamedTuple):
     name: str  # what messages call it
     owner: Any  # a module, an object or a container
     table: Any  # the container of what is in it; another value where there is no such
-    key: Any  # where in there; None: all of it
+    key: Any  # where in there; ABSENT: all of it
     before: Any
     now: Any
 
@@ -110,30 +110,48 @@ class Contents:
     def _changes_in(self, name: str, owner: Any, table: Any, before: Any) -> Iterator[Change]:
         if not isinstance(table, dict):
             if not _same(table, before):
-                yield Change(name, owner, table, None, before, _copy(table))
+                yield Change(name, owner, table, Absence.ABSENT, before, _copy(table))
             return
         for key in {**before, **table}:
             was, now = before.get(key, Absence.ABSENT), table.get(key, Absence.ABSENT)
             if now is not was and not is_still(now, was):
-                yield Change(f"{name}{self._label(owner, key)}", owner, table, key, was, now)
+                yield Change(f"{name}{self.label(owner, key)}", owner, table, key, was, now)
+        if table is owner and not self.is_table(owner) and not _is_grown(table, before):
+            order = tuple(before), tuple(table)
+            yield Change(f"the order of {name}", owner, table, Absence.ABSENT, *order)
+
+    def entries(self) -> Iterator[Change]:
+        """What is in the containers, as if each were a change."""
+        for name, owner, table, _ in self._containers:
+            pairs = enumerate(table) if isinstance(table, (list, deque)) else ()
+            for key, held in table.items() if isinstance(table, dict) else pairs:
+                yield Change(f"{name}{self.label(owner, key)}", owner, table, key, held, held)
 
     def is_table(self, value: Any) -> bool:
         """Whether this is where a module has its parameters, buffers or submodules."""
         return id(value) in self._tables
 
-    def _label(self, owner: Any, key: Any) -> str:
-        entry = isinstance(owner, dict) and not self.is_table(owner)
-        place = [*map(id, owner), id(key)].index(id(key)) if entry else 0
-        return label_of(key, place) if entry else f".{key}"
+    def label(self, owner: Any, key: Any) -> str:
+        """What follows the name of what holds something under a key."""
+        if not isinstance(owner, (dict, list, deque)) or self.is_table(owner):
+            return f".{key}"
+        ids = [*map(id, owner), id(key)] if isinstance(owner, dict) else [id(key)]
+        return label_of(key, ids.index(id(key)))
+
+    def name_of(self, owner: Any) -> str:
+        return next(name for name, held, *_ in self._containers if held is owner)
 
     def holder_of(self, value: Any) -> tuple[Any, Any] | None:
-        """What holds this very value first, and its key in there; None if nothing does."""
-        for _, owner, table, _ in self._containers:
+        """What held this very value first, and its key in there; None if nothing did."""
+        for _, owner, table, before in self._containers:
             if isinstance(table, (dict, list, deque)):
-                pairs = table.items() if isinstance(table, dict) else enumerate(table)
+                pairs = before.items() if isinstance(table, dict) else enumerate(before)
                 for key, held in pairs:
                     if held is value:
                         return owner, key
+        for _, owner, key, held in self.bindings.values():  # slots of objects
+            if held is value:
+                return owner, key
         return None
 
     @contextlib.contextmanager
@@ -150,10 +168,16 @@ class Contents:
     def restore(self) -> None:
         for name, owner, container, before in self._containers:
             if any(True for _ in self._changes_in(name, owner, container, before)):
-                _refill(container, before)
+                refill(container, before)
         for _, owner, key, before in list(self._places()):
             if not is_still(bound(owner, key), before):
                 bind(owner, key, before)
+
+
+def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether keys of before are in the same order, and new ones follow them."""
+    kept = [key for key in before if key in table]
+    return kept == list(table)[: len(kept)]
 
 
 def _copy(container: Any) -> Any:
@@ -164,7 +188,8 @@ def _copy(container: Any) -> Any:
     return set(container) if isinstance(container, set) else list(container)
 
 
-def _refill(container: Any, before: Any) -> None:
+def refill(container: Any, before: Any) -> None:
+    """Let a container hold this, and nothing else."""
     # Past methods of its own: some containers forbid their own change.
     if is_small_array(container):
         container[...] = before

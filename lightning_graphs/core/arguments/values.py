@@ -8,7 +8,7 @@ import sys
 import weakref
 import zlib
 from argparse import Namespace
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
@@ -80,6 +80,13 @@ def in_words(before: Any, now: Any) -> str:
     return f"another {b}" if a == b else f"{a} -> {b}"
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a value is plain, or nothing but plain values that cannot be exchanged."""
+    if isinstance(value, (range, slice)):
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    return is_plain(value) or (isinstance(value, frozenset) and all(map(is_plain, value)))
+
+
 def exact(value: Any) -> Hashable:
     """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
     if isinstance(value, float):
@@ -123,7 +130,13 @@ class ArrayValue(NamedTuple):
         return f"{kind} of {reprlib.repr(entries)}"
 
 
-_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayValue})
+class _Keys(tuple[Any, ...]):
+    """The keys of a dict, in their order."""
+
+    __slots__ = ()
+
+
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayValue, _Keys})
 
 
 def is_small_array(value: Any) -> bool:
@@ -146,7 +159,7 @@ def is_object(value: Any) -> bool:
     Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
     """
     kind: Any = type(value)  # what an object says to be its class may be another one
-    if issubclass(kind, SimpleNamespace):
+    if issubclass(kind, SimpleNamespace) or kind in (UserDict, UserList, ChainMap):
         return True
     if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):
         return False
@@ -166,7 +179,8 @@ _HEAP_TYPE = 1 << 9
 @lru_cache
 def _slots(kind: type) -> tuple[str, ...]:
     tables = [vars(base).items() for base in kind.__mro__]
-    return tuple(k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
+    found = (k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
+    return tuple(key for key in found if key != "__dict__")  # a SimpleNamespace names it so
 
 
 slots_of: Callable[[type], tuple[str, ...]] = _slots
@@ -417,7 +431,8 @@ class HeldValues:
         table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
         if count is not None:  # ahead of its entries: an index may be gone
-            self._checks.append((len, table, count))
+            of_dict = table is value and isinstance(table, dict)
+            self._checks.append((_Keys, table, _Keys(table)) if of_dict else (len, table, count))
         if count is None or not depth or len(self._values) + count > most:
             self._values.append((name, Identity(value, count)))
             return

@@ -120,6 +120,20 @@ class StandIn(abc.ABC):
         return NotImplemented
 
 
+class Disguised(StandIn):
+    """To code that asks for its class it is the value."""
+
+    _kind: type
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__") == "abc":  # which asks for abstract classes
+            frame = frame.f_back
+        ours = frame.f_globals.get("__name__", "").startswith(OURS)
+        return type(self) if ours else self._kind
+
+
 class FrozenNumber(StandIn):
     """A Python number that is another one at every step, while one step is captured."""
 

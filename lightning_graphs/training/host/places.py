@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.contents import Change, Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.arguments.values import is_plain
+from lightning_graphs.core.arguments.values import Absence, is_constant
 from lightning_graphs.core.private.torch import is_strided
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
 from lightning_graphs.training.guards.walkers import Generators, held_in
-from lightning_graphs.training.host.stored import (
-    CapturedStores,
-    Content,
+from lightning_graphs.training.host.containers import (
     Entry,
-    Growing,
     Memory,
     Number,
+    Order,
     Place,
-    signature_of,
+    is_container,
 )
+from lightning_graphs.training.host.stored import CapturedStores, signature_now
 
 
 class LeftBehindError(CaptureError):
@@ -110,10 +109,14 @@ class Places:
             found.append(Entry(name, modules[path], (key,)))
         return self.learn(found)
 
-    def unlearn(self, place: Growing) -> None:
-        """Steps compute with the list that they fill: it is state."""
-        self._places[place.name] = Content(place.name, place.owner, place.keys)
-        self._changed()
+    def are_used(self, *filled: Entry) -> bool:
+        """Steps compute with these lists that they fill, or with any of them: they are state."""
+        found = filled or [p for p in self if isinstance(p, Entry) and p.is_filled()]
+        for place in found:
+            place.is_used = True
+        if found:
+            self._changed()
+        return bool(found)
 
     @contextlib.contextmanager
     def left(
@@ -133,13 +136,14 @@ class Places:
             for place, was in moved:
                 place.put(was)
             moved = [pair for pair in moved if pair[0].name not in self._places]
-            changes = [c for c in contents.changes() if c.name not in self._places]
-            found: list[Place | None] = [place_of(change, contents, trained) for change in changes]
+            pairs = [(c.name, place_of(c, contents, trained)) for c in contents.changes()]
+            pairs = [(n, p) for n, p in pairs if (p.name if p else n) not in self._places]
+            found: list[Place | None] = [place for _, place in pairs]
             found += [None if id(place.tensor) in trained else place for place, _ in moved]
             contents.restore()
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
-            names = sorted([*(c.name for c in changes), *(place.name for place, _ in moved)])
+            names = sorted([*(name for name, _ in pairs), *(place.name for place, _ in moved)])
             observed = f"training_step changes {listed(names)}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
@@ -149,7 +153,19 @@ class Places:
         """What a capture finds in these places, and leaves there; None if there are none."""
         if not self._places:
             return None
+        while self.learn([*self._further_names()]):
+            pass
         return CapturedStores([*self], self._is_read, self._module)
+
+    def _further_names(self) -> Iterator[Entry]:
+        """Where else the module holds what is in these places, and steps can change."""
+        kept = [place.now() for place in self]
+        shared = {id(value) for value in kept if is_container(value)}
+        held = Contents(held_in(self._module)) if shared else Contents()
+        for change in held.entries():
+            place = place_of(change, held, ()) if id(change.now) in shared else None
+            if place is not None and place.name not in self._places:
+                yield place
 
     def _is_read(self, place: Place) -> bool:
         """Whether code may have read the place before it stored something there."""
@@ -161,36 +177,41 @@ class Places:
         """What is in these places now, for those that steps read."""
         if not self._places:
             return ()
-        return (signature_of([p for p in self if p.is_state() and self._is_read(p)])[0],)
+        return (signature_now(self, self._is_read),)
 
 
 def _is_tree(value: Any) -> bool:
     """Whether all of a value is in containers, tensors and plain values."""
-    return all(isinstance(leaf, (Tensor, StandIn)) or is_plain(leaf) for leaf in leaves_of(value))
+    return all(
+        isinstance(leaf, (Tensor, StandIn)) or is_constant(leaf) for leaf in leaves_of(value)
+    )
 
 
 def place_of(change: Change, held: Contents, trained: Collection[int]) -> Entry | None:
     """The place that code has changed; None if a replay cannot store there."""
-    name, owner, table, key, before, now = change
+    _, owner, table, key, before, now = change
     kind: type[Entry] | None = None
-    if isinstance(table, dict):
+    if isinstance(table, dict) and key is Absence.ABSENT:
+        kind = Order
+    elif isinstance(table, dict) or table is owner:
         # To code that asks for its class, what stands for a number is one.
         if type(before) in (int, float) and isinstance(now, (int, float)) and type(now) is not bool:
             kind = Number
         elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
             kind = Entry
-    elif isinstance(table, (list, deque)) and all(map(_is_tree, now)):
-        grows = type(table) is list and [*map(id, now[: len(before)])] == [*map(id, before)]
-        kind = Growing if grows else Content
-    keys = () if key is None else (key,)
+    if isinstance(table, (list, deque, set)):
+        kind = Entry if all(map(_is_tree, now)) else None
+    keys = () if key is Absence.ABSENT else (key,)
+    label = "".join(held.label(owner, key) for key in keys)
     while kind is not None:
         if isinstance(owner, nn.Module) or held.is_table(owner):
-            return kind(name, owner, keys)
+            of = "the order of " if kind is Order else ""
+            return kind(f"{of}{held.name_of(owner)}{label}", owner, keys)
         holder = held.holder_of(owner)
         if holder is None:
             break
         owner, above = holder
-        keys = (above, *keys)
+        keys, label = (above, *keys), held.label(owner, above) + label
     return None
 
 

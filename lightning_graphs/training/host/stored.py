@@ -2,171 +2,41 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import operator
-from collections import deque
+import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from lightning_graphs.core.arguments.buffers import StaticInputs, storage_address
+from lightning_graphs.core.arguments.contents import refill
 from lightning_graphs.core.arguments.outputs import Owing, gradients_of
 from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
-from lightning_graphs.core.arguments.values import Absence, attributes_of, is_plain
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.arguments.values import Absence, is_constant, is_plain
 from lightning_graphs.core.graphed import Stores
-from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import clone_all, version_of
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import STORED
-from lightning_graphs.training.verify.differences import Result, results_in
-
-FILLED = Obstacle(
-    "A captured step can append to a list, but cannot compute with the list.",
-    "compute with the list in on_train_batch_end, or keep the last few entries in a deque",
-    kind="python-state",
-    code="self.last = deque(maxlen=10)  # in __init__\n"
-    "self.last.append(loss.detach())  # in training_step",
+from lightning_graphs.training.host.containers import (
+    Entry,
+    Filled,
+    Order,
+    Place,
+    content_of,
+    held_at,
+    is_container,
+    is_same_content,
+    perform,
+    put_at,
 )
-
-
-@dataclass(eq=False)
-class Place(abc.ABC):
-    """Where something is kept."""
-
-    name: str  # what messages call it
-
-    counted: ClassVar[tuple[type, ...]] = ()
-    """The types of what is counted or filled there."""
-
-    @abc.abstractmethod
-    def now(self) -> Any:
-        """What is there."""
-
-    @abc.abstractmethod
-    def put(self, value: Any) -> None:
-        """Keep this there."""
-
-    def is_still(self, now: Any, given: Any) -> bool:
-        """Whether what is there is what was put there."""
-        return now is given
-
-    def is_state(self) -> bool:
-        """Whether what is there now is kept, and neither counted nor filled."""
-        return type(self.now()) not in self.counted
-
-
-@dataclass(eq=False)
-class Entry(Place):
-    """An attribute, or an entry of what attributes hold, levels deep."""
-
-    owner: Any  # the module, or a table of its parameters or buffers
-    keys: tuple[Any, ...]  # of the attribute, of the entry in what it holds, and so on
-
-    @property
-    def table(self) -> Any:
-        """What it is an entry of."""
-        table = _table_of(self.owner)
-        for key in self.keys[:-1]:
-            table = _table_of(table[key])
-        return table
-
-    def now(self) -> Any:
-        table, key = self.table, self.keys[-1]
-        return table.get(key, Absence.ABSENT) if isinstance(table, dict) else table[key]
-
-    def put(self, value: Any) -> None:
-        if value is Absence.ABSENT:
-            self.table.pop(self.keys[-1], None)
-        else:
-            self.table[self.keys[-1]] = value
-
-
-def _table_of(owner: Any) -> Any:
-    return owner if isinstance(owner, (dict, list, deque)) else attributes_of(owner)
-
-
-class Content(Entry):
-    """What a list or a deque holds that is an entry."""
-
-    def now(self) -> Any:
-        return tuple(super().now())
-
-    def put(self, value: Any) -> None:
-        container = super().now()
-        container.clear()
-        container.extend(value)
-
-    def is_still(self, now: Any, given: Any) -> bool:
-        return len(now) == len(given) and all(map(operator.is_, now, given))
-
-
-class Number(Entry):
-    """A number of Python's that steps count."""
-
-    counted = (int, float)
-
-
-class Growing(Entry):
-    """A list to which steps append."""
-
-    counted = (list,)
-
-
-@dataclass(eq=False)
-class Memory(Place):
-    """The memory of a parameter or buffer, which ``tensor.data = ...`` exchanges."""
-
-    tensor: Tensor
-
-    def now(self) -> Any:
-        return self.tensor.detach()
-
-    def put(self, value: Any) -> None:
-        self.tensor.data = value
-
-    def is_still(self, now: Any, given: Any) -> bool:
-        return bool(now.data_ptr() == given.data_ptr() and now.stride() == given.stride())
-
-
-class PlaceUsedError(CaptureError):
-    """A captured step computes with a list that it fills."""
-
-    place: Growing  # where that is kept
-
-
-class Filled(StandIn):
-    """A list that is filled while a step is captured, and looked at by nobody."""
-
-    def __init__(self, place: Growing) -> None:
-        self.place = place
-        self.added: list[Any] = []
-
-    def refuse(self) -> NoReturn:
-        observed = f"{self.place.name} is used at {CallSiteFinder().here().describe()}"
-        error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
-        error.place = self.place
-        raise error
-
-    def now(self) -> Any:
-        return self.place.now()
-
-    def append(self, value: Any) -> None:
-        self.added.append(value)
-
-    def extend(self, values: Iterable[Any]) -> None:
-        self.added.extend(values)
-
-    def __iadd__(self, values: Iterable[Any]) -> Filled:  # type: ignore[override, misc]
-        self.extend(values)
-        return self
+from lightning_graphs.training.verify.differences import Result, results_in
 
 
 def _detached(value: Any) -> Any:
@@ -178,9 +48,129 @@ def _detached(value: Any) -> Any:
     return substitute(value, map(_detached, tensors)) if tensors else value
 
 
-def signature_of(places: Sequence[Place]) -> tuple[Signature, list[Tensor]]:
-    values = [_detached(place.now()) for place in places]
-    return Signature.of(values, {}, names=[place.name for place in places])
+def depth_of(place: Place) -> int:
+    return len(place.keys) if isinstance(place, Entry) else 0
+
+
+class Arranged:
+    """Places, outer ones first, by what is in them now."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
+        self.counted: list[Place] = []  # numbers
+        self.kept: list[Place] = []  # all else
+        for place in sorted(places, key=depth_of):
+            if any(isinstance(place, Entry) and place.is_inside(outer) for outer in self.filled):
+                continue  # a step that changes it reads the list that it is in
+            if isinstance(place, Entry) and place.is_filled():
+                self.filled.append(place)
+            else:
+                counts = place.counted and type(place.now()) in place.counted
+                (self.counted if counts else self.kept).append(place)
+
+    @property
+    def all(self) -> list[Place]:
+        return [*self.kept, *self.filled, *self.counted]
+
+
+class _State:
+    """What is in a place, but for what is in further places inside of it."""
+
+    def __init__(self, place: Place, places: Sequence[Place]) -> None:
+        self.place = place
+        inside = [p for p in places if isinstance(p, Entry) and p.is_inside(place)]
+        outer = depth_of(place)
+        self._further = [(p, p.keys[outer:]) for p in inside]
+
+    def now(self) -> Any:
+        value = self.place.now()
+        for place, keys in self._further:
+            value = _closed(value, keys, type(place.now()))
+        return value
+
+
+def _closed(value: Any, keys: Sequence[Any], kind: type) -> Any:
+    """A copy of a container that has a type in the place of what is held there."""
+    held = held_at(value, keys[0])
+    if held is Absence.ABSENT:
+        return value
+    clone = copy.copy(value)
+    put_at(clone, keys[0], kind if len(keys) == 1 else _closed(held, keys[1:], kind))
+    return clone
+
+
+def _signature_of(states: Sequence[_State]) -> tuple[Signature, list[Tensor]]:
+    values = [_detached(state.now()) for state in states]
+    return Signature.of(values, {}, names=[state.place.name for state in states])
+
+
+def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> Signature:
+    """The signature of what steps read in places."""
+    found = Arranged(places)
+    return _signature_of([_State(p, found.all) for p in found.kept if is_read(p)])[0]
+
+
+def _sameness(values: Sequence[Any]) -> list[int]:
+    """For each container the first one that is the same object."""
+    first: dict[int, int] = {}
+    opened = (id(v) if is_container(v) else None for v in values)
+    return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]
+
+
+def _copy(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, set) else value
+
+
+@dataclass(eq=False, slots=True)
+class _Effect:
+    """What a step does to a place."""
+
+    place: Place
+    # "fill" what is there, by operations; "refill" it, with indices of what it holds, and values;
+    # or "bind" another value
+    how: str
+    value: Any
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the value says what is there after it; lists in it may be filled as well."""
+        return self.how == "fill" or not leaves_of(self.value, Filled)
+
+    @classmethod
+    def refilling(cls, place: Place, content: Iterable[Any], before: Iterable[Any]) -> _Effect:
+        known = {id(value): i for i, value in enumerate(before) if not is_plain(value)}
+        pairs = [(known.get(id(value), -1), value) for value in content]
+        return cls(place, "refill", [(i, None if i >= 0 else value) for i, value in pairs])
+
+    def apply(self, before: Any, value: Any) -> Any:
+        """Do it where this was in the place before; what is there now."""
+        if self.how == "bind":
+            self.place.put(value)
+            return value
+        if self.how == "fill":
+            perform(value, before)
+        else:
+            held = list(before)
+            refill(before, [held[i] if i >= 0 else new for i, new in value])
+        return before
+
+    def outcome(self, before: Any, value: Any) -> Any:
+        """What is new where it was applied, if it were."""
+        if self.how == "bind":
+            return value
+        return self.new_in(self.apply(copy.copy(before), value), list(before))
+
+    def new_in(self, now: Any, before: Sequence[Any]) -> Any:
+        """What of this is new; ``before`` is what was there."""
+        if self.how == "bind":
+            return now
+        if isinstance(now, set):
+            return sorted(now.difference(before), key=repr)
+        held, count = list(now), len(before)
+        if is_same_content(tuple(held[:count]), tuple(before)):
+            return dict(enumerate(held[count:], count))
+        known = set(map(id, before))
+        return {i: value for i, value in enumerate(held) if id(value) not in known}
 
 
 class CapturedStores:
@@ -191,16 +181,17 @@ class CapturedStores:
     """
 
     def __init__(
-        self, places: Sequence[Place], is_read: Callable[[Place], bool], module: nn.Module
+        self, places: Iterable[Place], is_read: Callable[[Place], bool], module: nn.Module
     ) -> None:
         state = (*module.parameters(), *module.buffers())
         self._themselves = set(map(storage_address, state)) - {0}
-        kept = [place for place in places if place.is_state()]
-        # Numbers, and lists that are filled
-        self._counted = [p for p in places if isinstance(p, Entry) and not p.is_state()]
-        self._read = [place for place in kept if is_read(place)]
-        self._unread = [place for place in kept if not is_read(place)]
-        self.signature, tensors = signature_of(self._read)
+        self._state = set(map(id, state))
+        found = Arranged(places)
+        self._filled, self._counted = found.filled, found.counted
+        self._states = [_State(place, found.all) for place in found.kept if is_read(place)]
+        self._unread = [place for place in found.kept if not is_read(place)]
+        self._types = [(place, type(place.now())) for place in (*self._filled, *self._counted)]
+        self.signature, tensors = _signature_of(self._states)
         self._call = CallPlan(self.signature, check_modes=False)
         self._inputs = StaticInputs(tensors)
         own = [
@@ -210,13 +201,18 @@ class CapturedStores:
         self.own = own
         self._versions = list(map(version_of, own))
         supply = iter(own)
-        self._inside = [
-            substitute(place.now(), supply) if leaves_of(place.now()) else place.now()
-            for place in self._read
+        values = [state.now() for state in self._states]
+        self._inside = [_copy(substitute(value, supply)) for value in values]
+        self._leaves = [
+            (state.place, leaf)
+            for state, inside in zip(self._states, self._inside, strict=True)
+            for leaf in leaves_of(inside, Tensor)
         ]
-        self._outgoing: list[tuple[Place, Any]] = []
+        self._contained = [*(s.place for s in self._states), *self._filled]
+        self._same = _sameness([place.now() for place in self._contained])
+        self._effects: list[_Effect] = []
         self._written: list[tuple[Tensor, int]] = []
-        self._looked: list[Any] | None = None
+        self._looked: list[tuple[Any, Any]] | None = None
         self._raw: list[Tensor] = []
         # What is stored as a copy, with its history; and the gradients of those that keep theirs
         self._copied: list[Tensor] = []
@@ -231,17 +227,15 @@ class CapturedStores:
         Args:
             number: Makes what stands for a number, of its name and what gives it.
         """
-        stand_ins = [
-            Filled(place) if isinstance(place, Growing) else number(place.name, place.now)
-            for place in self._counted
-        ]
-        self._given = [
-            *zip(self._read, self._inside, strict=True),
-            *zip(self._counted, stand_ins, strict=True),
-            *((place, place.now()) for place in self._unread),
-        ]
-        before = [(place, place.now()) for place, _ in self._given]
-        for place, value in self._given:
+        inside = [*self._inside, *map(Filled, self._filled)]
+        shared = [inside[i if first < 0 else first] for i, first in enumerate(self._same)]
+        given = [*zip(self._contained, shared, strict=True)]
+        given += [(place, place.now()) for place in self._unread]
+        given.sort(key=lambda pair: depth_of(pair[0]))
+        given += [(place, number(place.name, place.now)) for place in self._counted]
+        before = [(place, place.now()) for place, _ in given]
+        self._given, self._contents = given, [content_of(value) for _, value in given]
+        for place, value in given:
             place.put(value)
         try:
             yield
@@ -250,46 +244,56 @@ class CapturedStores:
                 place.put(value)
 
     def without_numbers(self, stores: Stores) -> Stores:
-        """Without the numbers among them: those are stored here, and read by the next step."""
-        mine = {(id(place.owner), place.keys) for place in self._counted}
+        """Without those that are stored here, and read by the next step."""
+        found = (p for p in (*self._counted, *self._filled) if isinstance(p, Entry))
+        mine = {(id(place.owner), place.keys) for place in found}
         return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 
     def look(self) -> None:
         """See what the code has left; what it stores after this is refused."""
         if any(tensor.grad is not None for tensor in self.own):
-            name = self._read[0].name
+            name = self._states[0].place.name
             raise STORED.refused(f"a gradient reaches {name}, which the step sets")
-        now = [place.now() for place, _ in self._given]
+        now = [(place.now(), _content(given)) for place, given in self._given]
         if self._looked is not None:
             pairs = zip(self._given, now, self._looked, strict=True)
-            later = [place.name for (place, _), a, b in pairs if not place.is_still(a, b)]
+            later = [p.name for (p, _), a, b in pairs if not _is_same(p, a, b)]
             if later:
                 raise STORED.refused(f"{later[0]} is set after the forward pass")
             return
         self._looked = now
-        rebound = set()
-        for (place, given), value in zip(self._given, now, strict=True):
-            is_still = place.is_still(value, given)
-            if isinstance(given, Filled):
-                if not is_still:
-                    given.refuse()
-                value, is_still = given.added, not given.added
-            if not is_still:
-                self._outgoing.append((place, value))
-                rebound.add(id(place))
-        self._plan_copies(rebound)
+        bound: list[_Effect] = []
+        inside: list[_Effect] = []
+        seen: set[int] = set()
+        for (place, given), (value, content), then in zip(
+            self._given, now, self._contents, strict=True
+        ):
+            if not place.is_still(value, given):
+                bound.append(_Effect(place, "bind", value))
+            if id(given) in seen:
+                continue
+            seen.add(id(given))
+            if isinstance(given, Filled) and content:
+                inside.append(_Effect(place, "fill", given.operations))
+            elif not isinstance(given, Filled) and not is_same_content(content, then):
+                if place in self._unread:
+                    raise STORED.refused(f"{place.name} is changed by another name")
+                inside.append(_Effect.refilling(place, content or (), then or ()))
+        bound = [effect for effect in bound if not _is_part(effect.place, bound)]
+        self._effects = [*inside, *sorted(bound, key=_rank)]
+        self._plan_copies({id(effect.place) for effect in self._effects})
 
-    def _plan_copies(self, rebound: set[int]) -> None:
-        position = 0
-        for place, inside in zip(self._read, self._inside, strict=True):
-            for leaf in leaves_of(inside, Tensor):
-                if id(place) not in rebound or version_of(leaf) != self._versions[position]:
-                    self._written.append((leaf.detach(), position))
-                position += 1
+    def _plan_copies(self, changed: set[int]) -> None:
+        single = {id(p) for i, p in enumerate(self._contained) if self._same[i] in (-1, i)}
+        for position, (place, leaf) in enumerate(self._leaves):
+            is_written = version_of(leaf) != self._versions[position]
+            if id(place) in single and (id(place) not in changed or is_written):
+                self._written.append((leaf.detach(), position))
         sources: dict[str, list[Tensor]] = {"copy": [], "itself": []}
         self._slots: list[tuple[str, int]] = []
         known = {id(tensor): ("given", i) for i, tensor in enumerate(self.own)}
-        for leaf in leaves_of([value for _, value in self._outgoing]):
+        values = [effect.value for effect in self._effects]
+        for leaf in leaves_of(values):
             if isinstance(leaf, StandIn):
                 leaf.now()  # or a refusal, where no replay has the value
             elif isinstance(leaf, Tensor):
@@ -298,12 +302,26 @@ class CapturedStores:
                     known[id(leaf)] = kind, len(sources[kind])
                     sources[kind].append(leaf)
                 self._slots.append(known[id(leaf)])
-            elif not is_plain(leaf):
+            elif not is_constant(leaf):
                 raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
+        if len(leaves_of(values, StandIn)) > sum(
+            isinstance(x, StandIn) for x in tree_leaves(values)
+        ):
+            raise STORED.refused("the step stores a number in a container of its own kind")
         self._parameters = [isinstance(leaf, Parameter) for leaf in sources["copy"]]
         self._copied = sources["copy"]
-        self._sources = {kind: [leaf.detach() for leaf in sources[kind]] for kind in sources}
-        self._outgoing = [(place, _detached(value)) for place, value in self._outgoing]
+        self._sources = {
+            kind: [leaf if id(leaf) in self._state else leaf.detach() for leaf in leaves]
+            for kind, leaves in sources.items()
+        }
+        for effect in self._effects:
+            effect.value = _detached(effect.value)
+
+    def refuse_untouched(self) -> None:
+        """Refuse lists that other steps fill, and this one may have looked at by their type."""
+        for _, given in self._given:
+            if isinstance(given, Filled) and not given.operations:
+                given.refuse()
 
     def finish_capture(self) -> None:
         """Let go of the captured autograd graph, but for gradients."""
@@ -314,12 +332,15 @@ class CapturedStores:
     def take(self) -> bool:
         """Copy in what the places hold, if the graph is captured for such."""
         try:
-            raw = [place.now() for place in self._read]
-            others = [place.is_state() for place in self._counted]
+            raw = [state.now() for state in self._states]
+            others = any(type(place.now()) is not kind for place, kind in self._types)
+            contained = [place.now() for place in self._contained]
+            if others or (len(contained) > 1 and _sameness(contained) != self._same):
+                return False
         except (LookupError, TypeError):  # what holds it is something else by now
             return False
         tensors = self._call.match(list(map(_detached, raw)), {})
-        if tensors is None or any(others):
+        if tensors is None:
             return False
         self._raw = leaves_of(raw, Tensor)
         self._inputs.copy_in(tensors)
@@ -339,7 +360,7 @@ class CapturedStores:
     def store(self, owing: Owing) -> None:
         """After a replay: store what the code stores; some of it still gets its gradient."""
         self.write_back()
-        if not self._outgoing:
+        if not self._effects:
             return
         copies = clone_all(self._sources["copy"])
         copies = [
@@ -347,33 +368,68 @@ class CapturedStores:
             for copy, is_parameter in zip(copies, self._parameters, strict=True)
         ]
         owing += [(copies[i], gradient) for i, gradient in self._gradients]
-        for place, value in [*self._built(copies)]:  # numbers follow from those of before
-            if isinstance(place, Growing):
-                place.now().extend(value)
-            else:
-                place.put(value)
+        for effect, before, value in [*self._built(copies)]:  # numbers follow from those of before
+            effect.apply(before, value)
 
-    def _built(self, copies: Sequence[Tensor]) -> Iterator[tuple[Place, Any]]:
+    def _built(self, copies: Sequence[Tensor]) -> Iterator[tuple[_Effect, Any, Any]]:
+        """Each effect, what is in its place, and its value of this replay."""
         sources = {**self._sources, "given": self._raw, "copy": copies}
         supply = iter([sources[kind][index] for kind, index in self._slots])
-        for place, value in self._outgoing:
-            yield place, present(substitute(value, supply))
+        for effect in self._effects:
+            value = present(substitute(effect.value, supply))
+            yield effect, effect.place.now(), value
 
     def results(self) -> list[Result]:
         """After a replay: what would be stored."""
         self.write_back()
-        built = self._built(self._sources["copy"])
-        return [result for place, value in built for result in _results(place, value)]
+        built = [*self._built(self._sources["copy"])]
+        compared = [(e, e.outcome(before, value)) for e, before, value in built if e.is_compared]
+        return [result for e, value in compared for result in _results(e.place, value)]
 
     def eager_results(self) -> Callable[[], list[Result]]:
         """Ahead of an eager step: what gives, after it, what it has stored where a replay does."""
-        known = [(p, len(p.now()) if isinstance(p, Growing) else 0) for p, _ in self._outgoing]
+        compared = [effect for effect in self._effects if effect.is_compared]
+        before = [effect.place.now() for effect in compared]
+        known = [
+            [] if effect.how == "bind" else list(held)
+            for effect, held in zip(compared, before, strict=True)
+        ]
 
         def results() -> list[Result]:
-            pairs = ((p, p.now()[n:] if isinstance(p, Growing) else p.now()) for p, n in known)
-            return [result for place, value in pairs for result in _results(place, value)]
+            found = []
+            for effect, held, then in zip(compared, before, known, strict=True):
+                now = effect.place.now() if effect.how == "bind" else held
+                found += _results(effect.place, effect.new_in(now, then))
+            return found
 
         return results
+
+
+def _content(given: Any) -> Any:
+    """What was done to a list that is filled, or what another one holds."""
+    return tuple(given.operations) if isinstance(given, Filled) else content_of(given)
+
+
+def _is_same(place: Place, now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    return place.is_still(now[0], before[0]) and is_same_content(now[1], before[1])
+
+
+def _is_part(place: Place, bound: Iterable[_Effect]) -> bool:
+    """Whether a place is in what another place is bound to, which has it already."""
+    others = [effect.place for effect in bound if effect.place is not place]
+    return isinstance(place, Entry) and any(
+        place.is_inside(other) or (isinstance(place, Order) and place.is_of(other))
+        for other in others
+    )
+
+
+def _rank(effect: _Effect) -> int:
+    """Keys come into a dict in the order in which it holds them; then that is put right."""
+    place = effect.place
+    if isinstance(place, Order):
+        return sys.maxsize
+    keys = list(place.holder) if isinstance(place, Entry) and isinstance(place.holder, dict) else []
+    return keys.index(place.keys[-1]) if isinstance(place, Entry) and place.keys[-1] in keys else 0
 
 
 def _results(place: Place, value: Any) -> list[Result]:

@@ -51,13 +51,14 @@ from lightning_graphs.training.guards.side_effects import (
     effects_refused,
 )
 from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in, leaves_in
+from lightning_graphs.training.host.containers import PlaceUsedError
 from lightning_graphs.training.host.draws import draws_recorded, draws_refused
 from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.training.host.live_numbers import StepNumbers
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import LeftBehindError
 from lightning_graphs.training.host.readings import Readings, clocks_exchanged
-from lightning_graphs.training.host.stored import CapturedStores, PlaceUsedError
+from lightning_graphs.training.host.stored import CapturedStores
 from lightning_graphs.training.step.asked import BatchGradients
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.gradients import (
@@ -137,6 +138,9 @@ class StepCapture(StepBody):
             try:
                 return self._captured(batch, tensors, rest, phase, unread)
             except CaptureError as error:
+                # C code says of a stand-in that it is no list
+                if isinstance(error, RaisedInCapture) and self._learned.places.are_used():
+                    continue
                 unread.refuse_read(error.observed if isinstance(error, RaisedInCapture) else "")
                 if NO_LINE in error.observed:
                     add_line(error, "in the code of", step)
@@ -148,7 +152,7 @@ class StepCapture(StepBody):
                 if compiled != self.fit.compiled.runs:
                     continue  # it was followed as if none of it was compiled
                 if isinstance(error, PlaceUsedError):
-                    self._learned.places.unlearn(error.place)
+                    self._learned.places.are_used(error.place)
                 elif isinstance(error, ArenaFull) or self._learns():
                     continue
                 elif isinstance(error, LeftBehindError):
@@ -292,6 +296,8 @@ class StepCapture(StepBody):
                     "move what is compiled, or what the host computes, out of the step",
                 )
             self._numbers.finish()
+            if places is not None and "type" in outside.words:
+                places.refuse_untouched()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
             asked.finish_capture()
@@ -351,13 +357,13 @@ class StepCapture(StepBody):
         parts = self.trainer, self.optimizer, rates
         self._in_optimizer = number_places(*parts, number)
         with (
+            nullcontext() if places is None else places.exchanged(number),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self.surrounded(recorder, self._learned.places, generators, outside.listed),
             reads.watching(self.module),
             counters_watched(self.trainer, reads=reads, counter=number),
             rates_exchanged(*parts),
             effects_refused(self.trainer, self._own, outside, "training_step"),
-            nullcontext() if places is None else places.exchanged(number),
         ):
             yield outside, loose
 
