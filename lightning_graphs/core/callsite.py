@@ -200,8 +200,9 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
     """The line of some functions that binds a name, or else the first one that reads it."""
-    for word in reversed(re.findall(r"\w+", name.partition(": ")[0])):
-        found = [place for code in codes for place in _lines_with(code, word)]
+    words = [*reversed(re.findall(r"\w+", name.partition(": ")[0]))]
+    for word, find in [*((w, _lines_with) for w in words), *((w, _lines_quoting) for w in words)]:
+        found = [place for code in codes for place in find(code, word)]
         if found:
             return max(found, key=lambda place: place[0])[1]
     return CallSite()
@@ -248,6 +249,15 @@ def _lines_with(code: types.CodeType, name: str) -> Iterator[tuple[bool, CallSit
         if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
             binds = instruction.opname.startswith("STORE")
             yield binds, CallSite(code.co_filename, line, code.co_name)
+
+
+def _lines_quoting(code: types.CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
+    """The same of a text, such as the key of an entry."""
+    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = lines.get(instruction.offset) or line
+        if instruction.opname == "LOAD_CONST" and instruction.argval == name:
+            yield False, CallSite(code.co_filename, line, code.co_name)
 
 
 def inside_compiled_module() -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_graphs.core.arguments.contents import Contents, held_in_all
@@ -19,28 +17,28 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.guards.frozen import OURS, StandIn
+from lightning_graphs.training.guards.frozen import Disguised, StandIn
 
 
 @contextlib.contextmanager
-def batch_left(batch: Any) -> Iterator[None]:
-    """Refuse what the body, a capture, writes into the objects of its own batch.
+def objects_left(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator[None]:
+    """Refuse what the body, a capture, writes into the objects of its own batch, and undo it.
 
-    Objects are no copies, so that what it changes in them is undone. Containers are: what it does
-    to them is told, since hooks get those of the data loader in a replay.
+    They are no copies, as its containers are.
     """
-    before: list[tuple[str, Any]] = []
-    flatten(batch, "batch", before)
-    objects = [(name, leaf) for name, leaf in before if not isinstance(leaf, Tensor)]
-    with Contents(held_in_all(objects)).left(_refuse):
-        yield
-    after: list[tuple[str, Any]] = []
-    flatten(batch, "batch", after)
-    if changed := {(n, id(x)) for n, x in before} ^ {(n, id(x)) for n, x in after}:
-        rank_zero_info(
-            f"GraphCapture: training_step changes {min(changed)[0]}: hooks see the batch as it was "
-            "loaded, where the step is replayed"
+    leaves: list[tuple[str, Any]] = []
+    flatten(batch, "batch", leaves)
+    objects = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, Tensor)]
+
+    def refuse(names: Sequence[str]) -> None:
+        raise CaptureError(
+            "A replay runs no Python code, and cannot store values in objects of the batch.",
+            f"training_step changes {listed(names)}",
+            "return the value, and store it in on_train_batch_end",
         )
+
+    with Contents(held_in_all(objects)).left(refuse):
+        yield
 
 
 def written_tensors(
@@ -67,14 +65,6 @@ def written_tensors(
     return written
 
 
-def _refuse(names: Sequence[str]) -> None:
-    raise CaptureError(
-        "A replay runs no Python code, and cannot store values in objects of the batch.",
-        f"training_step changes {', '.join(names[:3])}",
-        "return the value, and store it in on_train_batch_end",
-    )
-
-
 BATCH_VALUE = Obstacle(
     "A graph would freeze a Python value of the batch, which differs from batch to batch.",
     "make a tensor of what the step needs of the value, in the dataset or in collate_fn",
@@ -98,7 +88,7 @@ def _read(names: Collection[str], observed: str) -> BatchValueRead:
     return error
 
 
-class _UnreadValue(StandIn):
+class _UnreadValue(Disguised):
     """Stands for a Python value of the batch while a step is captured; it tells when it is read.
 
     There is nothing in it, so that no code of C reads it unseen. To code that asks for its class,
@@ -108,13 +98,10 @@ class _UnreadValue(StandIn):
     def __init__(self, name: str, kind: type, refuse: Callable[[str], NoReturn]) -> None:
         self._name, self._kind, self._refuse_read = name, kind, refuse
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        frame: Any = sys._getframe(1)
-        while frame.f_globals.get("__name__") == "abc":  # which asks for abstract classes
-            frame = frame.f_back
-        ours = frame.f_globals.get("__name__", "").startswith(OURS)
-        return type(self) if ours else self._kind
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key not in ("_name", "_kind", "_refuse_read"):
+            self.refuse()
+        object.__setattr__(self, key, value)
 
     def refuse(self) -> NoReturn:
         self._refuse_read(self._name)
@@ -126,7 +113,9 @@ class _UnreadValue(StandIn):
 
     __copy__ = __deepcopy__
     __call__ = __contains__ = __fspath__ = __next__ = __reduce_ex__ = StandIn._refuse
-    __setitem__ = __enter__ = __bytes__ = __buffer__ = __array__ = StandIn._refuse
+    __setitem__ = __delitem__ = __delattr__ = __enter__ = __bytes__ = __buffer__ = __array__ = (
+        StandIn._refuse
+    )
 
 
 class BatchValues:

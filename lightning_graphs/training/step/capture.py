@@ -41,7 +41,7 @@ from lightning_graphs.training.guards.frozen import (
 )
 from lightning_graphs.training.guards.hooks import Observers, cast_unseen, is_backward_unseen
 from lightning_graphs.training.guards.outside import OutsideValues
-from lightning_graphs.training.guards.own_batch import UnreadValues, batch_left, written_tensors
+from lightning_graphs.training.guards.own_batch import UnreadValues, objects_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
 from lightning_graphs.training.guards.recurrent import refuse_new_seeds
@@ -51,6 +51,7 @@ from lightning_graphs.training.guards.side_effects import (
     effects_refused,
 )
 from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in, leaves_in
+from lightning_graphs.training.host.batch import BatchChanges
 from lightning_graphs.training.host.containers import PlaceUsedError
 from lightning_graphs.training.host.draws import draws_recorded, draws_refused
 from lightning_graphs.training.host.followed import Conversion, DrawingFunction, calls_followed
@@ -238,9 +239,13 @@ class StepCapture(StepBody):
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(self.scaling())
+            look()
+            segments.cut(name)
+
+        def look() -> None:
+            changes.look()
             if places is not None:
                 places.look()
-            segments.cut(name)
 
         try:
             places = self._learned.places.capturing()
@@ -255,6 +260,7 @@ class StepCapture(StepBody):
             self._numbers = StepNumbers(*parts)
             self._recording, self._clocks = recording, Readings()
             own = unread.left_out(batch, inputs.tensors)
+            changes = BatchChanges(own, self.module)
             arguments = (own, *map(self._numbers.argument, rest))
             ddp = wrapper_of(self.trainer)
             targets = GradientTargets(
@@ -274,16 +280,15 @@ class StepCapture(StepBody):
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self.optimizer),
-                batch_left(own),
                 self.fit.compiled.watching(),
                 self._environment(recorder, places) as (outside, loose),
+                objects_left(own, outside.listed),
             ):
                 targets.begin()
                 renew_gradient_nodes(targets.parameters)
                 with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
-                    if places is not None:
-                        places.look()
+                    look()
                 copied = self._learned.kept.are_copied
                 gradients = targets.attached(inside=True, copied=copied)
                 others = targets.attached(inside=False)
@@ -320,6 +325,7 @@ class StepCapture(StepBody):
             inputs=inputs,
             writes_batch=written,
             asked=asked,
+            changes=None if changes.are_none else changes,
             outputs=output,
             logs=recorder,
             gradients=gradients,

@@ -19,6 +19,7 @@ from lightning_graphs.core.host.half import HostHalf
 from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.training.guards.conditions import Conditions
+from lightning_graphs.training.host.batch import BatchChanges
 from lightning_graphs.training.host.live_numbers import NumberOnDevice
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.readings import Readings
@@ -57,6 +58,8 @@ class StepPlan:
     batch: Sequence[Tensor] = ()  # of the coming replay, where it does any of this
     # Tensors of the present replay, and what is their gradient after its backward pass
     owing: Owing = field(default_factory=list)
+    changes: BatchChanges | None = None  # what it does to the containers of its batch
+    loaded: Any = None  # the batch of the coming replay, where it does something
     # Attributes that each of its graphs sets, by the graph's name in a capture
     stores: dict[str, Stores] = field(default_factory=dict)
     # What it finds in places where it stores something, and leaves there; or None
@@ -127,6 +130,9 @@ class StepPlan:
         self.owing.clear()
         if self.places is not None:
             self.places.store(self.owing)
+        if self.changes is not None:
+            self.changes.apply(self.loaded, copies=copies)
+            self.loaded = None
         if self.batch:
             self._write_batch()
         return self.outputs.copies(self.owing) if copies else self.outputs.give_away(self.owing)

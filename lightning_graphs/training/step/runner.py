@@ -241,6 +241,8 @@ class StepRunner:
         self._active = plan
         if plan is None:
             return self._eager(args, kwargs)
+        if plan.changes is not None:
+            plan.loaded = args[0]
         return self._replay(plan)
 
     # ------------------------------------------------------------------ the three phases

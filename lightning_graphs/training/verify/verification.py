@@ -24,6 +24,7 @@ from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
+from lightning_graphs.training.host.batch import new_results
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.modules.sequence import as_observed
@@ -69,7 +70,7 @@ class Verification(StepBody):
 
         ways = BothWays(
             partial(self._eager, plan, args, batch, state),
-            partial(self._replayed, plan, batch, state),
+            partial(self._replayed, plan, args, batch, state),
             keep,
             self._agreement.written[plan.conditions],
             plan.gradients.buffers,
@@ -108,10 +109,14 @@ class Verification(StepBody):
             results = list if plan.places is None else plan.places.eager_results()
             output = self.run(arguments, plan.conditions.phase, recorder)
             stored = results()
+        if plan.changes is not None:
+            stored += new_results(arguments[0], own)
         output.finish_capture()
         return state.results(output.hand_out()) + stored
 
-    def _replayed(self, plan: StepPlan, batch: Sequence[Tensor], state: StepState) -> list[Result]:
+    def _replayed(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: StepState
+    ) -> list[Result]:
         """The same of a replay."""
         plan.fill(batch)
         for number in plan.numbers:
@@ -122,6 +127,11 @@ class Verification(StepBody):
             graph.replay()
         plan.attach()
         stored = [] if plan.places is None else plan.places.results()
+        if plan.changes is not None:
+            own = StaticInputs(batch).tensors
+            changed = substitute(args[0], own)
+            plan.changes.apply(changed, copies=False)
+            stored += new_results(changed, own)
         return state.results(plan.outputs.hand_out()) + stored
 
     def check_update(self, replay: Callable[[], None]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -441,68 +440,150 @@ def test_attributes_of_containers(
 class Changing(Net):
     """Changes containers of its batch, and uses what it has put there."""
 
-    change: Callable[[Any], object]
+    change: Callable[[Any, int], object]
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.loaded: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch["x"], batch["y"]
-        type(self).change(batch)
+        type(self).change(batch, batch_idx)
         leaves = [leaf.double().sum() for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
         factor = float(len(batch) + len(batch.get("meta", "")))
         return self.loss({"x": x, "y": y}) * factor + 1e-3 * torch.stack(leaves).sum()
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.loaded = leaves_of(batch, Tensor)
+        return batch
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(str(batch))
+        moved = [any(x is t for t in self.loaded) for x in leaves_of(batch, Tensor)]
+        self.seen.append(f"{batch} {moved}")
 
 
 def nested_batches(count: int = 10) -> list[dict[str, Any]]:
+    """Batches with containers and attributes in them, and with a value that differs."""
     return [
-        {**batch, "meta": {"ids": [torch.ones(3)], "scale": 1.0, "pair": (torch.zeros(()),) * 2}}
-        for batch in batches(count)
+        {
+            **batch,
+            "meta": {"ids": [torch.ones(3)], "scale": 1.0, "pair": (torch.zeros(()), [2])},
+            "path": f"{i}.png",
+            "row": Row(torch.ones(2)),
+            "last": deque([1, 2], maxlen=3),
+            "sums": defaultdict(list, {"a": [torch.ones(1)]}),
+            "order": OrderedDict(a=1, b=torch.ones(1)),
+        }
+        for i, batch in enumerate(batches(count))
     ]
 
 
-BATCH_CHANGES: dict[str, Callable[[Any], object]] = {
-    "adds": lambda b: b.update(extra=2.0),
-    "adds a tensor": lambda b: b.update(extra={"twice": [b["x"] * 2, b["y"], 1.0]}),
-    "removes": lambda b: b.pop("y"),
-    "renames": lambda b: b.update(extra=b.pop("x")),
-    "moves a container": lambda b: b.update(inner=b.pop("meta")["ids"]),
-    "exchanges a tensor": lambda b: b.update(x=b["x"] * 2),
-    "exchanges a number": lambda b: b["meta"].update(scale=3.0),
-    "appends": lambda b: b["meta"]["ids"].append(1),
-    "empties": lambda b: b["meta"]["ids"].clear(),
-    "exchanges a tuple": lambda b: b["meta"].update(pair=(b["x"].sum(), b["meta"]["pair"][1])),
+@dataclass(slots=True)
+class Row:
+    """What is in a batch, in slots."""
+
+    value: Any
+    note: Any = None
+
+
+BATCH_CHANGES: dict[str, Callable[[Any, int], object]] = {
+    "adds": lambda b, i: b.update(extra=2.0),
+    "adds a tensor": lambda b, i: b.update(extra={"twice": [b["x"] * 2, b["y"], 1.0]}),
+    "removes": lambda b, i: b.pop("y"),
+    "renames": lambda b, i: b.update(extra=b.pop("x")),
+    "moves to the end": lambda b, i: b.update(x=b.pop("x")),
+    "moves a container": lambda b, i: b.update(inner=b.pop("meta")["ids"]),
+    "moves a value": lambda b, i: b.update(name=b.pop("path"), inner={"row": b["row"], "i": [i]}),
+    "exchanges a tensor": lambda b, i: b.update(x=b["x"] * 2),
+    "exchanges two": lambda b, i: b.update(x=b["y"], y=b["x"]),
+    "exchanges a number": lambda b, i: b["meta"].update(scale=3.0),
+    "a number of the trainer": lambda b, i: b.update(at=i * 2, none=None),
+    "once in two steps": lambda b, i: b.update(odd=b["x"] + 1) if i % 2 else None,
+    "a default": lambda b, i: b.setdefault("extra", [b["x"].sum()]).append(i),
+    "of another order": lambda b, i: b["order"].move_to_end("a"),
+    "of keys that come": lambda b, i: b["sums"]["b"].append(b["x"].mean()),
+    "the last item": lambda b, i: b.popitem(),
+    "all": lambda b, i: (b.clear(), b.update(extra=torch.ones(2, device=self_device(b)))),
+    "appends": lambda b, i: b["meta"]["ids"].append(1),
+    "puts in front": lambda b, i: b["meta"]["ids"].insert(0, b["x"].mean()),
+    "a slice": lambda b, i: b["meta"]["ids"].__setitem__(slice(None), [b["x"].mean(), 1]),
+    "turns round": lambda b, i: (b["meta"]["ids"].append(0), b["meta"]["ids"].reverse()),
+    "empties": lambda b, i: b["meta"]["ids"].clear(),
+    "in a tuple": lambda b, i: b["meta"]["pair"][1].append(b["x"].mean()),
+    "exchanges a tuple": lambda b, i: b["meta"].update(pair=(b["x"].sum(), 1)),
+    "a deque": lambda b, i: b["last"].extend([b["x"].mean(), 2.0]),
+    "slots": lambda b, i: (setattr(b["row"], "value", b["x"].mean()), setattr(b["row"], "note", 1)),
 }
 
 
+def self_device(batch: Any) -> Any:
+    """Where its tensors are."""
+    return next((leaf.device for leaf in leaves_of(batch, Tensor)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize("kind", BATCH_CHANGES)
-def test_a_step_that_changes_containers_of_its_batch_trains_the_same(
-    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+def test_hooks_find_what_a_step_does_to_containers_of_its_batch(
+    backend: str, tmp_path: Path, kind: str, scope: str
 ) -> None:
-    caplog.set_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero")
     module = type("Changes", (Changing,), {"change": staticmethod(BATCH_CHANGES[kind])})
-    eager, captured = fit_twice(backend, tmp_path, module=module, data=nested_batches, validation=0)
+    capture = {"scope": scope, "verify": 3 if scope == "step" else True}
+    eager, captured = fit_twice(
+        backend, tmp_path, module=module, data=nested_batches, validation=0, capture=capture
+    )
     compare(eager, captured)
-    loaded = prepare(backend, tmp_path, False, module=Seeing, data=nested_batches, validation=0)
-    replayed = captured.statistics.replayed
-    assert captured.module.seen[-replayed:] == loaded.run().module.seen[-replayed:]
-    assert captured.module.seen[-replayed:] != eager.module.seen[-replayed:]
-    [said] = [m for m in caplog.messages if "training_step changes" in m]
-    assert "hooks see the batch as it was loaded" in said
+    assert captured.module.seen == eager.module.seen
 
 
-class Seeing(Changing):
-    """Changes nothing."""
+class Info:
+    """An object in a batch."""
 
-    change = staticmethod(len)
+    def __init__(self) -> None:
+        self.uses = 0
+
+
+NO_BATCH_CHANGES: dict[str, Callable[[Any, int], object]] = {
+    "an attribute of an object": lambda b, i: setattr(b["info"], "uses", 1),
+    "a set": lambda b, i: b["tags"].add("used"),
+    "an object": lambda b, i: b.update(other=Info()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("kind", NO_BATCH_CHANGES)
+def test_what_no_replay_does_to_its_batch_is_refused(
+    backend: str, tmp_path: Path, kind: str
+) -> None:
+    def data() -> list[Any]:
+        return [{**batch, "info": Info(), "tags": {"a"}} for batch in batches()]
+
+    class Noting(Changing):
+        change = staticmethod(NO_BATCH_CHANGES[kind])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append(f"{list(batch)} {batch['tags']} {batch['info'].uses}")
+
+    capture = {"on_failure": "eager"}
+    fits = fit_twice(
+        backend, tmp_path, module=Noting, data=data, validation=0, max_epochs=1, capture=capture
+    )
+    compare(*fits, replayed=False)
+    assert fits[1].module.seen == fits[0].module.seen
+    said = fits[1].statistics.fallbacks[0]
+    assert "training_step changes batch[" in said
+    assert f"{__file__}:" in said or fits[1].statistics.replayed == 0
 
 
 class LeavesAPrediction(Scaled):
     """Leaves an attribute and a field in its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(f"{batch} {batch.prediction} {batch.x}")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -521,3 +602,4 @@ def test_a_step_that_leaves_attributes_in_its_batch_trains_the_same(
         backend, tmp_path, module=LeavesAPrediction, data=data, validation=0
     )
     compare(eager, captured)
+    assert captured.module.found == eager.module.found
