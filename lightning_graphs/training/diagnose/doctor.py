@@ -178,7 +178,7 @@ class Doctor:
         if self._called is not None:
             self._called.judge(self.diagnosis)
         else:
-            self._reads.judge(self.diagnosis, self._values.unread)
+            self._reads.judge(self.diagnosis, self._values.unread, self._step)
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))

@@ -9,9 +9,11 @@ from typing import Any
 
 from lightning_graphs.core.arguments.tree import MAPPINGS, item_label, leaves_of
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.diagnose.watched import Observer
-from lightning_graphs.training.guards.own_batch import BATCH_VALUE
+from lightning_graphs.training.guards.own_batch import BATCH_CHANGED, BATCH_VALUE, objects_of
+from lightning_graphs.training.host.batch import BatchChanges
 
 
 class Told:
@@ -56,6 +58,7 @@ class BatchReads:
         self._first: dict[str, CallSite] = {}  # where each of them is read
         self._given: list[dict[str, Any]] = []  # the values in the batch of each step
         self._is_over = False
+        self._changed: list[str] = []  # what no replay does to its batch
 
     @property
     def way(self) -> Hashable:
@@ -70,10 +73,17 @@ class BatchReads:
         """
         self._given.append({})
         self._is_over = False
+        told = _each(batch, "batch", self._telling)
+        containers, objects = BatchChanges(told), objects_of(told)
         try:
-            yield _each(batch, "batch", self._telling)
+            yield told
         finally:
             self._is_over = True
+            self._changed += objects.changed()
+            try:
+                containers.look()
+            except CaptureError as error:
+                self._changed.append(error.observed.removeprefix("training_step changes "))
             _each(batch, "batch", lambda _, leaf: leaf.value if isinstance(leaf, Told) else leaf)
 
     def _telling(self, name: str, value: Any) -> Any:
@@ -102,8 +112,15 @@ class BatchReads:
         self._first = {**dict.fromkeys(moved, site), **self._first}
         return bool(moved)
 
-    def judge(self, diagnosis: Diagnosis, moved: Set[str]) -> None:
-        """Name the values that were others in other batches, where a step reads one."""
+    def judge(self, diagnosis: Diagnosis, moved: Set[str], step: CallSite) -> None:
+        """Name what no replay does to a batch, and values that were others where a step reads one.
+
+        Args:
+            moved: The names of values that were others in other batches.
+            step: The step itself.
+        """
+        for name in dict.fromkeys(self._changed):
+            diagnosis.add(BATCH_CHANGED, name, step)
         read = [name for name in self._first if name in moved]
         ways = [tuple(map(given.get, read)) for given in self._given]
         is_new = len(set(ways)) == len(ways) > 2

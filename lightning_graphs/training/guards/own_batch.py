@@ -19,25 +19,31 @@ from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import Disguised, StandIn
 
+BATCH_CHANGED = Obstacle(
+    "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
+    "change no other objects there.",
+    "return the value from training_step, and use it in on_train_batch_end",
+    kind="python-state",
+    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
+    '    batch["info"].score = outputs["score"]  # what training_step returns',
+)
+
+
+def objects_of(batch: Any) -> Contents:
+    """What the objects in a batch hold, which are no containers that a capture copies."""
+    leaves: list[tuple[str, Any]] = []
+    flatten(batch, "batch", leaves)
+    return Contents(held_in_all([pair for pair in leaves if not isinstance(pair[1], Tensor)]))
+
 
 @contextlib.contextmanager
 def objects_left(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator[None]:
-    """Refuse what the body, a capture, writes into the objects of its own batch, and undo it.
-
-    They are no copies, as its containers are.
-    """
-    leaves: list[tuple[str, Any]] = []
-    flatten(batch, "batch", leaves)
-    objects = [(name, leaf) for name, leaf in leaves if not isinstance(leaf, Tensor)]
+    """Refuse what the body, a capture, writes into the objects of its own batch, and undo it."""
 
     def refuse(names: Sequence[str]) -> None:
-        raise CaptureError(
-            "A replay runs no Python code, and cannot store values in objects of the batch.",
-            f"training_step changes {listed(names)}",
-            "return the value, and store it in on_train_batch_end",
-        )
+        raise BATCH_CHANGED.refused(f"training_step changes {listed(names)}")
 
-    with Contents(held_in_all(objects)).left(refuse):
+    with objects_of(batch).left(refuse):
         yield
 
 

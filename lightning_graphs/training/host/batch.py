@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_graphs.core.arguments.buffers import storage_address
@@ -31,6 +31,7 @@ from lightning_graphs.core.arguments.values import (
 from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.training.guards.frozen import StandIn
+from lightning_graphs.training.guards.own_batch import BATCH_CHANGED
 from lightning_graphs.training.verify.differences import Result, results_in
 
 _LISTS = (list, deque)
@@ -122,13 +123,17 @@ class BatchChanges:
     those that it has computed, and what is in the batch itself where that was moved.
     """
 
-    def __init__(self, own: Any, module: nn.Module) -> None:
-        """Look at the batch of a capture, ahead of it."""
+    def __init__(self, own: Any, state: Iterable[Tensor] = ()) -> None:
+        """Look at the batch of a capture, ahead of it.
+
+        Args:
+            own: The batch.
+            state: Parameters and buffers, which are put there themselves.
+        """
         self._batch = own
         self._holders = _holders(own)
-        state = (*module.parameters(), *module.buffers())
         self._state = {id(tensor): tensor for tensor in state}
-        self._themselves = set(map(storage_address, state)) - {0}
+        self._themselves = set(map(storage_address, self._state.values())) - {0}
         self._known = {id(v) for h in self._holders for v in h.before.values() if not is_plain(v)}
         self._known.add(id(own))
         self._rewritten: list[tuple[int, dict[Any, Any]]] = []
@@ -228,12 +233,7 @@ def _differ(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
 
 
 def _refused(observed: str) -> CaptureError:
-    return CaptureError(
-        "A replay changes dicts, lists and attributes of its batch, and puts tensors, plain values "
-        "and containers of them there.",
-        f"training_step changes {observed}",
-        "return the value, and use it in on_train_batch_end",
-    )
+    return BATCH_CHANGED.refused(f"training_step changes {observed}")
 
 
 def new_results(batch: Any, known: Sequence[Tensor]) -> Iterator[Result]:

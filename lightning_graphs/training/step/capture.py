@@ -139,15 +139,17 @@ class StepCapture(StepBody):
             try:
                 return self._captured(batch, tensors, rest, phase, unread)
             except CaptureError as error:
+                raised = isinstance(error, RaisedInCapture)
                 # C code says of a stand-in that it is no list
-                if isinstance(error, RaisedInCapture) and self._learned.places.are_used():
+                again = raised and self._learned.places.are_used()
+                if again and not waits_for_gradients(self.trainer):
                     continue
-                unread.refuse_read(error.observed if isinstance(error, RaisedInCapture) else "")
+                unread.refuse_read(error.observed if raised else "")
                 if NO_LINE in error.observed:
                     add_line(error, "in the code of", step)
                 if isinstance(error, ArenaFull):
                     self._room_on_device = error.needed
-                final = isinstance(error, (NoRoomError, RaisedInCapture))
+                final = raised or isinstance(error, NoRoomError)
                 if final or waits_for_gradients(self.trainer):
                     raise
                 if compiled != self.fit.compiled.runs:
@@ -260,7 +262,8 @@ class StepCapture(StepBody):
             self._numbers = StepNumbers(*parts)
             self._recording, self._clocks = recording, Readings()
             own = unread.left_out(batch, inputs.tensors)
-            changes = BatchChanges(own, self.module)
+            state = (*self.module.parameters(), *self.module.buffers())
+            changes = BatchChanges(own, state)
             arguments = (own, *map(self._numbers.argument, rest))
             ddp = wrapper_of(self.trainer)
             targets = GradientTargets(
