@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_graphs.core.arguments.identity import Identity
 from lightning_graphs.core.arguments.values import (
     Absence,
     HeldValues,
-    Identity,
     exact,
     in_words,
     is_object,

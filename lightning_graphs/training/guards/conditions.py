@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_graphs.core.arguments.values import in_words, is_tensor
+from lightning_graphs.core.arguments.identity import is_tensor
+from lightning_graphs.core.arguments.values import in_words
 
 Values = tuple[tuple[str, Any], ...]
 

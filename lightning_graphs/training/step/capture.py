@@ -16,11 +16,8 @@ from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.callsite import NO_LINE, add_line, calls_observed, definition_of
-from lightning_graphs.core.graph import CUDAGraph, GraphPool
-from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
 from lightning_graphs.core.private.autograd import backward_passes_told, renew_gradient_nodes
-from lightning_graphs.core.private.cudnn import CapturedDropout
 from lightning_graphs.core.private.torch import (
     capture_unseen,
     hooks_registered,
@@ -43,7 +40,7 @@ from lightning_graphs.training.guards.hooks import Observers, cast_unseen, is_ba
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import UnreadValues, objects_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
+from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.guards.recurrent import refuse_new_seeds
 from lightning_graphs.training.guards.side_effects import (
     RaisedInCapture,
@@ -70,6 +67,7 @@ from lightning_graphs.training.step.gradients import (
 from lightning_graphs.training.step.optimizers import CapturableOptimizer
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.step.reduction import BucketReduction, reduction_of
+from lightning_graphs.training.step.segments import Segments
 from lightning_graphs.training.step.transfer import copies_on_host
 from lightning_graphs.training.verify.state import OptimizerState
 
@@ -225,6 +223,41 @@ class StepCapture(StepBody):
         is_new = asked not in self._conversions and not self.fit.compiled.runs
         return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
+    def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> HostRecording | None:
+        """Be ready to follow what the coming capture computes on the host."""
+        self._recording, self._clocks = None, Readings()
+        device = self.module.device
+        if self._learned.has_host_half and not self.fit.compiled.runs:
+            copies, room = self._copies(tensors), self._room_on_device
+            self._recording = HostRecording(device, inputs.tensors, copies, room)
+        tape = None if self._recording is None else self._recording.tape
+        parts = self.trainer, self._learned.reads, device, tape, self._could_follow
+        self._numbers = StepNumbers(*parts)
+        return self._recording
+
+    def _refuse_recorded_beside_compiled(self) -> None:
+        if self._recording is not None and self.fit.compiled.runs:
+            raise CaptureError(  # and once more without: it runs eagerly while that is done
+                "A capture cannot record what the host computes beside compiled code.",
+                "the step calls code that torch.compile has made",
+                "move what is compiled, or what the host computes, out of the step",
+            )
+
+    def _targets(self, phase: Phase) -> GradientTargets:
+        """Where the gradients of the coming capture go, and who sums them over ranks."""
+        ddp = wrapper_of(self.trainer)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        targets = GradientTargets(
+            self.optimizer,
+            [*trained, *leaves_in(self.module)],
+            self.persistent,
+            phase,
+            self.observers,
+            in_place=self._learned.has_several_passes or (ddp is not None and phase.stepping),
+        )
+        self._reduction = reduction_of(ddp, adds=targets.adds) if phase.stepping else None
+        return targets
+
     @code_captured("A captured step")
     def _captured(
         self,
@@ -234,8 +267,7 @@ class StepCapture(StepBody):
         phase: Phase,
         unread: UnreadValues,
     ) -> StepPlan:
-        recording: HostRecording | None = None
-        segments = _Segments(self.fit.pool, self._learned.reads)
+        segments = Segments(self.fit.pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
         def cut(name: str) -> None:
@@ -253,31 +285,12 @@ class StepCapture(StepBody):
             places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
             versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
-            if self._learned.has_host_half and not self.fit.compiled.runs:
-                copies, room = self._copies(tensors), self._room_on_device
-                recording = HostRecording(self.module.device, inputs.tensors, copies, room)
-            tape = None if recording is None else recording.tape
-            reads, device = self._learned.reads, self.module.device
-            parts = self.trainer, reads, device, tape, self._could_follow
-            self._numbers = StepNumbers(*parts)
-            self._recording, self._clocks = recording, Readings()
+            recording = self._follow_host(tensors, inputs)
             own = unread.left_out(batch, inputs.tensors)
             state = (*self.module.parameters(), *self.module.buffers())
             changes = BatchChanges(own, state)
             arguments = (own, *map(self._numbers.argument, rest))
-            ddp = wrapper_of(self.trainer)
-            targets = GradientTargets(
-                self.optimizer,
-                [
-                    *(p for p in self.module.parameters() if p.requires_grad),
-                    *leaves_in(self.module),
-                ],
-                self.persistent,
-                phase,
-                self.observers,
-                in_place=self._learned.has_several_passes or (ddp is not None and phase.stepping),
-            )
-            self._reduction = reduction_of(ddp, adds=targets.adds) if phase.stepping else None
+            targets = self._targets(phase)
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
@@ -297,12 +310,7 @@ class StepCapture(StepBody):
                 others = targets.attached(inside=False)
             unread.refuse_read()
             refuse_new_seeds(segments.dropout)
-            if recording is not None and self.fit.compiled.runs:
-                raise CaptureError(  # and once more without: it runs eagerly while that is done
-                    "A capture cannot record what the host computes beside compiled code.",
-                    "the step calls code that torch.compile has made",
-                    "move what is compiled, or what the host computes, out of the step",
-                )
+            self._refuse_recorded_beside_compiled()
             self._numbers.finish()
             if places is not None and "type" in outside.words:
                 places.refuse_untouched()
@@ -413,43 +421,6 @@ class StepCapture(StepBody):
 
     def _unseen(self) -> AbstractContextManager[None]:
         return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
-
-
-class _Segments:
-    """The graphs of one step: one, or more where the capture was cut."""
-
-    def __init__(self, pool: GraphPool, reads: AttributeReads) -> None:
-        self._pool = pool
-        self._reads = reads
-        self._open = contextlib.ExitStack()
-        self.graphs: dict[str, CUDAGraph] = {}
-        self.stores: dict[str, Stores] = {}
-
-    @contextlib.contextmanager
-    def capturing(self, name: str) -> Iterator[None]:
-        with self._open:
-            self.cut(name)
-            yield
-
-    def cut(self, name: str) -> None:
-        self._open.close()
-        self._open.push(partial(self._ended, name))
-        self._captured = self._open.enter_context(self._pool.capture())
-
-    def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            self.graphs[name] = self._captured
-            if stores := self._reads.stored():
-                self.stores[name] = stores
-
-    @property
-    def dropout(self) -> CapturedDropout | None:
-        """cuDNN's random state, if any of the graphs draws from it."""
-        return next((graph.dropout for graph in self.graphs.values() if graph.dropout), None)
-
-    def abandon(self) -> None:
-        while self.graphs:
-            self._pool.release(self.graphs.popitem()[1])
 
 
 def refuse_iterator(batch: Any) -> None:

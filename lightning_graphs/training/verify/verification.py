@@ -88,8 +88,8 @@ class Verification(StepBody):
                 for parameter in group["params"]:
                     parameter.grad = None
         recorder = LogRecorder(self.module)
-        tensors = StaticInputs(batch).tensors  # it may change its batch in place
-        arguments = (substitute(args[0], tensors), *args[1:])
+        own = StaticInputs(batch).tensors  # it may change its batch in place
+        arguments = (substitute(args[0], own), *args[1:])
         memory = self._agreement.budget.memory_of(plan.graphs["forward"])
         # They are the graph's own, and not lent: somebody may keep them
         gradients = plan.gradients.taking_over() if self._agreement.ranks.are_one else nullcontext()
