@@ -54,6 +54,11 @@ class Stage:
     foreseen: bool = False
     seeded: bool = False  # a call made cuDNN's random state anew, eagerly; others follow from it
 
+    @property
+    def had_graphs(self) -> bool:
+        """Whether a call of the present step was replayed, or would have been but for a seed."""
+        return self.has_replayed or self.seeded
+
 
 class Forward:
     """Stands for a module's ``forward``, or for what ``module.compile()`` has put around it.

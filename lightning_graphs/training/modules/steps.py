@@ -162,7 +162,7 @@ class ModuleGraphs:
         elif stage.elsewhere is not None and self._last is not None:
             if stage.missed:  # look for a step that makes such calls
                 self._searches.setdefault(self._last.kind, Search(stage.missed))
-            elif self._graphed and self._last.captured and not stage.has_replayed:
+            elif self._graphed and self._last.captured and not stage.had_graphs:
                 reason = "steps run eagerly that call no graphed module"
                 self._searches.setdefault(self._last.kind, Search(reason, FEW))
         if stage.stale:
