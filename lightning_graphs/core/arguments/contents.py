@@ -200,8 +200,15 @@ def refill(container: Any, before: Any) -> None:
 
 
 def is_still(now: Any, before: Any) -> bool:
-    """Whether a value is the one from before: the very object, or a plain one that equals it."""
-    return now is before or (is_plain(now) and type(now) is type(before) and bool(now == before))
+    """Whether a value is the one from before: the very object, or a plain one that equals it.
+
+    What only passes for a plain value is not compared, since that may tell its number.
+    """
+    if now is before:
+        return True
+    kind = type(now)
+    is_itself = now.__class__ is kind and type(before) is kind and is_plain(now)
+    return is_itself and bool(now == before)
 
 
 def _same(now: Any, before: Any) -> bool:
