@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
+from lightning_graphs.core.generators import RandomState
 from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import Ranks
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def nothing() -> Kept:
-    return Kept([], CPU, lambda size: size)
+    return Kept([], RandomState(CPU, []), lambda size: size)
 
 
 def agreement() -> Agreement:
