@@ -66,8 +66,10 @@ UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
     aten.batch_norm_update_stats.default: (1, 2),
     aten.batch_norm_gather_stats.default: (3, 4),
     aten.batch_norm_gather_stats_with_counts.default: (3, 4),
+    aten._cudnn_rnn.default: (15,),
 }
-"""Operators that update running statistics although their schema declares no write."""
+"""Operators that update running statistics, or cuDNN's random state for dropout, although their
+schema declares no write."""
 
 _OF_MEMORY = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 """Operators in place that torch tags as those of a view, and that touch memory all the same."""
