@@ -221,7 +221,8 @@ def test_outputs_without_a_gradient_hand_none_on(
             total = sum((r.sum() for r in chosen), torch.zeros((), device=device))
             if total.requires_grad:
                 total.backward()
-        found.append([t.grad for t in (*owner.parameters(), x, y)])
+        gradients = [t.grad for t in (*owner.parameters(), x, y)]
+        found.append([g if g is None else g.clone() for g in gradients])  # a buffer, if direct
         owner.zero_grad(set_to_none=True)
         if used:
             results = call(x, y)

@@ -70,6 +70,8 @@ class TestStates:
 
     def test_one_capture_at_a_time(self, backend: BackendName, device: torch.device) -> None:
         x = torch.ones(4, device=device)
+        leaf = torch.ones(4, device=device, requires_grad=True)
+        kept = leaf * 2  # and with it the leaf's node of the default stream
         outer, inner = CUDAGraph(backend=backend), CUDAGraph(backend=backend)
         with graph(outer):
             y = x + 1
@@ -83,6 +85,9 @@ class TestStates:
             z = y + 1
         outer.replay()
         assert z.tolist() == [3.0] * 4
+        kept.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [2.0] * 4
 
     def test_reset_and_recapture(self, backend: BackendName, device: torch.device) -> None:
         captured, x, _ = _doubling(backend, device)
@@ -453,3 +458,22 @@ class TestBesideACapture:
         kept[-1].backward()
         assert linear.bias.grad is not None
         assert linear.bias.grad.tolist() == [2.0] * 3
+
+    @pytest.mark.parametrize("wanted", [False, True])
+    def test_warnings_about_streams_come_to_those_who_want_them(
+        self, backend: BackendName, device: torch.device, wanted: bool
+    ) -> None:
+        told = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
+        if told is None:
+            pytest.skip("torch tells nobody what the user wants")
+        warn = torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
+        weight = torch.ones(4, device=device, requires_grad=True)
+        kept = weight.sum()
+        warn(wanted)
+        try:
+            with graph(CUDAGraph(backend=backend)):
+                (weight * 2).sum().backward()
+            assert told() == wanted
+        finally:
+            warn(True)
+        assert kept.requires_grad

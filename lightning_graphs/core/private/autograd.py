@@ -29,19 +29,33 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
 
     A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
     From 2.13 on torch can be told to use the capture stream all the same, and privately tells
-    whether the user has said so; its warning (2.9) is about streams that we chose.
+    whether the user has said so.
     """
-    graph = torch.autograd.graph
-    override = getattr(graph, "set_override_stale_capture_stream", _nothing)
-    warn = getattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", _nothing)
     before = bool(getattr(torch._C, "_override_stale_capture_stream", _nothing)())
     override(True)
+    try:
+        with _unwarned_of_streams():
+            yield
+    finally:
+        override(before)
+
+
+@contextlib.contextmanager
+def _unwarned_of_streams() -> Iterator[None]:
+    """Leave out torch's warning (2.9) about nodes of another stream: we chose the streams.
+
+    It comes once in a process, so that it must not be spent on ours. Whether the user wants it,
+    torch tells privately; where it does not, its default comes back.
+    """
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
+    told = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
+    before = bool(told())
     warn(False)
     try:
         yield
     finally:
-        override(before)
-        warn(True)
+        warn(before)
 
 
 @contextlib.contextmanager
@@ -116,6 +130,8 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
         return
     if distributed.is_available() and distributed.is_initialized():
         return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return  # what is asked of the nodes would become a part of that capture
     found = dict.fromkeys(
         leaf
         for leaf in leaves
@@ -129,7 +145,10 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
 
 
 def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves whose nodes belong to it: a backward pass is there as it comes to them."""
+    """The leaves whose nodes belong to it: a backward pass is there as it comes to them.
+
+    It adds nothing to any ``.grad``, and leaves no hook.
+    """
     found = []
 
     def note(leaf: Tensor, _: object) -> tuple[None]:
@@ -137,7 +156,7 @@ def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
             found.append(leaf)
         return (None,)  # nothing to add to its `.grad`
 
-    with contextlib.ExitStack() as stack, torch.inference_mode(False):
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), _unwarned_of_streams():
         for leaf in leaves:
             node = torch.autograd.graph.get_gradient_edge(leaf).node
             stack.enter_context(node.register_prehook(partial(note, leaf)))
