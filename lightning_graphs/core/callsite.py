@@ -122,6 +122,7 @@ def add_line(error: GraphError, how: str, site: CallSite) -> None:
         error.args = (error.rule, error.observed, error.remedy)
 
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _CALLERS: set[types.CodeType] = set()
 """Of functions that call the code which is captured or observed."""
 
@@ -188,6 +189,21 @@ def returned_by(function: Any) -> CallSite:
         if instruction.opname in ("RETURN_VALUE", "RETURN_CONST"):
             lines.add(line)
     return replace(site, line=lines.pop()) if len(lines) == 1 else site
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether a ``raise`` or ``assert`` outside of torch and this package is where it began.
+
+    What an operator or torch's own code raises may be due to a mode around them.
+    """
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None or is_library(traceback.tb_frame.f_code.co_filename):
+        return False
+    return traceback.tb_frame.f_code.co_code[traceback.tb_lasti] == _RAISE
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

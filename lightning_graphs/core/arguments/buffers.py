@@ -441,6 +441,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 def storage_address(tensor: Tensor) -> int:
     """Where the memory of a tensor begins that others may share; 0 for one that has none."""
+    tensor = local(tensor)
     return tensor.untyped_storage().data_ptr() if is_strided(tensor) else 0
 
 

@@ -332,8 +332,9 @@ class DirectGradients:
                 parameter.grad = buffer
             return
         chosen = frozenset(parameters if reached is None else reached)
-        if memory.are_copied:
-            kept = clone_all(buffers) if memory.are_kept else []
+        if memory.are_copied:  # but what was attached before stays so until it is zeroed
+            attached = any(map(is_, before, buffers))
+            kept = clone_all(buffers) if memory.are_kept or attached else []
             backward()
             fresh = clone_all(buffers)
             if kept:

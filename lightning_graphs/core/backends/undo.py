@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.core.arguments.buffers import bytes_of
 from lightning_graphs.core.backends.recorder import KnownStorage, Operation, Recorder
+from lightning_graphs.core.callsite import is_raised_by_user
 from lightning_graphs.core.private.modes import out_of_sight
 
 
@@ -80,8 +81,13 @@ def writes_undone(run: Callable[[], object]) -> Iterator[None]:
     """Undo what the body writes in older memory: a run of the same code shows ahead of it what."""
     watch = WriteWatch(())
     try:
-        with contextlib.suppress(Exception), watch:  # what it raises, the body does
-            run()
+        try:
+            with watch:
+                run()
+        except Exception as error:
+            if is_raised_by_user(error):
+                raise
+            # What the watching has caused, the body does not raise, and all else again
         watch.undo()
         yield
     finally:

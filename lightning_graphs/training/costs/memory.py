@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.core.private.torch import storage_uses
+from lightning_graphs.core.private.torch import is_strided, storage_uses
 from lightning_graphs.errors import CaptureError
 
 _WORTH_A_MOVE = 0.05
@@ -201,6 +201,8 @@ def gather(tensors: Iterable[Tensor]) -> None:
 
 def _is_whole(tensor: Tensor) -> bool:
     """Whether a tensor fills its storage, and nothing else uses that."""
+    if not is_strided(tensor):  # an optimizer's state of sparse gradients
+        return False
     storage = tensor.untyped_storage()
     fills = storage.nbytes() == tensor.numel() * tensor.element_size() > 0
     return fills and storage_uses(storage) == 2  # by the tensor, and by the name above

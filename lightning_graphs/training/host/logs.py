@@ -19,7 +19,6 @@ from lightning_graphs.core.arguments.buffers import storage_address
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
 from lightning_graphs.training.guards.frozen import FrozenNumber, StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.walkers import held_in
@@ -177,7 +176,7 @@ class LogRecorder:
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
-        self._state = frozenset(storage_address(local(t)) for t in state) - {0}
+        self._state = frozenset(storage_address(t) for t in state) - {0}
         self._dtype = torch.get_default_dtype()
         # Gives what tells the present value of something that is logged; None where that is the
         # captured one
@@ -234,7 +233,7 @@ class LogRecorder:
         They are read after the whole step. Parameters and buffers have other values by then.
         """
         own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
-        state = [storage_address(local(t)) in self._state for t in own]
+        state = [storage_address(t) in self._state for t in own]
         own = [t.clone() if changes else t for t, changes in zip(own, state, strict=True)]
         place = f"{name} at {CallSiteFinder().here().describe()}"
         self._versions += [(place, t, version_of(t)) for t in own]

@@ -111,10 +111,12 @@ class CapturedUpdate:
         self._replay(self.capturable, plan)
         return True
 
-    def _replay(self, capturable: CapturableOptimizer, plan: UpdatePlan) -> None:
+    def _replay(
+        self, capturable: CapturableOptimizer, plan: UpdatePlan, *, looks: bool = True
+    ) -> None:
         plan.uses += 1
         capturable.refresh()
-        with self._gradients.brought_in(plan.gradients):
+        with self._gradients.brought_in(plan.gradients, looks=looks):
             plan.graph.replay()
 
     def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
@@ -144,7 +146,9 @@ class CapturedUpdate:
                     plan = self._capture(capturable)
                 self._cache.add(key, plan)
             if is_new or self._agreement.is_due:
-                self._checks.check_update(partial(self._replay, capturable, plan))
+                self._gradients.look()  # ahead of the check, which keeps them itself
+                replay = partial(self._replay, capturable, plan, looks=False)
+                self._checks.check_update(replay)
         except GraphError as error:
             if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
                 raise

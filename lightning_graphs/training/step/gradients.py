@@ -192,6 +192,14 @@ class AttachedGradients:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
+    def _attach_fitting(self) -> None:
+        try:
+            self._attach(self.buffers)
+        except RuntimeError:  # a parameter has another dtype or shape by now
+            for parameter, buffer in self.pairs():
+                with contextlib.suppress(RuntimeError):
+                    parameter.grad = buffer
+
     def _copy_out(self, zeroed: bool) -> None:
         """As autograd: new gradients, or in place what is added to the old ones."""
         now = [None if zeroed else p.grad for p in self.parameters]
@@ -213,7 +221,7 @@ class AttachedGradients:
         """
         before = [] if attached else self._others_attached()
         if before:
-            self._attach(self.buffers)
+            self._attach_fitting()
         of_tensors = map(add, map(getrefcount, self.buffers), map(tensor_uses, self.buffers))
         found = list(map(add, of_tensors, self._memory_uses()))
         for parameter, gradient in before:
@@ -367,7 +375,8 @@ class PersistentGradients(GradientMemory):
     def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """The buffers of these parameters, made (outside of a capture) where they are missing."""
         for parameter in parameters:
-            if parameter not in self._buffers:
+            known = self._buffers.get(parameter)
+            if known is None or (known.dtype, known.shape) != (parameter.dtype, parameter.shape):
                 self._buffers[parameter] = empty_gradient(parameter).zero_()
         return [self._buffers[parameter] for parameter in parameters]
 
@@ -389,10 +398,15 @@ class PersistentGradients(GradientMemory):
         ):
             yield
 
-    def brought_in(self, gradients: AttachedGradients) -> AbstractContextManager[None]:
+    def brought_in(
+        self,
+        gradients: AttachedGradients,
+        *,
+        looks: bool = True,  # or this package keeps gradients itself, and has looked before
+    ) -> AbstractContextManager[None]:
         """See :meth:`AttachedGradients.brought_in`."""
         gradients.copied = self.are_copied
-        return gradients.brought_in(self._looked)
+        return gradients.brought_in(self._looked if looks else lambda: self.are_kept)
 
     def _looked(self) -> bool:
         self.look()

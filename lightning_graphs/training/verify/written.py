@@ -8,8 +8,10 @@ from torch import Tensor, UntypedStorage
 
 from lightning_graphs.core.arguments.buffers import StateSnapshot, bytes_of, storage_address
 from lightning_graphs.core.backends.undo import WriteWatch
+from lightning_graphs.core.callsite import is_raised_by_user
 from lightning_graphs.core.private.torch import storage_reference
 from lightning_graphs.errors import GraphError
+from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.verify.state import Kept
 
 
@@ -42,10 +44,11 @@ class WrittenMemory:
             try:
                 with watch:
                     run()
-            except GraphError:
-                raise
-            except Exception:  # of code that no mode can watch; others come again unwatched
-                pass
+            except Exception as error:
+                is_known = isinstance(error, GraphError) or is_out_of_memory(error)
+                if is_known or is_raised_by_user(error):
+                    raise
+                # What the watching has caused does not come again, and all else does
 
         try:
             together(watched)

@@ -64,7 +64,7 @@ class Mishap(Exception):
     """What the tests raise."""
 
 
-@pytest.mark.parametrize("run", [7, 8, 9], ids=["eager", "again", "a third time"])
+@pytest.mark.parametrize("run", [7, 8, 9, 10], ids=["watched", "eager", "again", "a third time"])
 def test_an_exception_in_a_check_leaves_nothing(backend: str, tmp_path: Path, run: int) -> None:
     class Failing(Rounding):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
