@@ -15,10 +15,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.training.options import OptionError
+from lightning_graphs.training.step.gradients import AttachedGradients
 from lightning_graphs.training.verify.verification import Verification
 from tests.training.fits import (
     Fit,
@@ -257,11 +259,23 @@ def test_python_state_that_a_later_step_leaves_behind_is_found(
         captured.run()
 
 
+ADDING: dict[Parameter, Tensor] = {}  # where graphs write that add to gradients
+
+
+def written(parameter: Parameter) -> Tensor:
+    gradient = ADDING.get(parameter, parameter.grad)
+    assert gradient is not None
+    return gradient
+
+
 Spoils = Callable[[Fit], Tensor]
 SPOILED: dict[str, tuple[Spoils, str]] = {
     "buffer": (lambda fit: fit.module.net[1].running_mean, r"buffer `net\.1\.running_mean`"),
     "parameter": (lambda fit: fit.module.net[4].weight, r"parameter `net\.4\.weight`"),
-    "gradient": (lambda fit: fit.module.net[4].weight.grad, r"the gradient of `net\.4\.weight`"),
+    "gradient": (
+        lambda fit: written(fit.module.net[4].weight),
+        r"the gradient of `net\.4\.weight`",
+    ),
     "optimizer": (
         lambda fit: fit.trainer.optimizers[0].state[fit.module.net[4].weight]["exp_avg_sq"],
         r"the optimizer's `exp_avg_sq` of `net\.4\.weight`",
@@ -276,16 +290,23 @@ def test_the_first_tensor_that_differs_is_named(
     """A graph that writes what the eager step does not; gradients are spoiled a replay late."""
     spoil, name = SPOILED[what]
     captured = prepare(backend, tmp_path, True, accumulate_grad_batches=2, max_epochs=4)
-    original = CUDAGraph.replay
+    original, adopt = CUDAGraph.replay, AttachedGradients.adopt
+    ADDING.clear()
 
     def spoiling(self: CUDAGraph) -> None:
         original(self)
         with torch.no_grad():
             spoil(captured).view(-1)[3] += 0.5
 
+    def adopting(self: AttachedGradients) -> None:
+        ADDING.update(self.pairs())
+        adopt(self)
+
     monkeypatch.setattr(CUDAGraph, "replay", spoiling)
+    monkeypatch.setattr(AttachedGradients, "adopt", adopting)
     with pytest.raises(VerificationError, match=rf"{name} differs by up to 0\.5; two eager runs"):
         captured.run()
+    ADDING.clear()
 
 
 def test_a_check_takes_no_memory_for_gradients(
