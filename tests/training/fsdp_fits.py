@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -92,6 +93,20 @@ class Parallel(Net):
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
+class Counting(Sharded):
+    """Writes a sharded tensor that is neither a parameter nor a buffer."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        mesh = self.device_mesh["data_parallel"]
+        self.seen = distribute_tensor(torch.zeros(8, device=self.device), mesh, [Shard(0)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.add_(1.0)
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.seen.to_local().mean()
+
+
 Case = Callable[[], dict[str, Any]]
 CASES: dict[str, Case] = {
     "plain": dict,
@@ -115,6 +130,7 @@ CASES: dict[str, Case] = {
     "clipping": lambda: {"gradient_clip_val": 0.01},
     "clipping values": lambda: {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
+    "a sharded tensor in an attribute": lambda: {"module": Counting},
     "tensor parallelism": lambda: {
         "module": Parallel,
         "strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2),

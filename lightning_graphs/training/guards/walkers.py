@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.buffers import StateSnapshot
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
 from lightning_graphs.core.generators import comparable
+from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import (
     accumulation_hooks,
     gradient_hooks,
@@ -126,7 +127,7 @@ class LooseTensors:
                 self._versions.append(version_of(tensor))
                 found.append(tensor)
         if self._kept is not None and found:
-            self._kept.append(StateSnapshot(found))
+            self._kept.append(StateSnapshot(map(local, found)))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -140,7 +141,7 @@ class LooseTensors:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Put all of them back after the body, also those that are added while it runs."""
-        self._kept = [StateSnapshot(self.tensors)]
+        self._kept = [StateSnapshot(map(local, self.tensors))]
         try:
             yield
         finally:

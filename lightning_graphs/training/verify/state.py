@@ -148,8 +148,10 @@ class StepState:
             replace(output, name="the loss") if output.name in _LOSSES else output
             for output in results_in(returned, "output")
         ]
-        found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers.items()]
-        found += [Result(f"tensor `{name}`", tensor) for name, tensor in self._loose.items()]
+        found += [
+            Result(f"buffer `{name}`", local(buffer)) for name, buffer in self._buffers.items()
+        ]
+        found += [Result(f"tensor `{name}`", local(tensor)) for name, tensor in self._loose.items()]
         gradients = {name: f"the gradient of `{name}`" for name in self._parameters}
         found += [
             Result(gradients[name], local(p.grad), is_gradient=True)
