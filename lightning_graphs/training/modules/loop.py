@@ -15,8 +15,8 @@ from lightning_graphs.training.host.logs import QuickLog
 from lightning_graphs.training.interception import log_exchanged, replaced
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
-from lightning_graphs.training.step.gradients import PersistentGradients, zeroed_quickly
-from lightning_graphs.training.step.optimizers import CapturableOptimizer
+from lightning_graphs.training.step.gradients import PersistentGradients
+from lightning_graphs.training.step.optimizers import CapturableOptimizer, zeroed_quickly
 from lightning_graphs.training.verify.agreement import Agreement
 
 

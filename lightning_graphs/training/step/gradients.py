@@ -31,7 +31,6 @@ from lightning_graphs.core.private.torch import (
 )
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.hooks import Observers
-from lightning_graphs.training.interception import replaced
 
 KEPT_LATE = (
     "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
@@ -68,28 +67,6 @@ def gradients_set_aside(parameters: Sequence[Parameter]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
-    """While the body runs, ``optimizer.zero_grad()`` costs a third of what it costs in torch.
-
-    It sets every gradient to None, as torch's own does. One that somebody else has written stays.
-    """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        yield
-        return
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if not set_to_none:
-            Optimizer.zero_grad(optimizer, set_to_none=False)
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    with replaced(optimizer, "zero_grad", zero_grad):
-        yield
 
 
 class AttachedGradients:
