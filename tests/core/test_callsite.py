@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, graph
+from lightning_graphs.core.callsite import is_raised_by_user
 
 
 def test_the_line_of_a_cell_is_named_as_in_the_notebooks_tracebacks(
@@ -27,3 +29,34 @@ def test_the_line_of_a_cell_is_named_as_in_the_notebooks_tracebacks(
         with pytest.raises(CaptureError) as caught, graph(captured):
             names["body"](torch.ones((), device=device))
         assert f"{shown}:3 in body" in str(caught.value)
+
+
+def asserts() -> None:
+    assert not torch.ones(())
+
+
+def adds() -> None:
+    torch.ones(2) + torch.ones(3)
+
+
+def raises_from_torch() -> None:
+    try:
+        adds()
+    except RuntimeError as error:
+        raise ValueError from error
+
+
+def calls_torch() -> None:
+    torch.nn.functional.one_hot("1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_users"),
+    [(asserts, True), (adds, False), (raises_from_torch, False), (calls_torch, False)],
+)
+def test_what_an_operator_raises_is_not_raised_by_the_users_code(
+    code: Callable[[], None], is_users: bool
+) -> None:
+    with pytest.raises(Exception, match="") as caught:
+        code()
+    assert is_raised_by_user(caught.value) is is_users
