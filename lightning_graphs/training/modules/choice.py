@@ -62,6 +62,8 @@ class Choice:
         inside = [m for m in self._root.modules() if m is not self._root]
         closed = [m for m in inside if is_compiled(m) or _is_scripted(m)]
         left = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
+        now = _submodules(self._root) if self._named else {}
+        self._named = {name: now.get(name, module) for name, module in self._named.items()}
         named = self._named or _with_parameters(self._root, self._left_out)
         return {name: module for name, module in named.items() if module not in left}
 

@@ -373,7 +373,9 @@ class ModuleGraphs:
             return None
         if search is not None:
             key = (kind, observation.pattern(calls))
-            known = any(s.key[:2] == key and s.baked.is_current for s in self._plans_of(kind))
+            called = {call.module for call in calls}
+            plans = (s for s in self._plans_of(kind) if called <= s.sites.keys())
+            known = any(s.key[:2] == key and s.baked.is_current for s in plans)
             if known or not self._cache.is_due(key):
                 search.left -= 1
                 if search.left == 0:

@@ -244,9 +244,8 @@ def test_exchanged(
         backend, tmp_path, module=module, callbacks=lambda: [At(change)],
         capture={**capture, "verify": False}, validation=0, max_epochs=3,
     )  # fmt: skip
-    gone = ["`block` is not graphed: no observed step calls it"]  # the one that was named
-    compare(eager, captured, said=gone if (scope, what) == ("modules", "block") else ())
-    assert captured.statistics.replayed >= (12 if what == "block" else 20)
+    compare(eager, captured)
+    assert captured.statistics.replayed >= 20
 
 
 @pytest.mark.parametrize("what", ["forward of a layer", "class of a block", "block"])
