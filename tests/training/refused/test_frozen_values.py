@@ -119,7 +119,8 @@ VALUES: dict[str, tuple[Any, Any, Any, str]] = {
         "self._held['a']: float64[2] of [1.0, 1.0] -> ",
     ),
     "large array": (
-        lambda: numpy.ones(8193), lambda w: 3 * w, lambda w: float(w[0]), "self._held: ndarray at ",
+        lambda: numpy.ones(8193), lambda w: 3 * w, lambda w: float(w[0]),
+        "self._held: another ndarray",
     ),
 }  # fmt: skip
 
