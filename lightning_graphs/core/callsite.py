@@ -161,6 +161,8 @@ class CallSiteFinder:
             code = frame.f_code
             if not is_library(code.co_filename):
                 site = CallSite(code.co_filename, line, code.co_name)
+            elif code.co_name == "_engine_run_backward" and not site.line:
+                site = CallSite(in_backward=True)
         return site
 
 

@@ -431,21 +431,22 @@ def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> No
 def _explained(error: BaseException) -> CaptureError:
     finder = CallSiteFinder()
     site = finder.of_exception(error)
-    if not site.line:  # raised by the end of the capture, not by the body
+    if not (site.line or site.in_backward):  # raised by the end of the capture, not by the body
         site = finder.here()
     reason = str(error).splitlines()[0]
+    observed = f"{site.describe()} ({reason})" if site.line else f"{reason} at {site.describe()}"
     if "legacy stream depend on a capturing" in reason:
         return CaptureError(
             "A backward pass can be captured only if the AccumulateGrad nodes of the parameters "
             "belong to the capture stream.",
-            f"{site.describe()} ({reason})",
+            observed,
             "delete or detach the tensors of an earlier autograd graph (del loss, output), which "
             "keep such nodes, and fetch nodes that you keep in on_fit_start or later; or use "
             "torch 2.13 or newer",
         )
     return CaptureError(
         "A capture cannot contain an operation that CUDA refuses to record.",
-        f"{site.describe()} ({reason})",
+        observed,
         known_remedy(
             error,
             "move the operation out of the captured code; typical ones are .item(), .cpu(), print "
