@@ -210,10 +210,15 @@ def _filled(function: Any, input: Any, value: Any) -> Form | None:
 
 
 def _masked(function: Any, input: Any, mask: Any, value: Any) -> Form | None:
-    filled = _filled(function, input, value)
-    if filled is None:
+    """``masked_fill`` itself reads on the host what it is to fill in."""
+    if _filled(function, input, value) is None or not _is_tensor(mask, {torch.bool}):
         return None
-    return lambda given: function(input, mask, given.tensor_of(value, input.dtype))
+
+    def fill(given: Given) -> Tensor:
+        found = torch.where(mask, given.tensor_of(value, input.dtype), input)
+        return input.copy_(found) if _is_in_place(function) else found
+
+    return fill
 
 
 def _chosen(function: Any, first: Any, second: Any, other: Any) -> Form | None:
@@ -234,6 +239,9 @@ def _chosen(function: Any, first: Any, second: Any, other: Any) -> Form | None:
 def _set(function: Any, input: Any, index: Any, value: Any) -> Form | None:
     if leaves_of(index, Followed) or _filled(function, input, value) is None:
         return None
+    if _is_tensor(index, {torch.bool}):  # as many of them as there are would be read on the host
+        mask = index.reshape(index.shape + (1,) * (input.dim() - index.dim()))
+        return _masked(Tensor.masked_fill_, input, mask, value)  # Python drops what it returns
     return lambda given: function(input, index, given.tensor_of(value, input.dtype))
 
 

@@ -280,6 +280,8 @@ def fills(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     loss, number = self.loss(batch), 0.95**self.global_step
     weights = torch.ones(3, device=self.device)
     weights[1] = number
+    weights[weights > 0.97] = number
+    weights.masked_fill_(weights < 0.4, number)
     weights = weights * torch.full((3,), number, device=self.device) + loss.new_full((), number)
     weights = weights + torch.full_like(weights, number).fill_(1 - number)
     return loss + nn.functional.cross_entropy(self.net(batch["x"]), batch["y"], weight=weights)
