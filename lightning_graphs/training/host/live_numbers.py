@@ -80,6 +80,7 @@ class StepNumbers:
         self.could_follow = could_follow
         self._told: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
+        self._guards: list[tuple[str, Callable[[], Any]]] = []
         self._tape = tape
         self._ways = 1.0
         self._names: Counter[str] = Counter()
@@ -127,7 +128,7 @@ class StepNumbers:
         """A value that the captured code sees: it is for steps that would see the same."""
         self.has_guards = True
         if not drawn:
-            self._reads.add(name, functools.partial(_present, read), name, self._reads)
+            self._guards.append((name, functools.partial(_present, read)))
             return value
         if name not in self._told:
             assert self._tape is not None
@@ -175,12 +176,19 @@ class StepNumbers:
         observed = f"{name} is used at {CallSiteFinder().here().describe()}"
         self._read_only += [(observed, tensor, version_of(tensor)) for tensor in tensors]
 
+    def note_guards(self) -> None:
+        """Let steps be compared by these; not where a further capture may need none of them."""
+        for name, read in self._guards:
+            self._reads.add(name, read, name, self._reads)
+        self._guards.clear()
+
     def finish(self) -> None:
-        """Refuse what only the end of the step shows."""
+        """Refuse what only the end of the step shows, and note what it is for."""
         for observed, tensor, version in self._read_only:
             if version_of(tensor) != version:
                 raise COUNTER.refused(observed)
         self._read_only.clear()
+        self.note_guards()
 
 
 class _HasNoLength(CaptureError):

@@ -358,6 +358,7 @@ class StepCapture(StepBody):
     def was_in_a_branch(self) -> bool:
         """Whether the first refusal may hold only where numbers of the trainer are these."""
         first = not self._has_branched
+        self._numbers.note_guards()
         self._has_branched |= self._numbers.has_guards
         return first and self._has_branched
 
