@@ -80,7 +80,7 @@ class StepNumbers:
         self.could_follow = could_follow
         self._told: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
-        self._guards: list[tuple[str, Callable[[], Any]]] = []
+        self._guards: list[tuple[str, Callable[[Any], Any]]] = []
         self._tape = tape
         self._ways = 1.0
         self._names: Counter[str] = Counter()
