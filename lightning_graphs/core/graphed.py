@@ -17,7 +17,12 @@ from torch.nn import Parameter
 from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import CallPlan
-from lightning_graphs.core.autograd.backward import DirectGradients, LentGradients, OutputGradients
+from lightning_graphs.core.autograd.backward import (
+    DirectGradients,
+    HookedInOrder,
+    LentGradients,
+    OutputGradients,
+)
 from lightning_graphs.core.autograd.lending import (
     PendingBackward,
     ReplayOrder,
@@ -51,7 +56,7 @@ class BackwardPass:
     targets: tuple[Tensor, ...]  # the leaves whose gradients autograd is given, in their order
     # Of inputs that require grad, among the call's tensors; several times where each use counts
     input_positions: tuple[int, ...]
-    parameters: tuple[Parameter, ...]  # whose gradients autograd is given; none if direct
+    parameters: HookedInOrder  # whose gradients autograd is given; none if direct
     handed: LentGradients  # hands autograd the gradients of those inputs, then parameters
     direct: DirectGradients | None  # writes the parameters' gradients, where autograd does not
     place: int  # its place in the order of captures
@@ -192,7 +197,8 @@ class GraphedCallable:
         self._pending = self.order.wait(self.place, backward.place)
         self._version = version_of(self._witness)
         differentiable = [tensors[i] for i in backward.input_positions]
-        results = _GraphedNode.apply(self, self._anchor, *differentiable, *backward.parameters)  # type: ignore[no-untyped-call]
+        given = *differentiable, *backward.parameters.given()
+        results = _GraphedNode.apply(self, self._anchor, *given)  # type: ignore[no-untyped-call]
         return self.outputs.hand_out(results)
 
     def bring_back(self) -> bool:

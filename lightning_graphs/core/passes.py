@@ -24,6 +24,7 @@ from lightning_graphs.core.autograd.accumulation import accumulation_refused
 from lightning_graphs.core.autograd.backward import (
     DirectGradients,
     GradientMemory,
+    HookedInOrder,
     LentGradients,
     OutputGradients,
     refuse_parameter_hooks,
@@ -234,10 +235,11 @@ class CallableCapture:
         apart: Sequence[Tensor] = (),
         *,
         keep: bool = False,
+        came: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        hooked = self._made.parameters
+        how: dict[str, Any] = {"hooked": self._made.parameters, "apart": apart}
         with accumulation_refused(self._trained()):
-            return gradients_behind(outputs, targets, given, hooked=hooked, apart=apart, keep=keep)
+            return gradients_behind(outputs, targets, given, keep=keep, came=came, **how)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         refuse_sparse_gradients(gradients)
@@ -328,11 +330,13 @@ class CallableCapture:
         if given_gradients.repeat:  # a leaf may have another node by the time
             asked = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in asked]
         apart = targets if may_write else ()
+        came: list[Tensor] | None = [] if parameters else None
 
         def pull(gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
             with uses.taken():
-                keep = given_gradients.repeat
-                found = self._gradients(outputs, asked, gradients, apart=apart, keep=keep)
+                keep, first = given_gradients.repeat, None if came else came
+                how: dict[str, Any] = {"apart": apart, "keep": keep, "came": first}
+                found = self._gradients(outputs, asked, gradients, **how)
             self._check_gradients(found)
             pairs = zip(targets, found, strict=True)
             return [part for target, whole in pairs for part in uses.of(target, whole)]
@@ -348,7 +352,7 @@ class CallableCapture:
             reach,
             tuple(to_autograd),
             tuple(ids.index(id(tensor)) for tensor in given),
-            parameters,
+            HookedInOrder(parameters, came or ()),
             handed,
             direct,
             self._made.order.place(),

@@ -154,6 +154,37 @@ class LentGradients:
         return [None if buffer is None else next(found) for buffer in self.buffers]
 
 
+class HookedInOrder:
+    """Gives parameters to the node of a call so that their hooks run in the order of autograd.
+
+    One node hands out all gradients at once, and autograd then calls hooks on parameters in any
+    order: another one than in eager code, where gradients come one by one. Hooks that share a
+    generator, an average or a list would see it. So each parameter with hooks goes through a node
+    of its own, and of several nodes that are ready autograd runs the one first that was made last.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], came: Sequence[Tensor]) -> None:
+        self.own = parameters
+        place = {parameter: i for i, parameter in enumerate(parameters)}
+        self._last_to_first = [place[leaf] for leaf in reversed(came) if leaf in place]
+        self._at_capture = sum(map(has_gradient_hooks, parameters)) > 1
+        self._hooked = self._at_capture
+        self._hooks_looked_at = -1
+
+    def given(self) -> Sequence[Tensor]:
+        """The parameters; called once for each call, right before its node is made."""
+        if (number := hooks_registered()) != self._hooks_looked_at:
+            self._hooks_looked_at = number
+            found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self.own]
+            self._hooked = self._at_capture or sum(found) > 1
+        if not self._hooked:
+            return self.own
+        given = list(self.own)
+        for i in self._last_to_first:
+            given[i] = torch.ops.aten.alias.default(given[i])
+        return given
+
+
 class OutputGradients:
     """The static inputs of a backward graph; what a later graph lends is read in place."""
 

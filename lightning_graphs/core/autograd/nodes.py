@@ -101,6 +101,7 @@ def gradients_behind(
     # Leaves whose gradients are copied in time; see :func:`gradients_kept_apart`.
     apart: Sequence[Tensor] = (),
     keep: bool = False,  # what autograd has saved, for another pass
+    came: list[Tensor] | None = None,  # gets the leaves of `hooked`, as their gradients come
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
     wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
@@ -109,6 +110,9 @@ def gradients_behind(
         torch.autocast(outputs[0].device.type, enabled=False),
         without_hooks(hooked),
         gradients_kept_apart(apart),
+        removed(t.register_hook(partial(_note, came, t)) for t in hooked if t.requires_grad)
+        if came is not None
+        else contextlib.nullcontext(),
     ):
         found: tuple[Tensor | None, ...]
         found = gradients_of(outputs, wanted, given, retain_graph=keep, allow_unused=True)
@@ -122,6 +126,10 @@ def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[No
     to ``.grad`` is copied.
     """
     return removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
+
+
+def _note(came: list[Tensor], leaf: Tensor, _: Tensor | None) -> None:
+    came.append(leaf)
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ class _CallRun:
         found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
         if backward is not None:
             direct = backward.direct
-            found |= dict.fromkeys(backward.parameters if direct is None else direct.parameters)
+            found |= dict.fromkeys(backward.parameters.own if direct is None else direct.parameters)
         names: dict[Tensor, str] = {p: f"`{name}`" for name, p in self._root.named_parameters()}
         trained = (p for p in found if p not in call.frozen)
         return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}

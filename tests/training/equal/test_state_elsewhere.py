@@ -101,6 +101,30 @@ def of_hook_of_gradient(keeper: Keeper, state: Tensor) -> None:
     keeper.last.bias.register_hook(partial(moved, state))
 
 
+def of_hooks_of_gradients(keeper: Keeper, state: Tensor) -> None:
+    """They share it: their order counts."""
+
+    def change(gradient: Tensor) -> Tensor:
+        return gradient / (1 + state.mul_(0.5).add_(gradient.norm()).mean())
+
+    for parameter in keeper.parameters():
+        parameter.register_hook(change)
+
+
+def of_hooks_after_accumulation(keeper: Keeper, state: Tensor) -> None:
+    def change(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(state.mul_(0.5).add_(parameter.grad.norm()).mean())
+
+    for parameter in keeper.parameters():
+        parameter.register_post_accumulate_grad_hook(change)
+
+
+def of_hooks_that_draw(keeper: Keeper, state: Tensor) -> None:
+    for parameter in keeper.parameters():
+        parameter.register_hook(lambda gradient: gradient + torch.rand_like(gradient) / 64)
+
+
 def of_hook_of_output(keeper: Keeper, state: Tensor) -> None:
     def change(out: Tensor) -> Tensor:
         if out.requires_grad:
