@@ -167,7 +167,8 @@ class HookedInOrder:
         self.own = parameters
         place = {parameter: i for i, parameter in enumerate(parameters)}
         self._last_to_first = [place[leaf] for leaf in reversed(came) if leaf in place]
-        self._at_capture = sum(map(has_gradient_hooks, parameters)) > 1
+        self._unused = sorted(set(range(len(parameters))) - set(self._last_to_first))
+        self._at_capture = any(map(has_gradient_hooks, parameters))
         self._hooked = self._at_capture
         self._hooks_looked_at = -1
 
@@ -175,13 +176,15 @@ class HookedInOrder:
         """The parameters; called once for each call, right before its node is made."""
         if (number := hooks_registered()) != self._hooks_looked_at:
             self._hooks_looked_at = number
-            found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self.own]
-            self._hooked = self._at_capture or sum(found) > 1
+            found = any(gradient_hooks(p) or accumulation_hooks(p) for p in self.own)
+            self._hooked = self._at_capture or found
         if not self._hooked:
             return self.own
         given = list(self.own)
         for i in self._last_to_first:
             given[i] = torch.ops.aten.alias.default(given[i])
+        for i in self._unused:  # autograd would call hooks with None
+            given[i] = given[i].detach()
         return given
 
 

@@ -125,6 +125,11 @@ def of_hooks_that_draw(keeper: Keeper, state: Tensor) -> None:
         parameter.register_hook(lambda gradient: gradient + torch.rand_like(gradient) / 64)
 
 
+def of_hooks_of_what_is_unused(keeper: Keeper, state: Tensor) -> None:
+    keeper.unused = nn.Linear(8, 8, device=state.device)
+    of_hooks_that_draw(keeper, state)
+
+
 def of_hook_of_output(keeper: Keeper, state: Tensor) -> None:
     def change(out: Tensor) -> Tensor:
         if out.requires_grad:
