@@ -51,6 +51,7 @@ from lightning_graphs.core.private.autograd import (
     stale_gradient_nodes_tolerated,
 )
 from lightning_graphs.core.private.torch import (
+    has_gradient_hooks,
     hooks_registered,
     nodes_recorded,
     recorded_before,
@@ -323,6 +324,7 @@ class CallableCapture:
         to_autograd = [*given, *parameters]
         handed = LentGradients(to_autograd)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
+        self._refuse_hooks_of_parts(reach)
         asked: list[Tensor | GradientEdge] = [*targets]
         if direct is not None and not may_write:  # it copies to `.grad`, which casts as well
             asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
@@ -358,6 +360,18 @@ class CallableCapture:
             self._made.order.place(),
             pull if given_gradients.repeat else None,
         )
+
+    def _refuse_hooks_of_parts(self, reach: Sequence[Collection[Tensor]]) -> None:
+        """Refuse hooks on parameters that a backward pass may not reach: they would get None."""
+        for name, parameter in self._named() if len(reach) > 1 else ():
+            reached = [parameter in leaves for leaves in reach]
+            if any(reached) and not all(reached) and has_gradient_hooks(parameter):
+                raise CaptureError(
+                    "A graphed callable can call hooks on parameters only where all of its outputs "
+                    "depend on these.",
+                    f"`{name}` has a hook, and an output that does not depend on it",
+                    "graph the modules inside of it, which have one output each",
+                )
 
     def _output_gradients(
         self, outputs: Sequence[Tensor]

@@ -210,6 +210,48 @@ def trained(
     return eager, captured
 
 
+class Outputs(nn.Module):
+    """Two outputs, each of layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers(), layers()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class HooksOfOutputs(Net):
+    """Later steps use one output, and hooks on parameters of the other one are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Outputs()
+        self.calls = 0
+        for parameter in self.pair.parameters():
+            parameter.register_hook(self.change)
+
+    def change(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient / 2
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.pair(batch["x"])
+        logits = first if self.current_epoch else first + second
+        return nn.functional.cross_entropy(logits + self.net(batch["x"]), batch["y"])
+
+
+@SAYS
+def test_hooks_are_not_called_without_a_gradient(backend: str, tmp_path: Path) -> None:
+    eager, captured = trained(
+        backend, tmp_path, HooksOfOutputs, {**OWN, "modules": ["pair", "net"]}
+    )
+    # Two epochs of 16 steps, on the parameters of both halves and then of one
+    assert captured.module.calls == eager.module.calls == 16 * 8 + 16 * 4
+    assert captured.statistics.modules == ["net"]
+    assert "call hooks on parameters only where all" in captured.statistics.fallbacks[0]
+
+
 @SAYS
 @pytest.mark.parametrize("module", [SomeInputs, SomeGradients, Hooked])
 def test_gradients_of_some_parameters_in_some_steps(
