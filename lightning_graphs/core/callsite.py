@@ -107,7 +107,7 @@ def is_library(filename: str) -> bool:
 
 
 NO_LINE = "no line of yours"
-"""In place of a line that nobody knows."""
+"""In place of a line that is not known."""
 
 _IN_LIBRARIES = f"{NO_LINE}, in code of libraries"
 _LINE = re.compile(r":\d+ in ")

@@ -465,7 +465,7 @@ class TestBesideACapture:
     ) -> None:
         told = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
         if told is None:
-            pytest.skip("torch tells nobody what the user wants")
+            pytest.skip("this torch has no reader of the user's choice")
         warn = torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch
         weight = torch.ones(4, device=device, requires_grad=True)
         kept = weight.sum()

@@ -288,7 +288,7 @@ def walk(
     """Name and value of what a value holds, levels deep, itself first.
 
     Plain values, classes, and tensors without attributes are left out, and modules without
-    ``modules``, which goes on with them. Containers of many entries are data: nobody looks inside.
+    ``modules``, which goes on with them. Containers of many entries are data: they stay unopened.
     """
     if id(value) in seen or is_plain(value) or isinstance(value, type):
         return

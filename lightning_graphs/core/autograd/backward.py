@@ -382,7 +382,7 @@ class DirectGradients:
         self._accumulate(chosen, before, buffers)
 
     def _set_aside(self, held: Sequence[int]) -> list[Tensor]:
-        """The values of these buffers, in memory that nobody sees."""
+        """The values of these buffers, in memory of their own."""
         if not held:
             return []
         if self._old is None:

@@ -1,4 +1,4 @@
-"""Undoes what code has written in memory that is older than it, whoever holds that memory."""
+"""Undoes what code has written in memory that is older than it, wherever that is held."""
 
 from __future__ import annotations
 

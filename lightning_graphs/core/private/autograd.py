@@ -68,7 +68,7 @@ def backward_passes_told(
     The first function hears the roots, and the leaves that are asked for if these are named. The
     second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
     in, as reentrant checkpointing does. All passes go through one function of torch, which has no
-    hook. Where torch lacks either, nobody is told.
+    hook. Where torch lacks either, nothing is told.
     """
     engine: Callable[..., Any] = getattr(torch.autograd, "_engine_run_backward", _nothing)
     valid: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", lambda: True)
@@ -95,7 +95,7 @@ def backward_passes_told(
 def backward_passes_within(
     around: Callable[[Sequence[Any]], AbstractContextManager[None]],
 ) -> AbstractContextManager[None]:
-    """Run every backward pass, whoever asks for one, in what is made for its outputs.
+    """Run every backward pass, of user code, too, in what is made for its outputs.
 
     ``backward`` and ``grad`` end in one function. Where torch has another, they run as they are.
     """

@@ -453,7 +453,7 @@ def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
 tensor_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
 """How many owners in C++ a tensor has, such as DLPack and nodes of autograd: nothing public tells.
 
-Without the method nobody notices these.
+Without the method these go unnoticed.
 """
 
 

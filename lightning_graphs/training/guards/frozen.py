@@ -305,7 +305,7 @@ def old_gradients_watched(
     on_use: OnUse = _refuse,
     others: Iterable[Tensor] = (),  # which stand for some of those in attributes
 ) -> Iterator[None]:
-    """While capturing a forward pass, nobody may use ``.grad`` of parameters and attributes.
+    """While capturing a forward pass, refuse to use ``.grad`` of parameters and attributes.
 
     It is set aside there. An eager step finds the gradients of the step before. No library reads
     one by itself in a forward pass: where clipping or a norm does, the author's code calls it.

@@ -135,7 +135,7 @@ class LooseTensors:
 
     @property
     def small(self) -> list[Tensor]:
-        """Those that are no data: kernels outside of torch may write them, and nobody says so."""
+        """Those that are no data: kernels outside of torch may write them unnoticed."""
         return [t for t in self.tensors if t.untyped_storage().nbytes() <= _MOST_BYTES]
 
     @contextlib.contextmanager

@@ -89,7 +89,7 @@ class AttachedGradients:
         self.copied = copied
         self.in_pool = in_pool
         self._has_lent = False
-        # Parameter, gradient that somebody keeps, and buffer
+        # Parameter, gradient that user code keeps, and buffer
         self._left: list[tuple[Parameter, Tensor, Tensor]] = []
         self._use(buffers)
 
@@ -215,7 +215,7 @@ class AttachedGradients:
     def adopt(self) -> None:
         """Bring the gradients that there are into the buffers, None as zero, and attach them.
 
-        Those that somebody keeps stay where they are: what is added to them is added in place.
+        Those that user code keeps stay where they are: what is added to them is added in place.
         """
         self._left.clear()
         if self.are_attached():
@@ -315,7 +315,7 @@ class KeptGradients:
         return shown.uses(attached=shown.are_attached()) if shown is not None else []
 
     def look(self, held: Callable[[], Sequence[int]] = tuple) -> bool:
-        """Whether somebody keeps what was shown last; to be asked ahead of a replay.
+        """Whether user code keeps what was shown last; to be asked ahead of a replay.
 
         Args:
             held: The ``id`` of gradients that this package itself holds for a while.

@@ -133,7 +133,7 @@ _Known = list[tuple[Any, dict[str, Any], list[Any]]]
 def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
     """While the body runs, ``optimizer.zero_grad()`` costs a third of what it costs in torch.
 
-    It sets every gradient to None, as torch's own does. One that somebody else has written stays.
+    It sets every gradient to None, as torch's own does. One that user code has written stays.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         yield

@@ -204,7 +204,7 @@ class StepRunner:
             self._capture.step_eagerly(plan.scaling)
             return
         self._in_graph.refresh()
-        # A fused step unscales by itself what nobody has unscaled before it
+        # A fused step unscales by itself what no hook has unscaled before it
         with plan.gradients.brought_in(self._kept.look):
             plan.graphs["step"].replay()
         plan.store("step")

@@ -1,4 +1,4 @@
-"""Finds what a part of a step writes beside the state that is known, whoever holds it."""
+"""Finds what a part of a step writes beside the state that is known."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class OfACopy(Seeing):
 
 
 class OfAnAttribute(Seeing):
-    """A tensor that is no parameter; nobody zeroes its gradient, but for every fourth step."""
+    """A tensor that is no parameter, and whose gradient only every fourth step zeroes."""
 
     def start(self) -> None:
         self.token = torch.zeros(8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""State that no attribute of a module holds: a verification puts it back, whoever holds it."""
+"""State that no attribute of a module holds: a verification puts it back."""
 
 from __future__ import annotations
 
