@@ -58,6 +58,18 @@ def _unwarned_of_streams() -> Iterator[None]:
         warn(before)
 
 
+def _exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let each backward pass that is begun be a call of this, with torch's own function first.
+
+    ``backward`` and ``grad`` end in that one function, which has no hook. Where torch has another,
+    passes run as they are.
+    """
+    engine = getattr(torch.autograd, "_engine_run_backward", None)
+    if engine is None:
+        return contextlib.nullcontext()
+    return replaced(torch.autograd, "_engine_run_backward", partial(run, engine))
+
+
 @contextlib.contextmanager
 def backward_passes_told(
     accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
@@ -67,27 +79,27 @@ def backward_passes_told(
 
     The first function hears the roots, and the leaves that are asked for if these are named. The
     second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
-    in, as reentrant checkpointing does. All passes go through one function of torch, which has no
-    hook. Where torch lacks either, nothing is told.
+    in, as reentrant checkpointing does; where torch lacks the question, it hears nothing.
     """
-    engine: Callable[..., Any] = getattr(torch.autograd, "_engine_run_backward", _nothing)
-    valid: Callable[[], bool] = getattr(torch.autograd, "_is_checkpoint_valid", lambda: True)
+    valid: Callable[[], bool] | None = getattr(torch.autograd, "_is_checkpoint_valid", None)
 
     def run(
-        roots: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **k: Any
-    ) -> Any:
+        engine: Callable[..., Any],
+        roots: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **k: Any,
+    ) -> Any:  # fmt: skip
         if k.get("accumulate_grad"):
             accumulates([r for r in roots if isinstance(r, Tensor)], inputs)
         return engine(roots, gradients, keep, create, inputs, *rest, **k)
 
     def is_valid() -> bool:
+        assert valid is not None
         if not (found := valid()):
             reenters()
         return found
 
     with contextlib.ExitStack() as stack:
-        if engine is not _nothing:
-            stack.enter_context(replaced(torch.autograd, "_engine_run_backward", run))
+        stack.enter_context(_exchanged_engine(run))
+        if valid is not None:
             stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
         yield
 
@@ -95,20 +107,13 @@ def backward_passes_told(
 def backward_passes_within(
     around: Callable[[Sequence[Any]], AbstractContextManager[None]],
 ) -> AbstractContextManager[None]:
-    """Run every backward pass, of user code, too, in what is made for its outputs.
+    """Run every backward pass, of user code, too, in what is made for its outputs."""
 
-    ``backward`` and ``grad`` end in one function. Where torch has another, they run as they are.
-    """
-    run = getattr(torch.autograd, "_engine_run_backward", None)
-
-    def within(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        assert run is not None
+    def run(engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         with around(outputs):
-            return run(outputs, *args, **kwargs)
+            return engine(outputs, *args, **kwargs)
 
-    if run is None:
-        return contextlib.nullcontext()
-    return replaced(torch.autograd, "_engine_run_backward", within)
+    return _exchanged_engine(run)
 
 
 def after_backward(call: Callable[[], None]) -> None:
