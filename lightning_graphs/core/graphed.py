@@ -139,7 +139,6 @@ class GraphedCallable:
         self._version = version_of(self._witness)
         return self
 
-    @property
     def is_seeded(self) -> bool:
         """Whether a call makes cuDNN's random state anew, from which the graph draws."""
         return self._dropout is not None and not self._dropout.is_current()
@@ -167,8 +166,12 @@ class GraphedCallable:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.is_seeded() else self.call(args, kwargs)
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Replay a call, of which :meth:`is_seeded` has been asked already."""
         changed = self._released or [m.training for m in self._modules] != self._training
-        if changed or in_transform() or self.is_seeded:
+        if changed or in_transform():
             return self.original(*args, **kwargs)
         if saved_tensors_hooks() is not None and torch.is_grad_enabled():
             raise ReplayError(

@@ -159,9 +159,6 @@ class Forward:
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
                 return _NONE
-            if site.graphed.is_seeded:
-                stage.seeded = True
-                return _NONE
             kernels = KernelChoice.now()
             if kernels != site.call.kernels:
                 self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
@@ -170,7 +167,7 @@ class Forward:
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)
-                if answer is not _NONE:
+                if answer is not _NONE or stage.seeded:
                     return answer
         if stage.elsewhere is None or stage.stale:
             return _NONE
@@ -182,8 +179,11 @@ class Forward:
         return _NONE
 
     def _replayed(self, site: Site, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if site.graphed.is_seeded():
+            self._stage.seeded = True
+            return _NONE
         try:
-            answer = site.graphed(*args, **kwargs)
+            answer = site.graphed.call(args, kwargs)
         except SignatureError as error:
             self._missing = str(error)
             # After a call without a graph the next one is given other tensors, which is no news.
