@@ -109,10 +109,10 @@ def _holders(value: Any) -> list[_Holder]:
         is_object = not isinstance(held, (MutableMapping, tuple, *_LISTS))
         if isinstance(held, MutableMapping) and type(held).__dictoffset__:
             found.append(_Holder(name, number, None, held, _attributes(held)))
-        for holder in found[number:]:
+        for i, holder in enumerate(found[number:], number):
             for k, inside in holder.before.items():
                 label = f".{k}" if is_object or holder.is_beside else item_label(k)
-                pending.append((name + label, found.index(holder), k, inside))
+                pending.append((name + label, i, k, inside))
     return found
 
 
@@ -162,6 +162,9 @@ class BatchChanges:
                 self._look_at(f"{holder.name}{item_label(key)}", value)
         detached = {id(tensor): tensor.detach() for tensor in self._tensors}
         self._sources = [detached[id(tensor)] for tensor in self._tensors]
+        places = list(map(storage_address, self._tensors))
+        # All but parameters and buffers, which are put there themselves
+        self._own = [i for i, at in enumerate(places) if at not in self._themselves]
 
     def _look_at(self, name: str, value: Any) -> None:
         if id(value) in self._known:
@@ -201,10 +204,10 @@ class BatchChanges:
             now = holder.content(real)
             pairs = ((k, v) for k, v in holder.before.items() if id(v) in self._known and k in now)
             memo.update((id(v), now[k]) for k, v in pairs)
-        own = [i for i, t in enumerate(self._tensors) if self._is_copied(t)]
         sources = dict(enumerate(self._sources))
         if copies:
-            sources.update(zip(own, clone_all([self._sources[i] for i in own]), strict=True))
+            cloned = clone_all([self._sources[i] for i in self._own])
+            sources.update(zip(self._own, cloned, strict=True))
         for i, tensor in enumerate(self._tensors):
             memo[id(tensor)] = self._state.get(id(tensor), sources[i])
         memo.update((id(stand_in), stand_in.now()) for stand_in in self._live)
@@ -221,9 +224,6 @@ class BatchChanges:
         now, before = holder.content(real), holder.before
         stays = {k for k, v in content.items() if k in now and k in before and v is before[k]}
         return {k: now[k] if k in stays else copy.deepcopy(v, memo) for k, v in content.items()}
-
-    def _is_copied(self, tensor: Tensor) -> bool:
-        return storage_address(tensor) not in self._themselves
 
 
 def _differ(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
