@@ -166,31 +166,6 @@ def with_option(folder: Path, backend: str, option: str) -> str:
     return str(written)
 
 
-def test_an_old_value_in_a_configuration_file(cli: Run, backend: str, tmp_path: Path) -> None:
-    with pytest.warns(FutureWarning, match="write verify=True") as said:
-        run = cli("--config", with_option(tmp_path, backend, "verify: first"))
-    assert len([one for one in said if "GraphCapture" in str(one.message)]) == 1
-    assert graphs_of(run).options.verify == GraphCapture(verify=True).options.verify
-    assert graphs_of(run).report.replayed == 5
-
-
-@pytest.mark.parametrize(
-    ("old", "name", "value"),
-    [
-        ("capture_after: 4", "min_repeats", 4),
-        ("profit_gate: false", "only_if_faster", False),
-        ("doctor: true", "diagnose", True),
-    ],
-)
-def test_an_old_name_in_a_configuration_file(
-    cli: Run, backend: str, tmp_path: Path, old: str, name: str, value: Any
-) -> None:
-    with pytest.warns(FutureWarning, match=f"write {name}={value}") as said:
-        run = cli("--config", with_option(tmp_path, backend, old))
-    assert len([one for one in said if "GraphCapture" in str(one.message)]) == 1
-    assert getattr(graphs_of(run).options, name) == value
-
-
 def test_print_config_lists_every_option(cli: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         cli("--trainer.callbacks+=lightning_graphs.GraphCapture", "--print_config")

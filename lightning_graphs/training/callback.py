@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from typing_extensions import Unpack, override
+from typing_extensions import override
 
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.core.graph import GraphPool
@@ -28,23 +28,12 @@ from lightning_graphs.training.interception import calls_of, intercepted
 from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.modules.loop import ModuleRunner
 from lightning_graphs.training.notices import FitReporter
-from lightning_graphs.training.options import (
-    OPTIONS,
-    OldNames,
-    OptionError,
-    Options,
-    in_present_names,
-    refuse_nameless,
-    warn_of_old_name,
-)
+from lightning_graphs.training.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.retry import EagerRetry, Runner
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.runner import StepRunner
 from lightning_graphs.training.step.transfer import BatchTransfer
-
-if TYPE_CHECKING:
-    from lightning_graphs.reporting.diagnosis import Diagnosis
 
 
 class GraphCapture(Callback):
@@ -109,17 +98,16 @@ class GraphCapture(Callback):
         max_graphs: int | None = None,
         on_failure: Literal["eager", "raise"] = "eager",
         backend: Literal["auto", "cuda", "emulated"] = "auto",
-        verify: bool | int | Literal["first", "off"] = True,
+        verify: bool | int = True,
         memory: float | Literal["auto"] = "auto",
         only_if_faster: bool = True,
         log_metrics: bool = False,
         diagnose: bool = False,
-        **old_names: Unpack[OldNames],
+        **unknown: NoReturn,  # there is none
     ) -> None:
-        refuse_nameless(nameless)
-        given = {name: value for name, value in locals().items() if name in OPTIONS}
+        refuse_unnamed(nameless, unknown)
+        self.options = Options(**{n: value for n, value in locals().items() if n in OPTIONS})
         super().__init__()
-        self.options = Options(**in_present_names(given, old_names))
         self._statistics = Statistics()
         self.gives_way = False  # The environment made it: one of the program's own comes first.
         self._retry: EagerRetry | None = None
@@ -131,12 +119,6 @@ class GraphCapture(Callback):
     def report(self) -> Report:
         """What the graphs of this fit have done so far; after it, of the last fit."""
         return self._statistics.report()
-
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        """The old name of ``report.diagnosis``."""
-        warn_of_old_name("diagnosis", "report.diagnosis")
-        return self._statistics.diagnosis
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks the options of :class:`~lightning_graphs.GraphCapture`, and knows their old names."""
+"""Checks the options of :class:`~lightning_graphs.GraphCapture`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from lightning.pytorch.utilities import rank_zero_warn
-from typing_extensions import TypedDict
-
-from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import FIX, GraphError
 
 
@@ -18,71 +14,19 @@ class OptionError(GraphError, ValueError):
     """An option has a value that it cannot have."""
 
 
-class OldNames(TypedDict, total=False):
-    """Options under names that they had before; configuration files may have them."""
-
-    capture_after: int | None
-    doctor: bool
-    eval_graphs: bool
-    profit_gate: bool
-
-
-OLD_NAMES: Mapping[str, str] = {
-    "capture_after": "min_repeats",
-    "doctor": "diagnose",
-    "eval_graphs": "validation",
-    "profit_gate": "only_if_faster",
-}
-"""Names that options had before -> those that they have now; the former go in 0.2."""
-OLD_VALUES: Mapping[tuple[str, str], bool] = {("verify", "off"): False, ("verify", "first"): True}
-"""The same for values."""
-
-
-def refuse_nameless(values: Sequence[object]) -> None:
-    """Refuse options without their names, with the names that they may have meant."""
-    if not values:
-        return
-    hints = get_type_hints(Options)
-    meant = [name for name in OPTIONS if values[0] in get_args(hints[name])]
-    raise TypeError(
-        f"GraphCapture() takes keyword arguments alone, got the positional argument {values[0]!r}"
-        f"{FIX}write GraphCapture({(meant or ['scope'])[0]}={values[0]!r})"
-    )
-
-
-def in_present_names(given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Options under the names and with the values that they have now; a warning names the others.
-
-    A name that was never one is a ``TypeError``, as Python's own.
-    """
-    options, written = dict(given), dict[str, str]()
-    for old, value in further.items():
-        if old not in OLD_NAMES:
-            near = difflib.get_close_matches(old, given, n=1)
-            hint = f"write {near[0]!r}" if near else f"write one of {', '.join(given)}"
-            what = f"GraphCapture() got an unexpected keyword argument {old!r}"
-            raise TypeError(f"{what}{FIX}{hint}")
-        name = OLD_NAMES[old]
-        if given[name] != OPTIONS[name]:
-            raise OptionError(
-                "An option must be given under one name.",
-                f"got {old}={value!r} and {name}={given[name]!r}",
-                f"keep {name}; {old} is its old name, which goes in 0.2",
-            )
-        options[name] = value
-        written[name] = f"{old}={value!r}"
-    for (name, value), new in OLD_VALUES.items():
-        if options[name] == value:
-            options[name] = new
-            written[name] = f"{name}={value!r}"
-    for name, text in written.items():
-        warn_of_old_name(text, f"{name}={options[name]!r}")
-    return options
-
-
-def warn_of_old_name(written: str, present: str) -> None:
-    what = f"GraphCapture: {written} is the old name, which goes in 0.2; write {present}"
-    rank_zero_warn(what, category=FutureWarning, stacklevel=stacklevel_of_user())
+def refuse_unnamed(nameless: Sequence[object], unknown: Mapping[str, object]) -> None:
+    """Refuse options without a name or under an unknown one, with the names that may be meant."""
+    if nameless:
+        hints, value = get_type_hints(Options), nameless[0]
+        meant = [name for name in OPTIONS if value in get_args(hints[name])] or ["scope"]
+        raise TypeError(
+            f"GraphCapture() takes keyword arguments alone, got the positional argument {value!r}"
+            f"{FIX}write GraphCapture({meant[0]}={value!r})"
+        )
+    for name in unknown:
+        near = difflib.get_close_matches(name, OPTIONS, n=1)
+        hint = f"write {near[0]!r}" if near else f"write one of {', '.join(OPTIONS)}"
+        raise TypeError(f"GraphCapture() got an unexpected keyword argument {name!r}{FIX}{hint}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

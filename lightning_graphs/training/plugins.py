@@ -21,7 +21,7 @@ _OFF = frozenset({"", "0", "false", "off", "no"})
 _WORDS = {
     **dict.fromkeys(("1", "true", "on", "yes"), ""),
     **{scope: f"scope: {scope}" for scope in ("auto", "step", "modules")},
-    **dict.fromkeys(("diagnose", "doctor"), "diagnose: true"),
+    "diagnose": "diagnose: true",
 }
 """Single words -> the options that they stand for."""
 

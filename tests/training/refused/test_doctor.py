@@ -177,12 +177,6 @@ class TestNoObstacle:
         fit.trainer.fit_loop.max_epochs = 3
         assert fit.run().capture.report.eager == 10
 
-    def test_the_diagnosis_under_its_old_name(self, tmp_path: Path) -> None:
-        capture = examined("emulated", tmp_path).capture
-        with pytest.warns(FutureWarning, match=r"write report\.diagnosis") as said:
-            assert capture.diagnosis == Diagnosis(steps=3)
-        assert [one.filename for one in said] == [__file__]
-
     @pytest.mark.parametrize(
         "options",
         [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError, UnsupportedError
 from lightning_graphs.training.options import OptionError
-from lightning_graphs.training.plugins import capture_of
 from tests.training.fits import compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 
@@ -72,47 +70,6 @@ def test_defaults() -> None:
     options = GraphCapture().options
     assert (options.warmup_steps, options.min_repeats, options.max_graphs) == (3, None, None)
     assert (options.on_failure, options.backend) == ("eager", "auto")
-
-
-OLD: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"capture_after": 4}, {"min_repeats": 4}),
-    ({"eval_graphs": True}, {"validation": True}),
-    ({"profit_gate": True}, {"only_if_faster": True}),
-    ({"doctor": True}, {"diagnose": True}),
-    ({"verify": "off"}, {"verify": False}),
-    ({"verify": "first"}, {"verify": True}),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), OLD, ids=str)
-def test_old_names_go_on_working_for_one_release(old: dict[str, Any], new: dict[str, Any]) -> None:
-    [(name, value)] = new.items()
-    with pytest.warns(FutureWarning, match=f"write {name}={value!r}") as said:
-        options = GraphCapture(**old).options
-    assert options == GraphCapture(**new).options
-    assert [one.filename for one in said] == [__file__]
-
-
-def test_an_option_under_both_names_is_an_error() -> None:
-    with pytest.raises(OptionError, match="one name") as caught:
-        GraphCapture(capture_after=2, min_repeats=3)
-    assert caught.value.observed == "got capture_after=2 and min_repeats=3"
-    assert caught.value.remedy.startswith("keep min_repeats")
-
-
-@pytest.mark.parametrize("in_a_file", [False, True])
-@pytest.mark.parametrize(("old", "new"), OLD, ids=str)
-def test_old_names_in_the_environment(
-    tmp_path: Path, old: dict[str, Any], new: dict[str, Any], in_a_file: bool
-) -> None:
-    value = json.dumps(old)  # which is YAML, too
-    if in_a_file:
-        (tmp_path / "graphs.yaml").write_text(value, encoding="utf-8")
-        value = str(tmp_path / "graphs.yaml")
-    with pytest.warns(FutureWarning, match="is the old name") as said:
-        graphs = capture_of(value)
-    assert len(said) == 1
-    assert graphs.options == GraphCapture(**new).options
 
 
 def test_a_name_that_was_never_one() -> None:
