@@ -100,3 +100,13 @@ class UnsupportedError(GraphError):
 
 class VerificationError(GraphError):
     """A replay computed something else than the eager step; the message names the first tensor."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; lists that follow it are left out."""
+    return str(error).partition("\n")[0]
+
+
+def in_one_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of its text, which may be empty."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")

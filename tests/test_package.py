@@ -29,6 +29,7 @@ OPTIONS = PACKAGE / "training/callback.py"  # what users write, by name
 # From the bottom up: a layer imports itself and what lies below it, never what lies above.
 LAYERS = (
     "errors",
+    "exchange",
     "core",
     "reporting",
     "training",

@@ -10,9 +10,9 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.obstacles import SET_GENERATOR
 from lightning_graphs.core.private.cudnn import DropoutState, dropout_state_of
+from lightning_graphs.exchange import replaced
 
 
 class HostGenerator(Protocol):

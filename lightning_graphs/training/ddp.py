@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.core.private.distributed import is_within_backward
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.guards.own_code import is_lightnings
-from lightning_graphs.training.interception import replaced
 from lightning_graphs.training.lightning_private import ddp_built_on, ddp_options
 from lightning_graphs.training.options import Options
 

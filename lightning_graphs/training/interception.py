@@ -18,8 +18,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.arguments.values import replaced as replaced
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.guards.own_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
@@ -68,21 +68,6 @@ def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStac
     for name in NAMES:
         stack.enter_context(replaced(strategy, name, getattr(handler, name)))
     return stack
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    """Stands for a method of what must not happen a second time."""
-
-
-@contextlib.contextmanager
-def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
-    """Let an object be of a subclass of its class with these members, and take that back."""
-    original = type(owner)
-    owner.__class__ = type(original.__name__, (original,), dict(members))
-    try:
-        yield
-    finally:
-        owner.__class__ = original
 
 
 @contextlib.contextmanager

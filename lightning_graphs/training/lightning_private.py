@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.exchange import replaced, subclassed
 from lightning_graphs.training.guards.own_code import is_lightnings
-from lightning_graphs.training.interception import replaced, subclassed
 
 _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
 

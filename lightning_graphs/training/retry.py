@@ -22,26 +22,16 @@ from lightning_graphs.core.callsite import (
     stacklevel_of_user,
 )
 from lightning_graphs.core.generators import RandomState
-from lightning_graphs.errors import GraphError, ReplayError
-from lightning_graphs.training.costs.memory import (
-    SETTLED,
-    MemoryBudget,
-    first_line,
-    is_out_of_memory,
-)
+from lightning_graphs.errors import GraphError, ReplayError, first_line
+from lightning_graphs.exchange import nothing, replaced
+from lightning_graphs.training.costs.memory import SETTLED, MemoryBudget, is_out_of_memory
 from lightning_graphs.training.guards.walkers import (
     Generators,
     LooseTensors,
     held_in,
     held_in_value,
 )
-from lightning_graphs.training.interception import (
-    StepHandler,
-    StrategyCalls,
-    loss_of,
-    nothing,
-    replaced,
-)
+from lightning_graphs.training.interception import StepHandler, StrategyCalls, loss_of
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_graphs.core.arguments.values import bind, bound
 from lightning_graphs.core.backends.emulated import EmulatedGraph
 from lightning_graphs.core.graph import is_current_stream_capturing
+from lightning_graphs.exchange import bind, bound
 from lightning_graphs.training import retry
 from lightning_graphs.training.costs import timing
 from lightning_graphs.training.costs.memory import MemoryBudget

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_graphs.core.arguments.values import (
-    Absence,
     ArrayValue,
     attributes_of,
-    bind,
-    bound,
     entries,
     has_attributes,
     is_object,
@@ -29,6 +26,7 @@ from lightning_graphs.core.arguments.values import (
 )
 from lightning_graphs.core.private.torch import tables_of
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import Absence, bind, bound
 
 _CHANGEABLE = (list, OrderedDict, dict, set, deque)
 

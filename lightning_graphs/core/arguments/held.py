@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.arguments.contents import Contents
-from lightning_graphs.core.arguments.values import bind
 from lightning_graphs.core.callsite import codes_in
 from lightning_graphs.core.graphed import GraphedCallable
 from lightning_graphs.core.private.torch import is_strided, tables_of
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import bind
 
 
 class Held:

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.identity import Identity
 from lightning_graphs.core.arguments.values import (
-    Absence,
     HeldValues,
     exact,
     in_words,
@@ -27,6 +26,7 @@ from lightning_graphs.core.arguments.values import (
     values_of_class,
 )
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import Absence
 
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
 

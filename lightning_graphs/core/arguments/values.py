@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import reprlib
 import sys
 import zlib
@@ -30,6 +29,7 @@ from torch.utils.data import DataLoader
 
 from lightning_graphs.core.arguments.closures import brought_along
 from lightning_graphs.core.arguments.identity import Identity
+from lightning_graphs.exchange import Absence, in_slot
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _WRITTEN = frozenset(
@@ -54,15 +54,6 @@ _MOST = 512
 
 _MOST_BYTES = 64 * 1024
 """Size of arrays whose contents are looked at; comparing these takes microseconds."""
-
-
-class Absence(Enum):
-    """Stands for the value of what is not there."""
-
-    ABSENT = "absent"
-
-    def __repr__(self) -> str:
-        return self.value
 
 
 def is_plain(value: Any) -> bool:
@@ -184,14 +175,6 @@ slots_of: Callable[[type], tuple[str, ...]] = _slots
 """The names under which instances of a class keep values outside of their ``__dict__``."""
 
 
-def in_slot(value: Any, key: str) -> Any:
-    """What an object keeps in a slot."""
-    try:
-        return object.__getattribute__(value, key)
-    except (AttributeError, ValueError):  # the latter of a cell that is not filled yet
-        return Absence.ABSENT  # its own `__getattr__` is not asked: it may do anything
-
-
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes that an object itself has, outside of its slots."""
     try:
@@ -237,42 +220,6 @@ def has_attributes(value: Any) -> bool:
         is_itself = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         return is_itself and bool(attributes_of(value))
     return is_object(value) or isinstance(value, _OF_TORCH)
-
-
-def bound(owner: Any, key: Any) -> Any:
-    """What is in a dict or a class under a key, or in a slot of an object."""
-    if isinstance(owner, (dict, type)):
-        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
-    return in_slot(owner, key)
-
-
-def bind(owner: Any, key: Any, value: Any) -> None:
-    """Let this be there, past the ``__setattr__`` of a frozen class."""
-    kind: Any = type if isinstance(owner, type) else object
-    if isinstance(owner, dict):
-        if value is Absence.ABSENT:
-            owner.pop(key, None)
-        else:
-            owner[key] = value
-    elif value is Absence.ABSENT:
-        kind.__delattr__(owner, key)
-    else:
-        kind.__setattr__(owner, key, value)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an object, a class or a module of Python have another member for a while.
-
-    Of objects it is set beside their class, past ``nn.Module.__setattr__``.
-    """
-    table = owner if isinstance(owner, type) else vars(owner)
-    before = bound(table, name)
-    bind(table, name, value)
-    try:
-        yield
-    finally:
-        bind(table, name, before)
 
 
 def walk(

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.private.torch import has_gradient_hooks
+from lightning_graphs.exchange import replaced
 
 _PLAIN = (Tensor, nn.Parameter)
 _backward = torch.autograd.backward  # not what may watch in its place

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import replaced
 
 aten = torch.ops.aten
 

@@ -38,16 +38,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, without the lists that follow."""
-    return str(error).partition("\n")[0]
-
-
-def in_one_line(error: BaseException) -> str:
-    """The same, with the kind of error, which may say nothing more."""
-    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
-
-
 class NoRoomError(CaptureError):
     """A capture finds no memory, or none that it may take: a smaller one may."""
 

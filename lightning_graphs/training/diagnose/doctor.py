@@ -44,6 +44,7 @@ from lightning_graphs.core.private.torch import (
     version_of,
 )
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import replaced
 from lightning_graphs.reporting.diagnosis import Diagnosis, Effect
 from lightning_graphs.training.diagnose import findings
 from lightning_graphs.training.diagnose.beforehand import CallsOfSubmodules, judge_fit
@@ -91,7 +92,7 @@ from lightning_graphs.training.host.logs import (
 )
 from lightning_graphs.training.host.places import place_of, trained_parameters
 from lightning_graphs.training.host.readings import clocks_exchanged
-from lightning_graphs.training.interception import StrategyCalls, intercepted, loss_of, replaced
+from lightning_graphs.training.interception import StrategyCalls, intercepted, loss_of
 from lightning_graphs.training.lightning_private import takes_no_closure
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.step.capture import refuse_iterator

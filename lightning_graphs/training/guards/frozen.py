@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.arguments.values import Absence, is_object, is_plain
+from lightning_graphs.core.arguments.values import is_object, is_plain
 from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import Absence, replaced, subclassed
 from lightning_graphs.training.guards.python_state import STORED, AttributeReads
 from lightning_graphs.training.guards.walkers import loose_in
-from lightning_graphs.training.interception import replaced, subclassed
 
 _COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
 _MOVING = _COUNTERS | {

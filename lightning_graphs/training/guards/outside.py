@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_graphs.core.arguments.contents import Contents
-from lightning_graphs.core.arguments.values import Absence, bound, is_object, value_of_class
+from lightning_graphs.core.arguments.values import is_object, value_of_class
 from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
+from lightning_graphs.exchange import Absence, bound
 from lightning_graphs.training.guards.clocks import CLOCK, clock_named
 from lightning_graphs.training.guards.own_code import OwnCode, function_of, inside_of_compiled
 from lightning_graphs.training.guards.python_state import AttributeReads

@@ -15,20 +15,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.arguments.contents import is_still
-from lightning_graphs.core.arguments.values import (
-    Absence,
-    HeldValues,
-    bind,
-    is_plain,
-    value_of_class,
-)
+from lightning_graphs.core.arguments.values import HeldValues, is_plain, value_of_class
 from lightning_graphs.core.callsite import is_library
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import current_autograd_node
+from lightning_graphs.exchange import Absence, bind, replaced
 from lightning_graphs.training.guards.own_code import inside_of_compiled
 from lightning_graphs.training.guards.walkers import OF_ALL_MODULES, held_in, held_in_value
-from lightning_graphs.training.interception import replaced
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")
 _LIVE_IN_LIBRARIES = frozenset(

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_graphs.core.private.cudnn import CapturedDropout, dropout_state_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.exchange import replaced
 
 _PATIENCE = 2
 """How many steps in a row may begin with a new seed before one is captured all the same: a layer

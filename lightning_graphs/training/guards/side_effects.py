@@ -15,16 +15,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import values_checked_on_device
-from lightning_graphs.errors import CaptureError, GraphError, refusals
-from lightning_graphs.training.costs.memory import (
-    first_line,
-    in_one_line,
-    is_out_of_memory,
-    no_room,
-)
+from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line, refusals
+from lightning_graphs.exchange import replaced
+from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.interception import replaced
 
 SIDE_EFFECT = Obstacle(
     "A replay runs no Python code, and cannot print, write files or call loggers.",

@@ -19,17 +19,10 @@ from lightning_graphs.core.arguments.tree import (
     leaves_of,
     open_container,
 )
-from lightning_graphs.core.arguments.values import (
-    Absence,
-    attributes_of,
-    bind,
-    bound,
-    is_constant,
-    is_plain,
-    slots_of,
-)
+from lightning_graphs.core.arguments.values import attributes_of, is_constant, is_plain, slots_of
 from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import Absence, bind, bound
 from lightning_graphs.training.guards.frozen import StandIn
 from lightning_graphs.training.guards.own_batch import BATCH_CHANGED
 from lightning_graphs.training.verify.differences import Result, results_in

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
-from lightning_graphs.core.arguments.values import Absence, attributes_of, bind, in_slot, slots_of
+from lightning_graphs.core.arguments.values import attributes_of, slots_of
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import Absence, bind, in_slot
 from lightning_graphs.training.guards.frozen import Disguised, StandIn
 
 FILLED = Obstacle(

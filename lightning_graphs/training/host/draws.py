@@ -24,12 +24,12 @@ from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode
 from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.guards.walkers import PythonGenerator, shared_generators
 from lightning_graphs.training.host.followed import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
-from lightning_graphs.training.interception import replaced
 
 SETTERS = ("setstate", "set_state", "seed")
 _GETTERS = ("getstate", "get_state")

@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from lightning_graphs.core.callsite import frames_from, is_library
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.exchange import replaced
 
 
 class Followed(abc.ABC):

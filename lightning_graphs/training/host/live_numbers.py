@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.arguments.values import Absence
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.exchange import Absence
 from lightning_graphs.training.guards.frozen import COUNTER, FrozenNumber, StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.python_state import DRAWN, AttributeReads
 from lightning_graphs.training.host.followed import (

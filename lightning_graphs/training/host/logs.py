@@ -20,10 +20,11 @@ from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.guards.frozen import FrozenNumber, StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.host.progress import ProgressValues
-from lightning_graphs.training.interception import log_exchanged, replaced
+from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import (
     batch_size_of,
     kept_log_caught,

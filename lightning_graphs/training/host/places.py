@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.contents import Change, Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of
-from lightning_graphs.core.arguments.values import Absence, is_constant
+from lightning_graphs.core.arguments.values import is_constant
 from lightning_graphs.core.private.torch import is_strided
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import Absence
 from lightning_graphs.training.guards.frozen import StandIn
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
 from lightning_graphs.training.guards.walkers import Generators, held_in

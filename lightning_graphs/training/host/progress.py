@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.lightning_private import (
     step_progress,
     step_value,

@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_graphs.core.host.half import Draw
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.guards.clocks import CLOCK, NUMBERS
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.host.followed import FOR_A_WHILE
 from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
-from lightning_graphs.training.interception import replaced
 
 Read = Callable[[str, Callable[..., Any]], Any]
 """Stands for a clock that is read: its name, and what reads it."""

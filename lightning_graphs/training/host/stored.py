@@ -19,9 +19,10 @@ from lightning_graphs.core.arguments.contents import refill
 from lightning_graphs.core.arguments.outputs import Owing, gradients_of
 from lightning_graphs.core.arguments.signature import CallPlan, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
-from lightning_graphs.core.arguments.values import Absence, is_constant, is_plain
+from lightning_graphs.core.arguments.values import is_constant, is_plain
 from lightning_graphs.core.graphed import Stores
 from lightning_graphs.core.private.torch import clone_all, version_of
+from lightning_graphs.exchange import Absence
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import STORED
 from lightning_graphs.training.host.containers import (

@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_graphs.errors import ReplayError
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.host.logs import QuickLog
-from lightning_graphs.training.interception import log_exchanged, replaced
+from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.modules.steps import ModuleGraphs
 from lightning_graphs.training.modules.updating import CapturedUpdate
 from lightning_graphs.training.step.gradients import PersistentGradients

@@ -16,6 +16,7 @@ from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.callsite import add_line, calls_observed, returned_by
 from lightning_graphs.core.private.torch import scaling_states
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.ddp import unseen_by_ddp
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Phase
@@ -24,7 +25,7 @@ from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.walkers import Generators
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
-from lightning_graphs.training.interception import loss_of, replaced
+from lightning_graphs.training.interception import loss_of
 from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"

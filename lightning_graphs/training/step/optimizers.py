@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from lightning_graphs.core.autograd.backward import is_dense
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import count_for_schedulers, has_step_hooks
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.costs.memory import gather
-from lightning_graphs.training.interception import replaced
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on

@@ -26,7 +26,7 @@ from lightning_graphs.core.autograd.backward import (
 from lightning_graphs.core.autograd.nodes import removed, taken_ahead_of_casts
 from lightning_graphs.core.private.distributed import buckets_of
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.exchange import replaced
 
 
 class BucketReduction:

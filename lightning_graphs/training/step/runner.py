@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.exchange import nothing
 from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.costs.memory import MemoryKept, NoRoomError
@@ -26,7 +27,6 @@ from lightning_graphs.training.guards.conditions import Conditions
 from lightning_graphs.training.guards.hooks import Observers
 from lightning_graphs.training.guards.own_batch import BatchValueRead, BatchValues
 from lightning_graphs.training.guards.recurrent import NewSeeds
-from lightning_graphs.training.interception import nothing
 from lightning_graphs.training.lightning_private import (
     announce_optimizer_step,
     call_gradient_hooks,

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_object
 from lightning_graphs.core.private.torch import is_strided, version_of
-from lightning_graphs.training.interception import replaced
+from lightning_graphs.exchange import replaced
 from lightning_graphs.training.lightning_private import is_profiled
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lightning_graphs.core.arguments.fingerprints import fingerprints_of
 from lightning_graphs.core.callsite import stacklevel_of_user
-from lightning_graphs.errors import VerificationError
-from lightning_graphs.training.costs.memory import first_line, is_out_of_memory
+from lightning_graphs.errors import VerificationError, first_line
+from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.verify.differences import (
     NONE,

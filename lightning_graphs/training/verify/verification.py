@@ -14,13 +14,19 @@ from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
-from lightning_graphs.core.arguments.values import replaced
 from lightning_graphs.core.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
 from lightning_graphs.core.generators import RandomState
 from lightning_graphs.core.private.torch import without_hooks
-from lightning_graphs.errors import CaptureError, GraphError, ReplayError, VerificationError
-from lightning_graphs.training.costs.memory import in_one_line, is_out_of_memory
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    ReplayError,
+    VerificationError,
+    in_one_line,
+)
+from lightning_graphs.exchange import replaced
+from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in

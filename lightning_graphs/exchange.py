@@ -1,0 +1,80 @@
+"""Exchanges members of other objects, and puts them back.
+
+Functions, methods, attributes and classes that are exchanged while code is captured or a fit runs
+pass through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+
+class Absence(Enum):
+    """Stands for the value of what is not there."""
+
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+def in_slot(value: Any, key: str) -> Any:
+    """What an object keeps in a slot."""
+    try:
+        return object.__getattribute__(value, key)
+    except (AttributeError, ValueError):  # the latter of a cell that is not filled yet
+        return Absence.ABSENT  # its own `__getattr__` is not asked: it may do anything
+
+
+def bound(owner: Any, key: Any) -> Any:
+    """What is in a dict or a class under a key, or in a slot of an object."""
+    if isinstance(owner, (dict, type)):
+        return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
+    return in_slot(owner, key)
+
+
+def bind(owner: Any, key: Any, value: Any) -> None:
+    """Set or delete a member, past the ``__setattr__`` of a frozen class."""
+    kind: Any = type if isinstance(owner, type) else object
+    if isinstance(owner, dict):
+        if value is Absence.ABSENT:
+            owner.pop(key, None)
+        else:
+            owner[key] = value
+    elif value is Absence.ABSENT:
+        kind.__delattr__(owner, key)
+    else:
+        kind.__setattr__(owner, key, value)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object, a class or a module of Python have another member while the body runs.
+
+    Of objects it is set in their ``__dict__``, past ``nn.Module.__setattr__``.
+    """
+    table = owner if isinstance(owner, type) else vars(owner)
+    before = bound(table, name)
+    bind(table, name, value)
+    try:
+        yield
+    finally:
+        bind(table, name, before)
+
+
+@contextlib.contextmanager
+def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object be of a subclass of its class with these members, and take that back."""
+    original = type(owner)
+    owner.__class__ = type(original.__name__, (original,), dict(members))
+    try:
+        yield
+    finally:
+        owner.__class__ = original
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Stands for a method of what must not happen a second time."""
