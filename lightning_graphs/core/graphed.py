@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
@@ -70,6 +69,7 @@ class BackwardPass:
         return frozenset().union(*(leaves for leaves, g in pairs if g is not None))
 
 
+@dataclass(eq=False, repr=False)
 class GraphedCallable:
     """Runs a callable as a forward graph and, inside one autograd node, a backward graph.
 
@@ -83,61 +83,46 @@ class GraphedCallable:
     of ``module.forward``.
     """
 
-    # Known once the forward pass is captured.
-    forward_graph: CUDAGraph
+    original: Callable[..., Any]
+    module: nn.Module | None  # whose forward it is, if a module's
+    plan: CallPlan  # the check of its arguments
+    pool: GraphPool
+    order: ReplayOrder  # of the captures over that pool
+    inputs: StaticInputs
     outputs: OutputPlan
+    forward_graph: CUDAGraph
+    backward_pass: BackwardPass | None
+    place: int  # of the forward graph, in the order of captures
+    # By the index of a tensor of the call, the memory where it is read in place; and what tells
+    # later calls whether they are given the same tensor.
+    borrowed: tuple[tuple[int, Source], ...]
+    shared: tuple[tuple[int, SharedArgument], ...]
+    stores: tuple[Stores, Stores]  # attributes that its forward sets, and its backward
+    modules: Sequence[nn.Module]  # all that it holds
+    guards: Sequence[AddressGuard]  # of the tensors in these
+    # Optimizers change all parameters together: one tells, at no cost that grows with them.
+    witness: Tensor | None
+    # Puts the error of a refused backward pass in the words of the maker of the graphs; as it is,
+    # it speaks to callers of make_graphed_callables.
+    explain: Callable[[ReplayError], object]
 
-    def __init__(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module | None,
-        plan: CallPlan,
-        pool: GraphPool,
-        order: ReplayOrder,
-        tensors: Sequence[Tensor],
-    ) -> None:
-        self.original = original
-        self.__wrapped__ = original  # inspect.signature shows the original's arguments
-        self.module = module
-        self.plan = plan
-        self.pool = pool
-        self.order = order
-        self.inputs = StaticInputs(tensors)
-        self.parameters: list[Parameter] = []  # those that may get a gradient
-        self.backward_pass: BackwardPass | None = None
-        self.place = -1  # of the forward graph, in the order of captures
-        # By the index of a tensor of the call, the memory where it is read in place; and what tells
-        # later calls whether they are given the same tensor.
-        self.borrowed: tuple[tuple[int, Source], ...] = ()
-        self.shared: dict[int, SharedArgument] = {}
-        self.modes = plan.signature.modes
+    def __post_init__(self) -> None:
+        self.__wrapped__ = self.original  # inspect.signature shows the original's arguments
         # Autograd records a node only if an input of it requires grad; parameters whose gradients
         # are direct do not pass through it.
         with torch.inference_mode(False):
-            self._anchor = torch.empty(0, device=self.modes.device_type, requires_grad=True)
+            device = self.plan.signature.modes.device_type
+            self._anchor = torch.empty(0, device=device, requires_grad=True)
             self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
-        self._pending: PendingBackward | None = None
-        self._released = False
-        self.forward_stores: Stores = ()  # attributes that its forward sets
-        self.backward_stores: Stores = ()  # those that its backward sets
-        # Puts the error of a refused backward pass in the words of whoever made the graphs; as it
-        # is, it speaks to callers of make_graphed_callables.
-        self.explain: Callable[[ReplayError], object] = lambda error: None
-
-    def finish_capture(
-        self, modules: Sequence[nn.Module], guards: Sequence[AddressGuard]
-    ) -> GraphedCallable:
-        """Be ready for calls, given all modules that it holds, and guards over their tensors."""
-        self._modules, self._guards = modules, guards
-        self._training = [m.training for m in modules]
+        self._training = [m.training for m in self.modules]
         self._replay_forward, self._dropout = self.forward_graph.replay, self.forward_graph.dropout
+        self._forward_stores, self._backward_stores = self.stores
         backward = self.backward_pass
         self._writes_gradients = backward is not None and backward.direct is not None
-        self._shared = tuple(self.shared.items())
-        # Optimizers change all parameters together: one tells, at no cost that grows with them.
-        self._witness = self.parameters[0] if self.parameters else self._anchor
+        self._witness = self._anchor if self.witness is None else self.witness
         self._version = version_of(self._witness)
-        return self
+        self._pending: PendingBackward | None = None
+        self._released = False
 
     def is_seeded(self) -> bool:
         """Whether a call makes cuDNN's random state anew, from which the graph draws."""
@@ -161,7 +146,7 @@ class GraphedCallable:
         """Whether these arguments, under the switches now in force, have a replay."""
         return (
             not self._released
-            and [m.training for m in self._modules] == self._training
+            and [m.training for m in self.modules] == self._training
             and self.plan.match(args, kwargs) is not None
         )
 
@@ -170,7 +155,7 @@ class GraphedCallable:
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Replay a call, of which :meth:`is_seeded` has been asked already."""
-        changed = self._released or [m.training for m in self._modules] != self._training
+        changed = self._released or [m.training for m in self.modules] != self._training
         if changed or in_transform():
             return self.original(*args, **kwargs)
         if saved_tensors_hooks() is not None and torch.is_grad_enabled():
@@ -182,17 +167,17 @@ class GraphedCallable:
                 "leave it ungraphed",
             )
         tensors = self.plan.tensors(args, kwargs)
-        for guard in self._guards:
+        for guard in self.guards:
             guard.check(trainable=self._writes_gradients)
         self._refuse_arguments_elsewhere(tensors)
         if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)
         self.inputs.copy_in(tensors, given=not self.borrowed)
-        for leaf, argument in self._shared:
+        for leaf, argument in self.shared:
             argument.put(tensors[leaf])
         self._replay_forward()
-        if self.forward_stores:
-            set_again(self.forward_stores)
+        if self._forward_stores:
+            set_again(self._forward_stores)
         self.order.replay(self.place)
         backward = self.backward_pass
         if backward is None or not torch.is_grad_enabled():
@@ -206,7 +191,7 @@ class GraphedCallable:
 
     def bring_back(self) -> bool:
         """Whether tensors that have moved since the capture could be let be where they were."""
-        return any([guard.bring_back() for guard in self._guards])
+        return any([guard.bring_back() for guard in self.guards])
 
     def run_backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]
@@ -245,8 +230,8 @@ class GraphedCallable:
             if direct is not None:
                 replay = partial(direct.replay, replay, reached)
             handed = backward.handed.replay(replay)
-        if self.backward_stores:
-            set_again(self.backward_stores)
+        if self._backward_stores:
+            set_again(self._backward_stores)
         if reached is not None:
             pairs = zip(backward.targets, handed, strict=True)
             handed = [gradient if target in reached else None for target, gradient in pairs]
@@ -315,7 +300,7 @@ class GraphedCallable:
         self.backward_pass = None
         self.inputs = StaticInputs(())
         self.outputs = OutputPlan((), static=True)
-        self._guards = ()
+        self.guards = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """The original, bound to the copied module, whose parameters no graph knows."""
@@ -336,7 +321,7 @@ class _GraphedNode(torch.autograd.Function):
         ctx.graphed = graphed
         ctx.pending = graphed._pending
         if not all(ctx.needs_input_grad[1:]):
-            for guard in graphed._guards:
+            for guard in graphed.guards:
                 guard.check()
         return graphed.outputs.differentiable()
 

@@ -44,7 +44,7 @@ from lightning_graphs.core.autograd.nodes import (
 from lightning_graphs.core.callsite import codes_in, named_at
 from lightning_graphs.core.generators import random_place, rewinding_refused, same_random_numbers
 from lightning_graphs.core.graph import GraphPool
-from lightning_graphs.core.graphed import BackwardPass, GraphedCallable
+from lightning_graphs.core.graphed import BackwardPass, GraphedCallable, Stores
 from lightning_graphs.core.obstacles import REBOUND
 from lightning_graphs.core.private.autograd import (
     renew_gradient_nodes,
@@ -57,7 +57,7 @@ from lightning_graphs.core.private.torch import (
     recorded_before,
     version_of,
 )
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, ReplayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,25 @@ class CaptureSettings:
     gradients: GradientMemory = field(default_factory=GradientMemory)  # of parameters, if direct
 
 
+@dataclass(slots=True)
+class KnownOfCall:
+    """What earlier runs of a call have shown, for its capture."""
+
+    draws: bool = False  # it draws random numbers on a GPU
+    # In which strides the gradients of its outputs come, by the index of each
+    gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # Arguments, by index, with a gradient of several uses inside of the call and of others outside
+    used_elsewhere: set[int] = field(default_factory=set)
+
+
 class CallableCapture:
-    """The passes of one callable while they are being captured."""
+    """The passes of one callable while they are being captured.
+
+    In this order: perhaps :meth:`warm_up`; :meth:`begin`, :meth:`capture_forward` and
+    :meth:`capture_backward`; :meth:`finish`, or :meth:`abandon` where any of these raised.
+    """
+
+    outputs: OutputPlan  # what the call returns, once its forward pass is captured
 
     def __init__(
         self,
@@ -80,42 +97,32 @@ class CallableCapture:
         kwargs: Mapping[str, Any],
         settings: CaptureSettings,
         original: Callable[..., Any] | None = None,
+        known: KnownOfCall | None = None,
     ) -> None:
         modes = Modes.current(settings.pool.backend.device_type)
-        signature, tensors = Signature.of(args, kwargs, modes=modes)
-        module = function if isinstance(function, nn.Module) else None
-        self._made = GraphedCallable(
-            original or _original_of(function),
-            module,
-            CallPlan(signature, check_modes="autocast"),
-            settings.pool,
-            settings.order,
-            tensors,
-        )
-        if module is not None:
-            self._made.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._signature, tensors = Signature.of(args, kwargs, modes=modes)
+        self._function = function
+        self._original = original or _original_of(function)
+        self._inputs = StaticInputs(tensors)
         self._args, self._kwargs = substitute((args, dict(kwargs)), self._tensors)
         self._settings = settings
-        self.draws = False  # random numbers, on a GPU
-        self.gradient_strides: Mapping[int, tuple[int, ...]] = {}  # of outputs, where known
-        # Arguments, by their index among the tensors, that eager code uses in between, too
-        self.used_elsewhere: Collection[int] = ()
+        self._known = known or KnownOfCall()
         self._given = contents_of(args, kwargs)
-        self._function = function
         self._held = Held(function)
         self._bindings = Bindings(self._held)
-        self._lenders: dict[int, tuple[Tensor, LentGradients]] = {}
         self._registers_hooks = False
+        own = function.parameters() if isinstance(function, nn.Module) else ()
+        self._parameters: list[Parameter] = [p for p in own if p.requires_grad]
+        # By the index of a tensor of the call, the memory where it is read in place; and what tells
+        # later calls whether they are given the same tensor.
+        self._borrowed: tuple[tuple[int, Source], ...] = ()
+        self._shared: dict[int, SharedArgument] = {}
+        self._backward: BackwardPass | None = None
         self._held.refuse_what_is_unfit()
 
     @property
-    def outputs(self) -> OutputPlan:
-        """What the captured call returns; there is one once the forward pass is captured."""
-        return self._made.outputs
-
-    @property
     def _tensors(self) -> list[Tensor]:
-        return self._made.inputs.tensors
+        return self._inputs.tensors
 
     def lend(self, output: int) -> tuple[Tensor, Source]:
         """An output of the captured forward, for a later call that is given it."""
@@ -123,28 +130,15 @@ class CallableCapture:
 
     def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
         """The static input of an argument, for later calls that are given the same tensor."""
-        return self._tensors[leaf], self._made.shared.setdefault(leaf, SharedArgument())
+        return self._tensors[leaf], self._shared.setdefault(leaf, SharedArgument())
 
     def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
-        backward = self._made.backward_pass
+        backward = self._backward
         if backward is None or backward.input_positions.count(leaf) != 1:
             return None
         buffer = backward.handed.buffers[backward.input_positions.index(leaf)]
         return (buffer, backward.handed) if buffer is not None else None
-
-    def read_in_place(self, arguments: Mapping[int, tuple[Tensor, Source]]) -> None:
-        """Read arguments where earlier graphs have them; before the forward is captured."""
-        self._made.borrowed = tuple((leaf, source) for leaf, (_, source) in arguments.items())
-        given = {leaf: tensor for leaf, (tensor, _) in arguments.items()}
-        self._made.inputs = StaticInputs(self._tensors, given=given)
-        self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
-
-    def read_gradients_in_place(
-        self, gradients: Mapping[int, tuple[Tensor, LentGradients]]
-    ) -> None:
-        """Read gradients where later graphs write them; before the backward is captured."""
-        self._lenders = dict(gradients)
 
     def warm_up(self, iterations: int) -> None:
         """Run it on a side stream, leaving no trace in state or generators.
@@ -152,7 +146,7 @@ class CallableCapture:
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
         then, and not memory of a capture, where nothing is computed.
         """
-        backend = self._made.pool.backend
+        backend = self._settings.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
         state = StateSnapshot(self._held.state())
         with (
@@ -163,7 +157,7 @@ class CallableCapture:
             try:
                 place = random_place(backend.device_type)
                 self._check_gradients(self._pull_back(self._first_call()))
-                self.draws = random_place(backend.device_type) != place
+                self._known.draws = random_place(backend.device_type) != place
                 for _ in range(iterations - 1):
                     self._pull_back(OutputPlan(self._call(), static=True))
             finally:
@@ -196,11 +190,10 @@ class CallableCapture:
         # its own. Without this walk they would silently get no gradient.
         given = set(map(id, self._tensors))
         leaves: Any = [leaf for leaf in leaves_behind(found) if id(leaf) not in given]
-        self._made.parameters = list(dict.fromkeys([*self._made.parameters, *leaves]))
+        self._parameters = list(dict.fromkeys([*self._parameters, *leaves]))
 
     def _refuse_written(self, written: Iterable[bool]) -> None:
-        names = self._made.plan.signature.tensor_names
-        for name, is_written in zip(names, written, strict=True):
+        for name, is_written in zip(self._signature.tensor_names, written, strict=True):
             if is_written:
                 raise CaptureError(
                     "A graphed callable must not change its arguments, because a replay changes "
@@ -238,7 +231,7 @@ class CallableCapture:
         keep: bool = False,
         came: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, ...]:
-        how: dict[str, Any] = {"hooked": self._made.parameters, "apart": apart}
+        how: dict[str, Any] = {"hooked": self._parameters, "apart": apart}
         with accumulation_refused(self._trained()):
             return gradients_behind(outputs, targets, given, keep=keep, came=came, **how)
 
@@ -247,7 +240,7 @@ class CallableCapture:
         unused = {id(t) for t, g in zip(self._targets(), gradients, strict=False) if g is None}
         if not unused or self._settings.allow_unused:
             return
-        inputs = zip(self._made.plan.signature.tensor_names, self._tensors, strict=True)
+        inputs = zip(self._signature.tensor_names, self._tensors, strict=True)
         names = [name for name, tensor in (*inputs, *self._named()) if id(tensor) in unused]
         raise CaptureError(
             "Every input and parameter that requires grad must be used for an output.",
@@ -256,7 +249,7 @@ class CallableCapture:
         )
 
     def _call(self) -> Any:
-        modes = self._made.modes
+        modes = self._signature.modes
         with (
             accumulation_refused(self._trained()),
             torch.autocast(
@@ -266,68 +259,80 @@ class CallableCapture:
                 cache_enabled=False,
             ),
         ):
-            return self._made.original(*self._args, **self._kwargs)
+            return self._original(*self._args, **self._kwargs)
 
     def _targets(self) -> list[Tensor]:
         inputs = [t for t in self._tensors if t.requires_grad]
-        return [*dict.fromkeys(inputs), *self._made.parameters]
+        return [*dict.fromkeys(inputs), *self._parameters]
 
     def begin(self) -> None:
         """Be ready for a capture, ahead of every pass of those that it belongs to."""
-        renew_gradient_nodes(self._made.parameters)
+        renew_gradient_nodes(self._parameters)
 
-    def capture_forward(self) -> None:
-        """Capture the call; nothing executes."""
+    def capture_forward(self, in_place: Mapping[int, tuple[Tensor, Source]] | None = None) -> None:
+        """Capture the call; nothing executes. Earlier graphs have some of its arguments."""
+        if in_place:
+            self._borrowed = tuple((leaf, source) for leaf, (_, source) in in_place.items())
+            given = {leaf: tensor for leaf, (tensor, _) in in_place.items()}
+            self._inputs = StaticInputs(self._tensors, given=given)
+            self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
         before, start = Bindings(self._held), nodes_recorded()
         static = self._settings.static_outputs
         try:
-            repeat = any(0 in stride for stride in self.gradient_strides.values())
+            repeat = any(0 in stride for stride in self._known.gradient_strides.values())
             with (
-                self._made.pool.capture() as captured,
+                self._settings.pool.capture() as captured,
                 contents_left(self._args, self._kwargs),
                 saved_for_graphs() if repeat else nullcontext(),
             ):
                 hooks = hooks_registered()
-                self._made.outputs = self._call_leaving_arguments(static=static)
+                self.outputs = self._call_leaving_arguments(static=static)
                 self._registers_hooks = hooks_registered() != hooks
-            self._look_behind(self._made.outputs, start)
+            self._look_behind(self.outputs, start)
         except CaptureError:
             self._given.restore()  # what the warm-up has left
             raise
         for name in before.rebound():
-            code = getattr(self._made.original, "__code__", None)
+            code = getattr(self._original, "__code__", None)
             line = named_at(name, codes_in(code) if code is not None else ())
             raise REBOUND.refused(f"`{name}` is set to another tensor in every call{line}")
-        self._made.forward_graph = captured
-        self._made.place = self._made.order.place()
+        self._forward_graph, self._place = captured, self._settings.order.place()
 
-    def capture_backward(self) -> None:
-        outputs, targets = self._made.outputs.requiring_grad, self._targets()
+    def capture_backward(
+        self, in_place: Mapping[int, tuple[Tensor, LentGradients]] | None = None
+    ) -> None:
+        """Capture the backward pass, if there is one; later graphs write some of its inputs."""
+        outputs, targets = self.outputs.requiring_grad, self._targets()
         if outputs and targets:
-            self._made.backward_pass = self._captured_backward(outputs, targets)
-        self._made.outputs.finish_capture()
+            self._backward = self._captured_backward(outputs, targets, in_place or {})
+        self.outputs.finish_capture()
 
-    def _captured_backward(self, outputs: Sequence[Tensor], targets: list[Tensor]) -> BackwardPass:
-        static, lenders = self._output_gradients(outputs)
+    def _captured_backward(
+        self,
+        outputs: Sequence[Tensor],
+        targets: list[Tensor],
+        in_place: Mapping[int, tuple[Tensor, LentGradients]],
+    ) -> BackwardPass:
+        static, lenders = self._output_gradients(outputs, in_place)
         may_write = self._registers_hooks or has_python_nodes(outputs)  # into gradients
-        shared = () if may_write else self.used_elsewhere
+        shared = () if may_write else self._known.used_elsewhere
         uses = UsesApart(outputs, [self._tensors[leaf] for leaf in shared])
         ids = list(map(id, self._tensors))
-        inputs = targets[: len(targets) - len(self._made.parameters)]
+        inputs = targets[: len(targets) - len(self._parameters)]
         given = [tensor for tensor in inputs for _ in range(uses.number.get(tensor, 1))]
         direct = None
         if self._settings.direct:
             refuse_parameter_hooks(self._named())
-            memory, own = self._settings.gradients, self._made.parameters
+            memory, own = self._settings.gradients, self._parameters
             direct = DirectGradients(own, memory.of(own), memory)
-        parameters = () if direct is not None else tuple(self._made.parameters)
+        parameters = () if direct is not None else tuple(self._parameters)
         to_autograd = [*given, *parameters]
         handed = LentGradients(to_autograd)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         self._refuse_hooks_of_parts(reach)
         asked: list[Tensor | GradientEdge] = [*targets]
         if direct is not None and not may_write:  # it copies to `.grad`, which casts as well
-            asked[len(inputs) :] = ahead_of_casts(outputs, self._made.parameters)
+            asked[len(inputs) :] = ahead_of_casts(outputs, self._parameters)
         given_gradients = OutputGradients(static, lenders)
         if given_gradients.repeat:  # a leaf may have another node by the time
             asked = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in asked]
@@ -343,7 +348,7 @@ class CallableCapture:
             pairs = zip(targets, found, strict=True)
             return [part for target, whole in pairs for part in uses.of(target, whole)]
 
-        with self._made.pool.capture() as captured, rewinding_refused(self.draws):
+        with self._settings.pool.capture() as captured, rewinding_refused(self._known.draws):
             gradients = pull(static)
             handed.capture(gradients[: len(to_autograd)])
             if direct is not None:
@@ -357,7 +362,7 @@ class CallableCapture:
             HookedInOrder(parameters, came or ()),
             handed,
             direct,
-            self._made.order.place(),
+            self._settings.order.place(),
             pull if given_gradients.repeat else None,
         )
 
@@ -374,7 +379,7 @@ class CallableCapture:
                 )
 
     def _output_gradients(
-        self, outputs: Sequence[Tensor]
+        self, outputs: Sequence[Tensor], in_place: Mapping[int, tuple[Tensor, LentGradients]]
     ) -> tuple[list[Tensor], dict[int, LentGradients]]:
         """Static gradients of the outputs, and who lends those that a later graph writes."""
         static: list[Tensor] = []
@@ -382,9 +387,9 @@ class CallableCapture:
         for i, (index, output) in enumerate(
             zip(self.outputs.differentiable_indices, outputs, strict=True)
         ):
-            buffer = zero_gradient(output, self.gradient_strides.get(index))
-            if index in self._lenders:
-                lent, lender = self._lenders[index]
+            buffer = zero_gradient(output, self._known.gradient_strides.get(index))
+            if index in in_place:
+                lent, lender = in_place[index]
                 fits = (lent.shape, lent.stride()) == (buffer.shape, buffer.stride())
                 fits = fits and lent.dtype == buffer.dtype
                 if fits and all(lent is not known for known in static):
@@ -392,9 +397,31 @@ class CallableCapture:
             static.append(buffer)
         return static, lenders
 
-    def finish(self) -> GraphedCallable:
-        guards = self._held.guards(self._made.parameters)
-        return self._made.finish_capture(self._held.submodules, guards)
+    def finish(
+        self,
+        stores: tuple[Stores, Stores] = ((), ()),
+        explain: Callable[[ReplayError], object] = lambda error: None,
+    ) -> GraphedCallable:
+        """The graphed callable; its forward and its backward pass set these attributes."""
+        return GraphedCallable(
+            self._original,
+            self._function if isinstance(self._function, nn.Module) else None,
+            CallPlan(self._signature, check_modes="autocast"),
+            self._settings.pool,
+            self._settings.order,
+            self._inputs,
+            self.outputs,
+            self._forward_graph,
+            self._backward,
+            self._place,
+            self._borrowed,
+            tuple(self._shared.items()),
+            stores,
+            self._held.submodules,
+            self._held.guards(self._parameters),
+            self._parameters[0] if self._parameters else None,
+            explain,
+        )
 
     def abandon(self) -> None:
         self._bindings.rebound()
@@ -408,9 +435,7 @@ class CallableCapture:
     def _named(self) -> list[tuple[str, Parameter]]:
         named = (*self._held.named("parameters"), *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
-        return [
-            (names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._made.parameters)
-        ]
+        return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
 
 
 def _original_of(function: Callable[..., Any]) -> Callable[..., Any]:

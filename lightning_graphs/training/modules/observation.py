@@ -25,6 +25,7 @@ from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
 from lightning_graphs.core.obstacles import DYNAMIC_SHAPE, operator_obstacle
+from lightning_graphs.core.passes import KnownOfCall
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.core.private.torch import (
     current_autograd_node,
@@ -71,15 +72,11 @@ class ObservedCall:
     # Why it cannot be a graph, in words that follow its name; empty if it can, as far as is known
     # without a look at its code.
     obstacle: str = ""
-    # In which strides the gradients of its outputs came, by the index of each.
-    gradient_strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    known: KnownOfCall = field(default_factory=KnownOfCall)  # what its capture should know
     # How many nodes autograd had recorded as it began, and as it ended
     nodes: tuple[int, int] | None = None
-    # Arguments, by index, with a gradient of several uses inside of the call and of others outside
-    used_elsewhere: set[int] = field(default_factory=set)
     # The gradient of one of its parameters is a sum of uses in it and of others outside
     shares_parameters: bool = False
-    draws: bool = False  # it has drawn random numbers on a GPU
     shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
     # Such an operator ran before it in the step: its arguments may have any shape in the next one.
     follows_values: bool = False
@@ -286,7 +283,7 @@ class StepObserver:
         for edge, calls in self._users.items():
             for call, leaf in calls:
                 if 1 < call.made(users[edge]) < len(users[edge]):
-                    call.used_elsewhere.add(leaf)
+                    call.known.used_elsewhere.add(leaf)
 
     def _find_sources(self, call: ObservedCall) -> None:
         """Note which arguments other calls have returned or were given, unchanged since."""
@@ -312,7 +309,7 @@ class StepObserver:
         while self._open.pop() is not begun:  # an exception of the user's left it
             pass
         call = begun.call
-        call.draws = random_place(self._device_type) != begun.place
+        call.known.draws = random_place(self._device_type) != begun.place
         if call.nodes is not None:
             call.nodes = call.nodes[0], nodes_recorded()
         if in_transform():
@@ -367,7 +364,7 @@ class StepObserver:
 
         def came(i: int, gradient: Tensor | None) -> None:
             if gradient is not None and is_strided(gradient):  # cuDNN gives none of unused states
-                call.gradient_strides[i] = gradient.stride()
+                call.known.gradient_strides[i] = gradient.stride()
             if call.backwards == 1:  # it runs once the last of them has come
                 if ended in (passes := self.observation.passes):
                     passes.remove(ended)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -107,18 +108,20 @@ def _captured(
                 pools.append(own)
                 here: dict[ObservedCall, _Capture] = {}
                 for call in dict.fromkeys(call for call, _ in passes):
-                    here[call] = _Capture(call, replace(means, pool=own), order, baked, warm=warm)
-                    captures.append(here[call])
-                    here[call].passes.begin()
+                    capture = here[call] = _Capture(call, means, own, order, baked)
+                    captures.append(capture)
+                    if not warm:
+                        capture.warm_up(1)
+                    capture.begin()
                 for call, way in passes:
                     here[call].run(way, here if means.lends else {})
-            sites = [capture.finish() for capture in captures]
-        for capture in captures:
-            capture.passes.outputs.settle()
+            sites = [capture.site() for capture in captures]
+        for site in sites:
+            site.graphed.outputs.settle()
         means.check(sites)
     except BaseException:
         for capture in captures:
-            capture.passes.abandon()
+            capture.abandon()
         for pool in pools:
             pool.close()
         raise
@@ -138,14 +141,14 @@ def _of_module(name: str, error: ReplayError) -> None:
     error.args = (error.rule, error.observed, error.remedy)
 
 
-class _Capture:
+class _Capture(CallableCapture):
     """The capture of one call, as it was observed."""
 
     @calls_observed
     def __init__(
-        self, call: ObservedCall, means: Means, order: ReplayOrder, baked: Baked, *, warm: bool
+        self, call: ObservedCall, means: Means, pool: GraphPool, order: ReplayOrder, baked: Baked
     ) -> None:
-        self._call = call
+        self._observed = call
         self._baked = baked
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
@@ -153,79 +156,75 @@ class _Capture:
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
         summed = means.adds and call.shares_parameters
         direct = means.direct and not (hooked or summed or call.partial)
-        here = CaptureSettings(means.pool, order, direct, True, gradients=means.gradients)
-
+        settings = CaptureSettings(pool, order, direct, True, gradients=means.gradients)
         with self._explained():
             self._attributes = Contents(held_in(call.module))
-            made = CallableCapture(call.module, call.args, call.kwargs, here, call.original)
-            made.draws = call.draws
-            made.gradient_strides = call.gradient_strides
-            made.used_elsewhere = call.used_elsewhere
-            if not warm:
-                with (
-                    baked.loose.kept(),
-                    baked.left_alone(call.module, self._attributes),
-                    writes_undone(partial(made.warm_up, 1)),
-                ):
-                    made.warm_up(1)
-        self.passes = made
+            made_of = call.args, call.kwargs, settings, call.original, call.known
+            super().__init__(call.module, *made_of)
 
-    def _read_arguments_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
-        """An argument may be the output of another graph, or an argument of it, too."""
+    @calls_observed
+    def warm_up(self, iterations: int) -> None:
+        run = partial(super().warm_up, iterations)
+        with self._explained(), self._baked.loose.kept(), self._left_alone(), writes_undone(run):
+            run()
+
+    def _sources_of_arguments(
+        self, others: Mapping[ObservedCall, _Capture]
+    ) -> dict[int, tuple[Tensor, Source]]:
+        """Arguments that are outputs of other graphs, or arguments of them, too."""
         found: dict[int, tuple[Tensor, Source]] = {}
-        for leaf, sources in self._call.sources.items():
+        for leaf, sources in self._observed.sources.items():
             for seen in sources:
                 if seen.call not in others or (leaf in found and not seen.returned):
                     continue
-                passes, index = others[seen.call].passes, seen.index
-                found[leaf] = passes.lend(index) if seen.returned else passes.share(index)
-        if found:
-            self.passes.read_in_place(found)
+                other, index = others[seen.call], seen.index
+                found[leaf] = other.lend(index) if seen.returned else other.share(index)
+        return found
 
-    def _read_gradients_in_place(self, others: Mapping[ObservedCall, _Capture]) -> None:
-        """The gradient of an output may be that of an argument, if one call alone was given it."""
+    def _sources_of_gradients(
+        self, others: Mapping[ObservedCall, _Capture]
+    ) -> dict[int, tuple[Tensor, LentGradients]]:
+        """Gradients of outputs that are those of arguments of one other call alone."""
         # A tensor that is returned twice has two gradients, and no memory of one is for both.
         given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
-            for leaf, makers in other._call.sources.items():
-                mine = [made.index for made in makers if made.returned and made.call is self._call]
+            for leaf, makers in other._observed.sources.items():
+                mine = [m.index for m in makers if m.returned and m.call is self._observed]
                 for output in mine:
-                    lent = other.passes.lent_gradient(leaf) if len(mine) == 1 else None
+                    lent = other.lent_gradient(leaf) if len(mine) == 1 else None
                     given.setdefault(output, []).append(lent)
         alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
-        self.passes.read_gradients_in_place({i: lent for i, lent in alone if lent is not None})
+        return {output: lent for output, lent in alone if lent is not None}
 
     @calls_observed
     def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
         """Capture a pass, which copies nothing in that graphs of these captures have already."""
-        if way == "forward":
-            self._read_arguments_in_place(lenders)
-            capture = self.passes.capture_forward
-        else:
-            self._read_gradients_in_place(lenders)
-            capture = self.passes.capture_backward
         self._baked.left()  # by others, since
-        with self._explained(), self._baked.left_alone(self._call.module, self._attributes):
-            capture()
+        with self._explained(), self._left_alone():
+            if way == "forward":
+                self.capture_forward(self._sources_of_arguments(lenders))
+            else:
+                self.capture_backward(self._sources_of_gradients(lenders))
         written, self._stores[way] = self._baked.left()
         self._written |= written
 
-    def finish(self) -> Site:
+    def site(self) -> Site:
         """The graphs, at the end of all captures."""
-        with as_observed(self._call):
-            graphed = self.passes.finish()
-            graphed.forward_stores = self._stores["forward"]
-            graphed.backward_stores = self._stores["backward"]
-            graphed.explain = partial(_of_module, self._call.name)
-            parameters = list(self._call.module.parameters())
+        with as_observed(self._observed):
+            stores = self._stores["forward"], self._stores["backward"]
+            graphed = self.finish(stores, partial(_of_module, self._observed.name))
+            parameters = list(self._observed.module.parameters())
             required = list(map(REQUIRES_GRAD, parameters))
-        made = self._call, graphed, self._baked, self._cost
+        made = self._observed, graphed, self._baked, self._cost
         return Site(*made, parameters, required, self._written)
+
+    def _left_alone(self) -> AbstractContextManager[None]:
+        return self._baked.left_alone(self._observed.module, self._attributes)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Run the body as the call was run; a failure names the call, and leaves nothing behind."""
-        call, started = self._call, perf_counter()
+        call, started = self._observed, perf_counter()
         try:
             # Leaving inference mode turns autograd on, whatever it was.
             with (
