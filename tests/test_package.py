@@ -23,7 +23,7 @@ else:
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_graphs"
 FILES = sorted(PACKAGE.rglob("*.py"))
-FILE_LINES, CLASS_LINES, FUNCTION_LINES, ARGUMENTS = 480, 400, 110, 6
+FILE_LINES, CLASS_LINES, FUNCTION_LINES, ARGUMENTS = 700, 400, 110, 6
 OPTIONS = PACKAGE / "training/callback.py"  # what users write, by name
 
 # From the bottom up: a layer imports itself and what lies below it, never what lies above.

@@ -26,7 +26,7 @@ def _label_unlabelled(value: object, scope: str) -> None:
 
 
 class ScopeStack:
-    """Follows module calls and profiler ranges of the calling thread while it is started.
+    """Follows module calls and profiler ranges of the calling thread while it is entered.
 
     A backward operator gets the scope of the forward code whose gradient it computes: the autograd
     nodes of a module's output are labelled when the module returns.
@@ -38,11 +38,11 @@ class ScopeStack:
         self._roots: list[nn.Module] = []
         self._hooks = contextlib.ExitStack()
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         self._hooks.enter_context(register_module_forward_pre_hook(self._enter))
         self._hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hooks.close()
         self._stack.clear()
         self._roots.clear()

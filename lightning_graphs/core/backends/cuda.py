@@ -12,7 +12,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -177,8 +177,8 @@ class CudaGraph(CapturedGraph):
         self._device = 0
         self._stream: torch.cuda.Stream | None = None
         self._recorders = contextlib.ExitStack()
-        self._liveness: InputLiveness | None = None
-        self._annotations: AnnotatingRecorder | None = None
+        self._trace: CaptureTrace | None = None
+        self._checks_liveness = False
         self._inspection: GraphInfo | None = None
         self._lives_in: PoolHandle | None = None
         self._renew()
@@ -191,10 +191,9 @@ class CudaGraph(CapturedGraph):
         self._stream = torch.cuda.current_stream()
         self._device = torch.cuda.current_device()
         # What can fail without the GPU comes before the capture, which it would leave open.
-        if check_liveness:
-            self._liveness = InputLiveness(self._pool)
-        if annotate:
-            self._annotations = AnnotatingRecorder(self._stream.cuda_stream)
+        self._checks_liveness = check_liveness
+        if check_liveness or annotate:
+            self._trace = CaptureTrace(self._stream.cuda_stream if annotate else None)
         self._backend.captures.add(id(self))
         try:
             self._native.capture_begin(
@@ -209,15 +208,14 @@ class CudaGraph(CapturedGraph):
             self._renew()
             raise
         self._recorders.enter_context(self._draws.noting())
-        for recorder in (self._liveness, self._annotations):
-            if recorder is not None:
-                self._recorders.enter_context(recorder)
+        if self._trace is not None:
+            self._recorders.enter_context(self._trace)
 
     def capture_end(self) -> None:
         self._recorders.close()
-        if self._annotations is not None:
-            self._inspection = self._annotations.inspection()
-            self._annotations = None
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            self._inspection = trace.inspection()
         self._native.capture_end()
         self._draws.end()
         self.dropout = self._draws.found
@@ -225,10 +223,10 @@ class CudaGraph(CapturedGraph):
         assert self._pool is not None
         self._backend.taken(self._pool, self)
         self._lives_in = self._pool
-        if self._liveness is not None:
+        if trace is not None and self._checks_liveness:
             # A method of ours would make a cycle, which holds the memory until the next gc.
             self.replay = functools.partial(  # type: ignore[method-assign]
-                _checked_replay, self._liveness.check, self._native.replay
+                _checked_replay, trace.inputs(), self._pool, self._native.replay
             )
 
     def abandon(self) -> None:
@@ -287,7 +285,7 @@ class CudaGraph(CapturedGraph):
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._draws = DropoutCapture()
         self.dropout = None
-        self._liveness = self._annotations = self._inspection = self._pool = None
+        self._trace = self._inspection = self._pool = None
         if self._lives_in is not None:
             self._backend.left(self._lives_in, self)
             self._lives_in = None
@@ -350,82 +348,70 @@ class CudaGraph(CapturedGraph):
             return {}
 
 
-class AnnotatingRecorder(Recorder):
-    """Watches a capture and notes, after each operator, how many nodes the graph has.
+class CaptureTrace(Recorder):
+    """The operators of a capture: what its nodes are called, and which tensors it reads.
 
-    torch's own annotations (2.12) need ``cudaGraphNodeGetToolsId``, which the driver has from CUDA
-    13.1 on; this gives the same names on every driver.
+    torch has a part of both, in private classes: ranges that code marks for it (2.12, with a driver
+    of CUDA 13.1), and a check of inputs that cannot name the tensor (2.13). Kernels that are
+    launched outside of torch's dispatcher are invisible to it, and to torch's own.
     """
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, stream: int | None) -> None:
         super().__init__(strict=False)
-        self._stream = stream
+        self._stream = stream  # whose nodes are counted after each operator; None: none are
         self._scopes_of_nodes: list[str] = []
 
     def keep(self, operation: Operation) -> None:
         super().keep(operation)
-        _, count = capture_frontier(self._stream)
-        label = f"{operation.scope}: {operation.name}".removeprefix(": ")
-        self._scopes_of_nodes.extend([label] * (count - len(self._scopes_of_nodes)))
+        if self._stream is not None:
+            _, count = capture_frontier(self._stream)
+            label = f"{operation.scope}: {operation.name}".removeprefix(": ")
+            self._scopes_of_nodes.extend([label] * (count - len(self._scopes_of_nodes)))
 
-    def inspection(self) -> GraphInfo:
+    def inspection(self) -> GraphInfo | None:
         """Nodes with their scopes; to be called while the capture is still under way."""
+        if self._stream is None:
+            return None
         graph, _ = capture_frontier(self._stream)
         return from_cuda(graph, self._scopes_of_nodes)
 
-
-class InputLiveness(Recorder):
-    """Watches a capture for the tensors that it reads from outside; torch's check is of 2.13.
-
-    It says which tensor died, where the capture used it first and where it was freed. Kernels that
-    are launched outside of torch's dispatcher are invisible to it, and to torch's own.
-    """
-
-    def __init__(self, pool: PoolHandle) -> None:
-        super().__init__(strict=False)
-        self._pool = pool
-        self._needed: dict[int, KnownStorage] = {}
-
-    def keep(self, operation: Operation) -> None:
-        super().keep(operation)
-        touched = [self.storages[i] for i in (*operation.reads, *operation.writes)]
-        if any(known.device_type == "cuda" for known in touched):  # it ran on the GPU
-            for i in operation.reads:
-                known = self.storages[i]
+    def inputs(self) -> list[KnownStorage]:
+        """What the capture reads from outside."""
+        found: dict[int, KnownStorage] = {}
+        for operation in self.operations:
+            touched = [self.storages[i] for i in (*operation.reads, *operation.writes)]
+            if any(known.device_type == "cuda" for known in touched):  # it ran on the GPU
                 # A 0-d CPU tensor enters a kernel as a constant; a larger one can only be the
                 # pinned source of a copy, which a replay reads again.
-                if not known.born and (known.device_type == "cuda" or not known.scalar):
-                    self._needed[i] = known
-
-    def check(self) -> None:
-        """Refuse a replay that would read freed memory."""
-        needed = self._needed.values()
-        refuse_dead_inputs([k for k in needed if not _alive(k) and not self._held_by_pool(k)])
-
-    def _held_by_pool(self, known: KnownStorage) -> bool:
-        """Whether the memory is still the pool's: an earlier graph of the pool refills it.
-
-        The tensor may be gone and its block be free for later captures. Graphs of one pool replay
-        in the order of their capture, so that the earlier graph has written the memory again.
-        """
-        # All pools are listed and ours chosen here: given the handle of a pool, torch 2.11 takes a
-        # reference away from its numbers, and those above 256 are then freed while in use.
-        segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
-        return any(
-            segment["address"] <= known.address < segment["address"] + segment["total_size"]
-            for segment in segments
-            if tuple(segment["segment_pool_id"]) == self._pool
-        )
+                found |= {
+                    i: known
+                    for i, known in zip(operation.reads, touched, strict=False)
+                    if not known.born and (known.device_type == "cuda" or not known.scalar)
+                }
+        return list(found.values())
 
 
-def _alive(known: KnownStorage) -> bool:
-    storage = known.storage()
-    return storage is not None and storage.data_ptr() == known.address
-
-
-def _checked_replay(check: Callable[[], None], replay: Callable[[], None]) -> None:
-    check()
+def _checked_replay(
+    inputs: Sequence[KnownStorage], pool: PoolHandle, replay: Callable[[], None]
+) -> None:
+    refuse_dead_inputs([k for k in inputs if not k.is_alive and not _holds(pool, k.address or 0)])
     replay()
+
+
+def _holds(pool: PoolHandle, address: int) -> bool:
+    """Whether memory is still the pool's: an earlier graph of the pool refills it.
+
+    The tensor may be gone and its block be free for later captures. Graphs of one pool replay in
+    the order of their capture, so that the earlier graph has written the memory again.
+    """
+    # All pools are listed and ours chosen here: given the handle of a pool, torch 2.11 takes a
+    # reference away from its numbers, and those above 256 are then freed while in use.
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()
+    return any(
+        segment["address"] <= address < segment["address"] + segment["total_size"]
+        for segment in segments
+        if tuple(segment["segment_pool_id"]) == pool
+    )
 
 
 def _explained(error: BaseException) -> CaptureError:

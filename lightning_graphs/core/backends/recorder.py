@@ -185,6 +185,12 @@ class KnownStorage:
         self._end = weakref.ref(storage, self._on_freed)
         self.freed: CallSite | None = None  # where it was freed; torch 2.8 does not tell
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still has the memory that it had."""
+        storage = self.storage()
+        return storage is not None and storage.data_ptr() == self.address
+
     def note_release(self) -> None:
         """Note whether its memory was let go of, while the storage itself lives."""
         storage = self.storage()
@@ -295,6 +301,30 @@ class OperatorMode(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
+class OperatorsSeen(OperatorMode):
+    """Calls a function with each operator of the calling thread that has run, and with its result.
+
+    Args:
+        see: The function.
+        real: A real step runs under it, which computes what it computes without.
+    """
+
+    def __init__(self, see: Callable[[OperatorCall, Any], object], *, real: bool = False) -> None:
+        super().__init__()
+        self._see = see
+        self.sees_functions = self.is_real = real
+
+    def takes_other_formula(self, node: Node) -> None:
+        """A real step takes it in nodes alone that a backward pass makes to be differentiated."""
+        if not self.is_real:
+            super().takes_other_formula(node)
+
+    def operator(self, call: OperatorCall) -> Any:
+        result = call.run()
+        self._see(call, result)
+        return result
+
+
 class Recorder(OperatorMode):
     """Records every operator of the calling thread.
 
@@ -324,12 +354,8 @@ class Recorder(OperatorMode):
     def __enter__(self) -> Self:
         super().__enter__()
         self._as_left = self._states()  # whatever set them before is of no interest
-        self._scopes.start()
+        self._around.enter_context(self._scopes)
         return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._scopes.stop()
-        super().__exit__(*exc)
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")

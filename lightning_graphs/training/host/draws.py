@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
-from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode
+from lightning_graphs.core.backends.recorder import OperatorCall, OperatorsSeen
 from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.exchange import replaced
@@ -147,21 +147,16 @@ def draws_refused(device: torch.device) -> Iterator[None]:
         return partial(_refuse_draw, name)
 
     # On a CPU torch's draws are those of the device.
-    mode = contextlib.nullcontext() if device.type == "cpu" else _RefusingDraws()
+    mode = contextlib.nullcontext() if device.type == "cpu" else OperatorsSeen(_refuse_on_host)
     with draws_exchanged(refusing), mode:
         yield
 
 
-class _RefusingDraws(OperatorMode):
-    sees_functions = False
-
-    def operator(self, call: OperatorCall) -> Any:
-        result = call.run()
-        if torch.Tag.nondeterministic_seeded in call.func.tags and any(
-            tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
-        ):
-            _refuse_draw(str(call.func))
-        return result
+def _refuse_on_host(call: OperatorCall, result: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
+        tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
+    ):
+        _refuse_draw(str(call.func))
 
 
 def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:

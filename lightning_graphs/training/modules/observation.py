@@ -20,7 +20,7 @@ from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.arguments.signature import KernelChoice, Modes, Signature
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.nodes import leaf_of, nodes_behind
-from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode
+from lightning_graphs.core.backends.recorder import OperatorCall, OperatorsSeen
 from lightning_graphs.core.callsite import CallSiteFinder
 from lightning_graphs.core.generators import random_place
 from lightning_graphs.core.graph import is_current_stream_capturing
@@ -150,26 +150,6 @@ class Seen:
         )
 
 
-class _ShapesOfValues(OperatorMode):
-    """Calls ``found`` with every operator whose output shape depends on values."""
-
-    is_real = True
-
-    def __init__(self, found: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._found = found
-
-    def takes_other_formula(self, node: Any) -> None:
-        """It does not, but for nodes that a backward pass makes to be differentiated itself."""
-
-    def operator(self, call: OperatorCall) -> Any:
-        # Whether a value that a mask assigns is a Python number: benefit of the doubt.
-        given = call.func, call.args, call.kwargs
-        if operator_obstacle(*given, (), lambda _: True) is DYNAMIC_SHAPE:
-            self._found(call.func)
-        return call.run()
-
-
 class _Token:
     """Lives as long as the autograd graph of some outputs."""
 
@@ -216,11 +196,15 @@ class StepObserver:
     def looking_at_shapes(self) -> AbstractContextManager[Any]:
         """Look for such operators in the body, where somebody asked for them."""
         looks = self._looks_at_shapes and self._is_stepping()
-        return _ShapesOfValues(self._takes_shape) if looks else contextlib.nullcontext()
+        return OperatorsSeen(self._see, real=True) if looks else contextlib.nullcontext()
 
-    def _takes_shape(self, func: Any) -> None:
-        """Note that an operator took the shape of its output from values."""
-        reason = f"{func} at {self._sites.here().describe()}"
+    def _see(self, operator: OperatorCall, _: Any) -> None:
+        """Note an operator that took the shape of its output from values."""
+        given = operator.func, operator.args, operator.kwargs
+        # Whether a value that a mask assigns is a Python number: benefit of the doubt.
+        if operator_obstacle(*given, (), lambda _: True) is not DYNAMIC_SHAPE:
+            return
+        reason = f"{operator.func} at {self._sites.here().describe()}"
         self.observation.shaped_by = self.observation.shaped_by or reason
         for begun in self._open:
             begun.call.shaped_by = begun.call.shaped_by or reason
