@@ -8,14 +8,14 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack, walk_tb
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from lightning_graphs.core.callsite import CallSiteFinder
+from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.private.torch import generator_identity, in_forward_mode
 from lightning_graphs.errors import CaptureError
 
@@ -39,6 +39,16 @@ class Obstacle:
     def refused_here(self, what: str) -> CaptureError:
         """The error for what the user's line does that is being executed."""
         return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
+
+
+OnUse = Callable[[Obstacle, str, str, CallSite], object]
+"""What becomes of code under watch that does what no replay can do. It is called with an obstacle,
+a name, what is done in words, and the user's line; if it returns, the code goes on."""
+
+
+def refuse(obstacle: Obstacle, _: str, what: str, site: CallSite) -> NoReturn:
+    """Raise the refusal of a capture."""
+    raise obstacle.refused(f"{what} at {site.describe()}")
 
 
 HOST_READ = Obstacle(

@@ -60,23 +60,14 @@ from lightning_graphs.training.diagnose.watched import (
 )
 from lightning_graphs.training.fit import CompiledCode
 from lightning_graphs.training.guards.clocks import CLOCK
-from lightning_graphs.training.guards.frozen import (
-    COUNTER,
-    OLD_GRADIENTS,
-    counters_watched,
-    old_gradients_watched,
-)
-from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.environment import Environment
+from lightning_graphs.training.guards.frozen import COUNTER, OLD_GRADIENTS, old_gradients_watched
 from lightning_graphs.training.guards.own_batch import BatchValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, iterators_in
-from lightning_graphs.training.guards.side_effects import (
-    SIDE_EFFECT,
-    STORED_OUTSIDE,
-    effects_watched,
-)
+from lightning_graphs.training.guards.side_effects import STORED_OUTSIDE
 from lightning_graphs.training.guards.uncapturable import bound_by_hooks
-from lightning_graphs.training.guards.walkers import Generators, PythonGenerator, held_in
+from lightning_graphs.training.guards.walkers import PythonGenerator, held_in
 from lightning_graphs.training.host.draws import (
     SETTERS,
     drawing_functions,
@@ -199,19 +190,18 @@ class Doctor:
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
         self._has_moved |= any(any(held.changes()) for held in self._before)
-        held = list(held_in(self._module))
-        attributes, generators = Contents(held), Generators(self._module, held, seen=())
-        outside = OutsideValues(self._module, self._own, held=held)
-        outside.on_clock = functools.partial(self._used, CLOCK)
-        self._before = attributes, outside.contents
+        around = Environment(self._module, self._own, on_use=self._met, seen=())
+        around.outside.on_clock = functools.partial(self._used, CLOCK)
+        attributes = Contents(around.held)
+        self._before = attributes, around.outside.contents
         self._observer.begin(self._judge_batch(batch))
         self._numbers.ways, self._numbers.told = 1.0, []
         compiled, watching = CompiledCode(), contextlib.ExitStack()
-        with compiled.watching(), self._watching(), outside.followed(), watching:
+        with compiled.watching(), self._watching(around), watching:
             told = watching.enter_context(self._reads.of_step(batch))
             returned = self._run(self._calls.training_step, told, *watched, **kwargs)
         self._compiled = compiled
-        self._judge_state(attributes, generators, outside)
+        self._judge_state(attributes, around)
         self._judge_returned(returned)
         self._compare()
         return returned
@@ -256,7 +246,7 @@ class Doctor:
             self._active = False
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, around: Environment) -> Iterator[None]:
         """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
@@ -264,11 +254,9 @@ class Doctor:
                 for method in ("forward", "update", "compute", "reset"):
                     plain = getattr(metric, method)
                     stack.enter_context(replaced(metric, method, self._unobserved(plain)))
-            counter = self._numbers.counter
-            stack.enter_context(counters_watched(self._trainer, self._met, counter=counter))
-            stack.enter_context(old_gradients_watched(self._trainer, self._met))
-            affected = functools.partial(self._used, SIDE_EFFECT)
-            stack.enter_context(effects_watched(self._trainer, self._own, affected))
+            stack.enter_context(around.reading(number=self._numbers.counter))
+            watched = old_gradients_watched(self._trainer, self._met, around.in_attributes)
+            stack.enter_context(watched)
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             if not self._compiled.runs:
                 stack.enter_context(calls_followed())
@@ -276,6 +264,7 @@ class Doctor:
             if self._called is not None:
                 stack.enter_context(self._called.watching())
             stack.enter_context(self._observing())
+            stack.enter_context(around.acting())
             yield
 
     @property
@@ -348,11 +337,11 @@ class Doctor:
         elif self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
-    def _met(self, obstacle: Obstacle, name: str, _: CaptureError) -> None:
+    def _met(self, obstacle: Obstacle, name: str, _: str, site: CallSite) -> None:
         # Between graphs, manual optimization has gradients where an eager step has them.
         is_eager = not (self._module.automatic_optimization or self._is_inside)
         if not (is_eager and obstacle is OLD_GRADIENTS):
-            self._used(obstacle, name)
+            self._used(obstacle, name, site)
 
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator
@@ -408,10 +397,9 @@ class Doctor:
         obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
         self.diagnosis.add(obstacle, what, site, observed=error.observed)
 
-    def _judge_state(
-        self, attributes: Contents, generators: Generators, outside: OutsideValues
-    ) -> None:
+    def _judge_state(self, attributes: Contents, around: Environment) -> None:
         """What the step has left behind in Python."""
+        outside = around.outside
         # Lightning itself sets the second in toggle_optimizer.
         metrics = (f"self.{name}." for name, _ in self._metrics)
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
@@ -435,7 +423,7 @@ class Doctor:
                 remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
                 obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
-        for name in sorted({*generators.drawn()} - self._drawn):  # by whom is not known
+        for name in sorted({*around.generators.drawn()} - self._drawn):  # by whom is not known
             self.diagnosis.add(DRAWN, name, self._step)
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:

@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_object, is_plain
-from lightning_graphs.core.callsite import is_library
-from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.callsite import CallSiteFinder, is_library
+from lightning_graphs.core.obstacles import Obstacle, OnUse, refuse
 from lightning_graphs.core.private.torch import version_of
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.exchange import Absence, replaced, subclassed
 from lightning_graphs.training.guards.python_state import STORED, AttributeReads
-from lightning_graphs.training.guards.walkers import loose_in
 
 _COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
 _MOVING = _COUNTERS | {
@@ -69,14 +68,6 @@ OLD_GRADIENTS = Obstacle(
     '    self.log("norm", norm)\n'
     "    self.norm.copy_(norm)  # a buffer, for the next step",
 )
-
-
-OnUse = Callable[[Obstacle, str, CaptureError], object]
-"""Called with what stands against a use, a name and the error; where it returns, that goes on."""
-
-
-def _refuse(_: Obstacle, __: str, error: CaptureError) -> NoReturn:
-    raise error
 
 
 class StandIn(abc.ABC):
@@ -251,7 +242,7 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 @contextlib.contextmanager
 def counters_watched(
     trainer: Trainer,
-    on_use: OnUse = _refuse,
+    on_use: OnUse = refuse,
     *,
     reads: AttributeReads | None = None,  # learns what can be compared
     # What a counter is read as, of its name and what gives the value
@@ -275,7 +266,7 @@ def counters_watched(
 
     def store(owner: Trainer, key: str, value: Any) -> None:
         if not is_library(sys._getframe(1).f_code.co_filename):
-            on_use(STORED, f"trainer.{key}", STORED.refused_here(f"trainer.{key} is set"))
+            on_use(STORED, f"trainer.{key}", f"trainer.{key} is set", CallSiteFinder().here())
         object.__setattr__(owner, key, value)
 
     with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
@@ -290,7 +281,7 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeReads | Non
         return
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
     if key in _MOVING or not (key in _LOADERS or is_comparable):
-        on_use(COUNTER, f"trainer.{key}", COUNTER.refused_here(f"trainer.{key} is read"))
+        on_use(COUNTER, f"trainer.{key}", f"trainer.{key} is read", CallSiteFinder().here())
     elif reads is not None:
         reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
 
@@ -302,8 +293,8 @@ def _found_in(trainer: Trainer, key: str) -> Any:
 @contextlib.contextmanager
 def old_gradients_watched(
     trainer: Trainer,
-    on_use: OnUse = _refuse,
-    others: Iterable[Tensor] = (),  # which stand for some of those in attributes
+    on_use: OnUse = refuse,
+    others: Iterable[Tensor] = (),  # those in attributes, and what stands for some of them
 ) -> Iterator[None]:
     """While capturing a forward pass, refuse to use ``.grad`` of parameters and attributes.
 
@@ -320,31 +311,24 @@ def old_gradients_watched(
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         computes_nothing = module.startswith((_COMPILER, OURS)) or code.co_name in harmless
         if not (computes_nothing and is_library(code.co_filename)):
-            on_use(OLD_GRADIENTS, name, OLD_GRADIENTS.refused_here(name))
+            on_use(OLD_GRADIENTS, name, name, CallSiteFinder().here())
 
-    def read(parameter: Parameter) -> Any:
-        used(".grad of a parameter is read")
-        return gradient.__get__(parameter)
+    watched = set(map(id, others))
 
-    def write(parameter: Parameter, value: Tensor | None) -> None:
-        used(".grad of a parameter is set")
-        gradient.__set__(parameter, value)
-
-    module = trainer.lightning_module
-    watched = set(map(id, [*others, *(loose_in(module) if module is not None else ())]))
-
-    def read_other(tensor: Tensor) -> Any:
-        if id(tensor) in watched:
-            used(".grad of a tensor in an attribute is read")
+    def read(tensor: Tensor) -> Any:
+        if (name := name_of(tensor)) is not None:
+            used(f".grad of {name} is read")
         return gradient.__get__(tensor)
 
-    def write_other(tensor: Tensor, value: Tensor | None) -> None:
-        if id(tensor) in watched:
-            used(".grad of a tensor in an attribute is set")
+    def write(tensor: Tensor, value: Tensor | None) -> None:
+        if (name := name_of(tensor)) is not None:
+            used(f".grad of {name} is set")
         gradient.__set__(tensor, value)
 
-    with contextlib.ExitStack() as stack:
-        if watched:
-            stack.enter_context(replaced(Tensor, "grad", property(read_other, write_other)))
-        stack.enter_context(replaced(Parameter, "grad", property(read, write)))
+    def name_of(tensor: Tensor) -> str | None:
+        if isinstance(tensor, Parameter):
+            return "a parameter"
+        return "a tensor in an attribute" if id(tensor) in watched else None
+
+    with replaced(Tensor if watched else Parameter, "grad", property(read, write)):
         yield

@@ -6,19 +6,18 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder, frames_from
-from lightning_graphs.core.obstacles import Obstacle
+from lightning_graphs.core.obstacles import Obstacle, OnUse
 from lightning_graphs.core.private.torch import values_checked_on_device
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line, refusals
 from lightning_graphs.exchange import replaced
 from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
-from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 
 SIDE_EFFECT = Obstacle(
@@ -53,29 +52,7 @@ _GUARDS = "lightning_graphs.training.guards."  # what reads attributes for other
 
 
 @contextlib.contextmanager
-def effects_refused(
-    trainer: Trainer, own: OwnCode, values: OutsideValues, what: str
-) -> Iterator[None]:
-    """Refuse what the body, code under capture, does or stores outside of its module; undo it."""
-
-    def refuse(name: str, site: CallSite) -> None:
-        raise SIDE_EFFECT.refused(f"{name} is used at {site.describe()}")
-
-    def refuse_stored(names: Sequence[str]) -> None:
-        raise STORED_OUTSIDE.refused(f"{what} changes {values.listed(names)}")
-
-    with values.contents.left(refuse_stored), values.followed():
-        try:
-            with effects_watched(trainer, own, refuse):
-                yield
-        finally:
-            values.empty_caches()
-
-
-@contextlib.contextmanager
-def effects_watched(
-    trainer: Trainer, own: OwnCode, on_effect: Callable[[str, CallSite], object]
-) -> Iterator[None]:
+def effects_watched(trainer: Trainer, own: OwnCode, on_use: OnUse) -> Iterator[None]:
     """Watch for prints, opened files, Python's loggers and Lightning's, in this thread.
 
     Only lines of the step's author count: libraries warn and log on their own account.
@@ -83,10 +60,9 @@ def effects_watched(
     thread = threading.get_ident()
 
     def used(what: str, frame: FrameType | None) -> None:
-        if frame is not None and threading.get_ident() == thread:
-            code = frame.f_code
-            if own.has(code.co_filename, frame.f_globals.get("__name__", "")):
-                on_effect(what, CallSite(code.co_filename, frame.f_lineno, code.co_name))
+        if frame is not None and threading.get_ident() == thread and own.runs_in(frame):
+            site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            on_use(SIDE_EFFECT, what, f"{what} is used", site)
 
     with contextlib.ExitStack() as stack:
         for owner, name, what in list(_present(trainer)):

@@ -156,16 +156,6 @@ class LooseTensors:
         return {n: t for (n, t), then, now in triples if then != now or n in self._buffers}
 
 
-def loose_in(module: nn.Module) -> list[Tensor]:
-    """Tensors in attributes that are neither parameters nor buffers."""
-    return LooseTensors(module, held_in(module)).tensors
-
-
-def leaves_in(module: nn.Module) -> list[Any]:
-    """Those of them that get gradients as parameters do."""
-    return [t for t in loose_in(module) if t.requires_grad and t.is_leaf]
-
-
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Label and tensor of what is directly in a value."""
     if isinstance(value, Tensor):

@@ -165,7 +165,12 @@ class _Capture(CallableCapture):
     @calls_observed
     def warm_up(self, iterations: int) -> None:
         run = partial(super().warm_up, iterations)
-        with self._explained(), self._baked.loose.kept(), self._left_alone(), writes_undone(run):
+        with (
+            self._explained(),
+            self._baked.environment.loose.kept(),
+            self._refusing(),
+            writes_undone(run),
+        ):
             run()
 
     def _sources_of_arguments(
@@ -200,7 +205,7 @@ class _Capture(CallableCapture):
     def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
         """Capture a pass, which copies nothing in that graphs of these captures have already."""
         self._baked.left()  # by others, since
-        with self._explained(), self._left_alone():
+        with self._explained(), self._refusing():
             if way == "forward":
                 self.capture_forward(self._sources_of_arguments(lenders))
             else:
@@ -218,8 +223,10 @@ class _Capture(CallableCapture):
         made = self._observed, graphed, self._baked, self._cost
         return Site(*made, parameters, required, self._written)
 
-    def _left_alone(self) -> AbstractContextManager[None]:
-        return self._baked.left_alone(self._observed.module, self._attributes)
+    def _refusing(self) -> AbstractContextManager[None]:
+        """Refuse what the module's code does that no replay can do."""
+        environment, reads = self._baked.environment, self._baked.reads
+        return environment.refusing_in(self._observed.module, self._attributes, reads)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import (
     EVERYTHING,
     CallPlan,
@@ -34,16 +33,10 @@ from lightning_graphs.core.private.torch import (
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training.guards.conditions import moved_values
-from lightning_graphs.training.guards.frozen import (
-    counters_watched,
-    old_gradients_watched,
-    rates_exchanged,
-)
-from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.environment import Environment
+from lightning_graphs.training.guards.frozen import old_gradients_watched, rates_exchanged
 from lightning_graphs.training.guards.own_code import CodeOfModules, OwnCode
-from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
-from lightning_graphs.training.guards.side_effects import effects_refused
-from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
+from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.host.logs import refuse_log
 from lightning_graphs.training.interception import log_exchanged
 from lightning_graphs.training.lightning_private import kept_log_caught
@@ -70,31 +63,25 @@ class Baked:
 
     def __init__(self, root: LightningModule, own: OwnCode, modules: Sequence[nn.Module]) -> None:
         self._root = root
-        self._own = own
         self.reads = AttributeReads()
         self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
         self._code = CodeOfModules(modules, graphed=True)
-        held = list(held_in(root))
-        self._generators = Generators(root, held)
-        self.loose = LooseTensors(root, held)  # tensors that no module has in a table
-        found = self._generators.add, self.loose.add
-        # Follows the code of the captures
-        self.outside = OutsideValues(nn.ModuleList(modules), own, *found)
+        self.environment = Environment(root, own, modules=modules)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Note what the body, a capture of these modules, reads."""
         trainer = self._root.trainer
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.reads.watching(self._root))
-            stack.enter_context(counters_watched(trainer, reads=self.reads))
-            stack.enter_context(old_gradients_watched(trainer))
+            stack.enter_context(self.environment.reading(self.reads))
+            others = self.environment.in_attributes
+            stack.enter_context(old_gradients_watched(trainer, others=others))
             for optimizer in trainer.optimizers:
                 stack.enter_context(rates_exchanged(trainer, optimizer))
             stack.enter_context(log_exchanged(self._root, refuse_log))
             stack.enter_context(kept_log_caught(trainer, refuse_log))
             yield
-        self.outside.read_into(self.reads)
+        self.environment.outside.read_into(self.reads)
         self.values = self.reads.now()
 
     @property
@@ -104,26 +91,7 @@ class Baked:
 
     def left(self) -> tuple[dict[str, Tensor], Stores]:
         """Tensors that the body has written, and attributes that it has set, since last asked."""
-        return self.loose.written(), self.reads.stored()
-
-    @contextlib.contextmanager
-    def left_alone(self, module: nn.Module, attributes: Contents) -> Iterator[None]:
-        """Refuse code of the body, a part of a capture, that acts on anything but tensors."""
-        trainer, what = self._root.trainer, "the module's forward"
-        try:
-            with effects_refused(trainer, self._own, self.outside, what):
-                yield
-        finally:
-            changed = self.reads.changed_outside(set(map(id, module.modules())))
-            if inside := attributes.changed():
-                changed += inside
-                attributes.restore()
-            if drawn := self._generators.drawn():
-                self._generators.restore()
-        if changed:
-            raise STORED.refused(f"the module's forward changes {self.outside.listed(changed)}")
-        if drawn:
-            raise DRAWN.refused(f"the module's forward draws from {self.outside.listed(drawn)}")
+        return self.environment.loose.written(), self.reads.stored()
 
     def share(self, sites: Sequence[Site]) -> None:
         """Let each of these calls look at its part: the code between them may change any value."""

@@ -270,7 +270,7 @@ class ModuleGraphs:
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
         steps = (step.baked for step in self._plans_of(kind))
         moved = (
-            line + named_at(line, baked.outside.codes)
+            line + named_at(line, baked.environment.outside.codes)
             for baked in steps
             for line in moved_values(baked.values, baked.reads.now())
         )

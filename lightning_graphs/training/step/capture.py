@@ -28,26 +28,20 @@ from lightning_graphs.training.costs.memory import NoRoomError
 from lightning_graphs.training.ddp import waits_for_gradients, wrapper_of
 from lightning_graphs.training.fit import Fit, Learned
 from lightning_graphs.training.guards.conditions import Phase
+from lightning_graphs.training.guards.environment import Environment
 from lightning_graphs.training.guards.frozen import (
     NumberPlaces,
-    counters_watched,
     number_places,
     numbers_exchanged,
     old_gradients_watched,
     rates_exchanged,
 )
 from lightning_graphs.training.guards.hooks import Observers, cast_unseen, is_backward_unseen
-from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_batch import UnreadValues, objects_left, written_tensors
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.guards.recurrent import refuse_new_seeds
-from lightning_graphs.training.guards.side_effects import (
-    RaisedInCapture,
-    code_captured,
-    effects_refused,
-)
-from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in, leaves_in
+from lightning_graphs.training.guards.side_effects import RaisedInCapture, code_captured
 from lightning_graphs.training.host.batch import BatchChanges
 from lightning_graphs.training.host.containers import PlaceUsedError
 from lightning_graphs.training.host.draws import draws_recorded, draws_refused
@@ -102,7 +96,8 @@ class StepCapture(StepBody):
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
-        self._in_places: Sequence[Tensor] = ()  # what the step finds where it stores
+        # In attributes of modules, and what the step finds where it stores
+        self._others: Sequence[Tensor] = ()
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     @calls_observed
@@ -243,13 +238,13 @@ class StepCapture(StepBody):
                 "move what is compiled, or what the host computes, out of the step",
             )
 
-    def _targets(self, phase: Phase) -> GradientTargets:
+    def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
         """Where the gradients of the coming capture go, and who sums them over ranks."""
         ddp = wrapper_of(self.trainer)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         targets = GradientTargets(
             self.optimizer,
-            [*trained, *leaves_in(self.module)],
+            [*trained, *environment.leaves],
             self.persistent,
             phase,
             self.observers,
@@ -290,15 +285,16 @@ class StepCapture(StepBody):
             state = (*self.module.parameters(), *self.module.buffers())
             changes = BatchChanges(own, state)
             arguments = (own, *map(self._numbers.argument, rest))
-            targets = self._targets(phase)
+            environment = Environment(self.module, self._own)
+            targets = self._targets(phase, environment)
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
                 gradients_set_aside(targets.parameters),
                 state_as_known(self.optimizer),
                 self.fit.compiled.watching(),
-                self._environment(recorder, places) as (outside, loose),
-                objects_left(own, outside.listed),
+                self._surrounded(environment, recorder, places),
+                objects_left(own, environment.outside.listed),
             ):
                 targets.begin()
                 renew_gradient_nodes(targets.parameters)
@@ -312,7 +308,7 @@ class StepCapture(StepBody):
             refuse_new_seeds(segments.dropout)
             self._refuse_recorded_beside_compiled()
             self._numbers.finish()
-            if places is not None and "type" in outside.words:
+            if places is not None and "type" in environment.outside.words:
                 places.refuse_untouched()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
@@ -327,7 +323,7 @@ class StepCapture(StepBody):
         stores = segments.stores
         if places is not None:
             stores = {name: places.without_numbers(found) for name, found in stores.items()}
-        outside.read_into(self._learned.reads)
+        environment.outside.read_into(self._learned.reads)
         output.finish_capture()
         if places is not None:
             places.finish_capture()
@@ -345,7 +341,7 @@ class StepCapture(StepBody):
             copies=self._copies,
             steps=phase.stepping and self.capturable is not None,
             adds=targets.adds,
-            written=loose.written(),
+            written=environment.loose.written(),
             stores=stores,
             places=places,
             scaling=scaling,
@@ -363,27 +359,24 @@ class StepCapture(StepBody):
         return first and self._has_branched
 
     @contextlib.contextmanager
-    def _environment(
-        self, recorder: LogRecorder, places: CapturedStores | None
-    ) -> Iterator[tuple[OutsideValues, LooseTensors]]:
-        held = list(held_in(self.module))
-        loose, generators = LooseTensors(self.module, held), Generators(self.module, held)
-        self._in_places = () if places is None else places.own
-        outside = OutsideValues(self.module, self._own, loose.add, generators.add, held=held)
-        number, reads = self._numbers.number, self._learned.reads
+    def _surrounded(
+        self, environment: Environment, recorder: LogRecorder, places: CapturedStores | None
+    ) -> Iterator[None]:
+        self._others = environment.in_attributes + ([] if places is None else places.own)
+        number, listed = self._numbers.number, environment.outside.listed
         rates = None if self.capturable is None else self.capturable.live_rates()
         parts = self.trainer, self.optimizer, rates
         self._in_optimizer = number_places(*parts, number)
         with (
             nullcontext() if places is None else places.exchanged(number),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            self.surrounded(recorder, self._learned.places, generators, outside.listed),
-            reads.watching(self.module),
-            counters_watched(self.trainer, reads=reads, counter=number),
+            self.surrounded(recorder, self._learned.places, environment.generators, listed),
+            environment.reading(self._learned.reads, number),
             rates_exchanged(*parts),
-            effects_refused(self.trainer, self._own, outside, "training_step"),
+            environment.refusing("training_step"),
         ):
-            yield outside, loose
+            yield
+        self._others = ()
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
@@ -400,7 +393,7 @@ class StepCapture(StepBody):
         elif self._recording is not None:
             host = draws_recorded(self._numbers, self._recording, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
-        watched = old_gradients_watched(self.trainer, others=self._in_places)
+        watched = old_gradients_watched(self.trainer, others=self._others)
         with watched, numbers, self._unseen(), followed, clocks, host, reduced:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks

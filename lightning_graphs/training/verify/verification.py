@@ -235,7 +235,7 @@ class _CallRun:
             *self._site.call.module.parameters(),
             *(buffer for _, buffer in self._buffers),
             *self._site.written.values(),
-            *self._site.baked.loose.small,
+            *self._site.baked.environment.loose.small,
             *gradients.tensors,
         ]
         others = *self._python, gradients.restore

@@ -20,9 +20,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.training.guards.outside import OutsideValues
+from lightning_graphs.training.guards.environment import Environment
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.side_effects import effects_refused
 from tests.training import side_effects
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.side_effects import (
@@ -229,12 +228,9 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     )  # fmt: skip
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
     batch = batches()[0]
-    own = OwnCode(fit.module)
-    values = OutsideValues(fit.module, own)
-    with (
-        contextlib.suppress(ZeroDivisionError),
-        effects_refused(fit.trainer, own, values, "training_step"),
-    ):
+    fit.module.trainer = fit.trainer
+    environment = Environment(fit.module, OwnCode(fit.module))
+    with contextlib.suppress(ZeroDivisionError), environment.refusing("training_step"):
         for step in (Counting.training_step, Keeping.training_step, Appending.training_step):
             step(fit.module, batch, 0)
         assert (side_effects.counter, STEPS) == (8, [1, 8])
