@@ -66,12 +66,20 @@ def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]
     tables: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         first, second = (*item.path.relative_to(here).parts, "")[:2]
-        if first in ("training", "failures") and second != "costs":
-            tables[item.nodeid.partition("[")[0]].append(item)
+        if first in ("training", "failures", "programs") and second != "costs":
+            tables[item.nodeid.partition("[")[0] + _kind(item)].append(item)
     for rows in tables.values():
         kept = {round(i * (len(rows) - 1) / max(1, _ROWS - 1)) for i in range(_ROWS)}
         if len(rows) > _ROWS:
             yield from (item for i, item in enumerate(rows) if i not in kept)
+
+
+def _kind(item: pytest.Item) -> str:
+    """Of a program its table, and whether it is refused; of each, one is run."""
+    if not hasattr(item.module, "PROGRAMS"):
+        return ""
+    name = item.callspec.params["name"]
+    return f"{name.partition(':')[0]} {bool(item.module.PROGRAMS[name].said)}"
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,7 @@ A plugin rather than a part of ``conftest.py``: the process that hands out tests
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -67,6 +68,25 @@ def device(backend: str) -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are tiny: threads would spend their time waiting for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_lightning() -> Iterator[None]:
+    """Lightning introduces every trainer with several lines."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True)

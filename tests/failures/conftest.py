@@ -16,10 +16,7 @@ from torch import Tensor
 from lightning_graphs import CaptureError
 from lightning_graphs.core.graph import CUDAGraph, graph
 from tests.failures.support import SCOPES, forget_workspaces
-from tests.training.conftest import _one_thread, _quiet_lightning
 from tests.training.fits import prepare
-
-__all__ = ["_one_thread", "_quiet_lightning"]  # fixtures of the tests of the callback
 
 _DESCRIPTORS = Path("/proc/self/fd")
 

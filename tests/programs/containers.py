@@ -6,15 +6,14 @@ from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, d
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from tests.training.fits import Net, batches, compare, fit_twice
+from tests.programs.table import row
+from tests.training.fits import Net, batches
 
 Code = Callable[..., None]
 
@@ -28,10 +27,17 @@ class Meter:
     last: list[Any] = field(default_factory=list)
 
 
+class Opaque:
+    """An object that nothing is known of."""
+
+    def __repr__(self) -> str:
+        return "opaque"
+
+
 KINDS = {
     "Counter": Counter, "OrderedDict": OrderedDict, "UserDict": UserDict, "UserList": UserList,
     "defaultdict": defaultdict, "deque": deque, "SimpleNamespace": SimpleNamespace, "Meter": Meter,
-    "partial": partial, "torch": torch,
+    "partial": partial, "torch": torch, "Opaque": Opaque,
 }  # fmt: skip
 
 
@@ -120,11 +126,9 @@ TABLE: dict[str, tuple[str, str, str]] = {  # how it begins, what a step does, w
 class Filling(Net):
     """Writes down what is in its containers, in which order and of which types."""
 
-    row: str
-
-    def __init__(self) -> None:
+    def __init__(self, *texts: str) -> None:
         super().__init__()
-        begin, step, end = map(code, TABLE[self.row])
+        begin, step, end = map(code, texts)
         self.d: Any = None
         self.seen: list[str] = []
         self._step, self._end = step, end
@@ -151,41 +155,19 @@ class Filling(Net):
         self.note()
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("row", TABLE)
-def test_containers_are_filled_and_emptied(
-    backend: str, tmp_path: Path, row: str, scope: str
-) -> None:
-    fits = fit_twice(
-        backend, tmp_path, module=type("Row", (Filling,), {"row": row}), max_epochs=5,
-        data=lambda: batches(7), validation=0, capture={"scope": scope, "on_failure": "eager"},
-    )  # fmt: skip
-    compare(*fits, replayed=False)
-    assert fits[1].module.seen == fits[0].module.seen
-    statistics = fits[1].statistics
-    assert statistics.replayed > 10
-    assert statistics.fallbacks == []
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        (("s.c = ([], [])", "s.c[0].append(loss)", "pass"), "training_step changes self.c[0]"),
-        ((DICT, "s.c[i] = loss", CLEAR), "batch_idx is read at"),
-        ((LIST, "s.c.append(object())", CLEAR), "self.c"),
-    ],
-)
-def test_what_is_filled_otherwise_is_refused(
-    backend: str, tmp_path: Path, row: tuple[str, str, str], said: str, monkeypatch: Any
-) -> None:
-    monkeypatch.setitem(TABLE, said, row)
-    fits = fit_twice(
-        backend, tmp_path, module=type("Row", (Filling,), {"row": said}), max_epochs=2,
-        validation=0, capture={"on_failure": "eager"},
-    )  # fmt: skip
-    compare(*fits, replayed=False)
-    if "object" not in row[1]:  # which shows its address
-        assert fits[1].module.seen == fits[0].module.seen
-    assert said in fits[1].statistics.fallbacks[0]
+NONE_STAYS = {  # how it begins, what a step does, what an epoch's end; what is said
+    "in a tuple": ("s.c = ([], [])", "s.c[0].append(loss)", "pass", r"step changes self.c\[0\]"),
+    "by its index": (DICT, "s.c[i] = loss", CLEAR, "batch_idx is read at"),
+    "of objects": (LIST, "s.c.append(Opaque())", CLEAR, "self.c"),
+}
+ROWS = {
+    name: row(
+        partial(Filling, *texts), below="", replayed=11,
+        max_epochs=5, data=lambda: batches(7), validation=0,
+    )
+    for name, texts in TABLE.items()
+}  # fmt: skip
+ROWS |= {
+    name: row(partial(Filling, *texts), said=said, placed=False, max_epochs=2, validation=0)
+    for name, (*texts, said) in NONE_STAYS.items()
+}

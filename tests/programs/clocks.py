@@ -5,16 +5,16 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import thread_time
 from typing import Any
 
 import pytest
 from torch import Tensor, nn
 
-from tests.training.fits import Fit, Net, compare, prepare
-
-pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
+from tests.programs.table import stepping
+from tests.training.fits import Net
 
 Batch = dict[str, Tensor]
 
@@ -28,17 +28,18 @@ class Timer:
         self.elapsed = time.thread_time() - self.began
 
 
-def net(step: Any) -> type[Net]:
-    class Stepping(Net):
-        training_step = step
+class Timed(Net):
+    """What the steps below store."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.samples, self.began, self.average = 8, 0.5, 0.0
-            self.times: list[float] = []
-            self.later = Later()
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples, self.began, self.average = 8, 0.5, 0.0
+        self.times: list[float] = []
+        self.later = Later()
 
-    return Stepping
+    @property
+    def seen(self) -> Any:
+        return self.samples, self.began, self.average, isinstance(self.average, float), self.times
 
 
 # ------------------------------------------------------------------ logged and stored
@@ -76,27 +77,14 @@ def counted(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch)
 
 
-def _fit(captured: bool, patch: pytest.MonkeyPatch, *given: Any, **options: Any) -> Fit:
-    """With clocks that count how often they were read."""
-    for name, kind in (("thread_time", float), ("process_time_ns", int)):
-        ticks = itertools.count(1)
-        patch.setattr(time, name, lambda t=ticks, kind=kind: kind(next(t) ** 2))
-    return prepare(*given, captured, **options).run()
-
-
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("step", [rate, since_the_last, averaged, counted])
-def test_a_clock_is_read_as_often_as_in_eager_steps(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: Any, scope: str
-) -> None:
-    given, options = (monkeypatch, backend, tmp_path), {"module": net(step)}
-    eager = _fit(False, *given, **options)
-    captured = _fit(True, *given, **options, capture={"scope": scope})
-    compare(eager, captured)
-    assert captured.statistics.replayed > 12
-    for name in ("samples", "began", "average", "times"):
-        assert getattr(captured.module, name) == getattr(eager.module, name)
-        assert type(captured.module.average) is float
+@contextmanager
+def ticking() -> Iterator[None]:
+    """Clocks count how often they were read."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kind in (("thread_time", float), ("process_time_ns", int)):
+            ticks = itertools.count(1)
+            patch.setattr(time, name, lambda t=ticks, kind=kind: kind(next(t) ** 2))
+        yield
 
 
 # ------------------------------------------------------------------ refused
@@ -142,28 +130,9 @@ def inside(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss
 
 
-REFUSED = [as_a_weight, in_a_branch, by_another_name, by_default, of_a_date, inside]
-
-
-@pytest.mark.parametrize("scope", ["auto", "modules"])
-@pytest.mark.parametrize("step", REFUSED)
-def test_a_clock_in_the_arithmetic_of_a_step(
-    backend: str, tmp_path: Path, step: Any, scope: str
-) -> None:
-    options: dict[str, Any] = {"module": net(step), "max_epochs": 3}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    capture = {"scope": scope, "on_failure": "eager"}
-    captured = prepare(backend, tmp_path, True, **options, capture=capture).run()
-    compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed > 12
-    said = captured.statistics.fallbacks
-    if scope == "auto" or step is inside:
-        assert "A graph would freeze a clock" in said[0]
-        assert "test_clocks.py" in said[0]
-        assert "# read" in said[0]
-    else:
-        assert said == []
-    watched = prepare(backend, tmp_path, True, **options, capture={"diagnose": True}).run()
-    (row,) = watched.capture.report.diagnosis.obstacles
-    assert (row.rule, row.effect) == ("A graph would freeze a clock.", "eager step")
-    assert row.source.endswith("# read")
+ROWS = stepping(
+    Timed, rate, since_the_last, averaged, counted, below="", around=ticking, replayed=13
+) | stepping(
+    Timed, as_a_weight, in_a_branch, by_another_name, by_default, of_a_date, inside,
+    said="A graph would freeze a clock", max_epochs=3,
+)  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from tests.training.fits import Net
+from tests.programs.table import copied, table
+from tests.training.fits import Net, batches
 
 
 class Storing(Net):
@@ -40,19 +40,6 @@ class Storing(Net):
     def on_train_end(self) -> None:
         for found, then in self.kept:
             assert repr(copied(found)) == repr(then)
-
-
-def copied(value: Any) -> Any:
-    """Values that a later step cannot change."""
-    if isinstance(value, Tensor):
-        return value.detach().tolist()
-    if isinstance(value, dict):
-        return {key: copied(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        return [copied(held) for held in value]
-    if isinstance(value, SimpleNamespace):
-        return copied(vars(value))
-    return value
 
 
 # ---------------------------------------------------------------------- results that are kept
@@ -585,9 +572,213 @@ class GradientNorms(Storing):
         return self.norm
 
 
-WHOLE = [
-    LastOutputs, Outputs, OutputDicts, Features, Counters, Centred, Byol, ByolOfHooks,
-    TeacherByLerp, TeacherOfStateDict, Queue, Recurrent, Window, VqVae, VqVaeOfData, Metered,
-    Smoothed, Measured, MeasuredInADict, WeightNorm, SpectralNorm, Pruned, Quantized,
-    GradientNorms,
-]  # fmt: skip
+# ---------------------------------------------------------------------- in other ways
+
+
+class Weighted(Storing):
+    """Computes with a number that it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return self.loss(batch) * (1 + 1 / self.steps)
+
+    def look(self) -> Any:
+        return self.steps
+
+
+class Branching(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        loss = self.loss(batch)
+        return loss * 2 if self.steps == 9 else loss
+
+
+class Annealed(Weighted):
+    """What autoencoders do, with numbers that follow from one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.beta = 0, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.before = self.steps
+        self.steps += 1
+        self.beta = min(1.0, self.steps / 10)
+        self.log("steps", self.steps)
+        self.log("beta", self.beta)
+        return self.loss(batch) * self.beta
+
+    def look(self) -> Any:
+        return self.before, self.steps, self.beta
+
+
+class SubmoduleCounting(Net):
+    class Layer(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = self.Layer(16, 3)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("calls", float(self.net[4].calls))
+
+
+class Reset(Centred):
+    """A hook puts other tensors in the places, of the same geometry and of another."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 8:
+            self.center = torch.ones_like(self.center)
+        if batch_idx == 10:
+            self.center = self.center[0]
+
+    def update(self, teacher: Any) -> None:
+        super().update(teacher)
+        self.center = self.center.reshape(1, 3)
+
+
+class InPlaceAndAnew(Storing):
+    """State that a hook binds anew, and steps write in place."""
+
+    keeps = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("moved", torch.zeros(3))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.mean = self.mean * 0.5
+        self.moved.data = self.moved * 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["x"])
+        self.mean += logits.detach().mean(0)
+        self.moved.data.add_(logits.detach().mean(0), alpha=0.5)
+        loss = F.cross_entropy(logits.float(), batch["y"])
+        return loss + (logits * (self.mean - self.moved)).mean()
+
+    def look(self) -> Any:
+        return self.mean, self.moved
+
+
+class Alternating(Storing):
+    """Two places with one tensor, and one that is given what the other had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: Any = None
+        self.same: Any = None
+        self.before: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["x"])
+        self.before = self.now
+        self.now = self.same = logits.detach().mean(0)
+        loss = F.cross_entropy(logits.float(), batch["y"])
+        return loss if self.before is None else loss + (logits * self.before).mean()
+
+    def look(self) -> Any:
+        assert self.now is self.same
+        return self.now, self.before
+
+
+class WithNumbers(Storing):
+    """Keeps numbers beside tensors, and logs one that it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.steps += 1
+        self.log("steps", self.steps)
+        self.outputs.append({"loss": loss.detach(), "batch": batch_idx, "step": self.steps})
+        return loss
+
+    def look(self) -> Any:
+        return list(self.outputs)
+
+
+class Clipped(Net):
+    """Weights in new memory after every step, as in WGAN, CLIP and moving averages."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
+class Indexing(Weighted):
+    """Takes the bare value of a number that it counts."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return self.loss(batch) * [1.0, 2.0][self.steps % 2]
+
+
+class Averaged(Outputs):
+    """Computes with a list that it fills."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + torch.stack([output.detach() for output in self.outputs]).mean()
+
+
+class Bounded(Outputs):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * 2 if len(self.outputs) > 8 else loss
+
+
+class Objects(Storing):
+    """Stores an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.found = object()
+        return self.loss(batch)
+
+
+EACH_WAY = "accumulated; cut; clipped; bf16; unverified; verified"
+USUAL = {
+    "data": lambda: batches(12),
+    "validation": 0,
+    "replayed": 12,
+    "ignored": ".*weight_norm. is",
+}
+ROWS = (
+    table(
+        LastOutputs, OutputDicts, ByolOfHooks, TeacherByLerp, TeacherOfStateDict, Queue, VqVae,
+        Metered, Smoothed, Measured, MeasuredInADict, WeightNorm, SpectralNorm, Pruned, Quantized,
+        GradientNorms, SubmoduleCounting, graphs=1, **USUAL,
+    )
+    | table(
+        Outputs, Counters, Features, Centred, Byol, Window, VqVaeOfData,
+        also=f"{EACH_WAY}; in turn", graphs=1, **USUAL,
+    )
+    | table(Recurrent, also=EACH_WAY, graphs=1, **USUAL)
+    | table(Branching, Reset, InPlaceAndAnew, Alternating, also="verified", **USUAL)
+    # The doctor does not follow numbers that the step itself counts.
+    | table(Weighted, Annealed, WithNumbers, also="verified", found=None, **USUAL)
+    | table(Clipped, graphs=1, below="", validation=0)
+    | table(
+        each={Indexing: r"\(self.steps \+ 1\) % 2 is read at"},
+        found="line", data=lambda: batches(12), validation=0,
+    )
+    | table(each={Objects: "self.found"}, data=lambda: batches(12), validation=0)
+    | table(Averaged, Bounded, said=None, data=lambda: batches(12), validation=0)
+)  # fmt: skip

@@ -1,0 +1,248 @@
+"""What a program is: a module, the options of its fit, and what is expected of it.
+
+Every file of this folder has a table ``ROWS`` of programs. The tests of ``test_programs.py`` run
+over all of them, so that a row says what it is about and nothing of how it is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import re
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from tests.training.fits import Fit, FullTrace, GradientTrace, Net, batches, compare, prepare
+
+
+def of_sizes(*sizes: int) -> Callable[[], list[dict[str, Tensor]]]:
+    """Makes batches of these numbers of samples."""
+
+    def data() -> list[dict[str, Tensor]]:
+        return [
+            {key: value[:size] for key, value in batch.items()}
+            for batch, size in zip(batches(len(sizes), max(sizes)), sizes, strict=True)
+        ]
+
+    return data
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "unverified": {"capture": {"verify": False}},
+    "verified": {"capture": {"verify": 3}},
+    "auto": {"capture": {"scope": "auto"}},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "by threes": {"accumulate_grad_batches": 3},
+    "cut": {"trace": FullTrace},
+    "cut, accumulated": {"trace": FullTrace, "accumulate_grad_batches": 2},
+    "clipped": {"trace": GradientTrace, "gradient_clip_val": 0.1},
+    "bf16": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "float64": {"precision": "64-true"},
+    "in turn": {"data": of_sizes(*[8, 6] * 12), "max_epochs": 1},
+}
+"""Options under which programs are run again: ``Program.also`` names them."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module, the options of its fit, and what is expected of a fit with the callback.
+
+    Of every program is expected that losses, parameters, logs and what its ``seen`` holds are those
+    of eager training: as a whole step, by submodules, under further options, observed by the
+    doctor, and resumed from a checkpoint.
+
+    Attributes:
+        module: Makes the module.
+        said: "" if the whole step becomes graphs and nothing is refused; else a pattern of the
+            refusal, of which the user is warned; None if either is right.
+        replayed: So many steps are replayed at least. A program with ``said`` that replays some
+            nevertheless has a number here, otherwise none may be replayed.
+        graphs: So many captures there are; a range of them; None: not counted.
+        changes: What the reasons for further captures begin with, in order.
+        also: Names of ``OPTIONS`` under which it is run again, separated by "; ".
+        below: A fit by submodules: "" if all of them become graphs, a pattern of the refusal, None
+            if either is right.
+        found: The doctor: "" if it finds no obstacle; "agrees": an obstacle has rule, remedy and
+            line of the refusal; "line": it has the line; None: either. By default "" if nothing is
+            ``said``, "agrees" if no step may be replayed.
+        placed: The refusal names a line of the program's file, which ends with ``# read`` if a
+            line of the module does.
+        resumes: It can go on from a checkpoint.
+        ignored: Pattern of warnings that are not the callback's.
+        around: Makes a context that each fit runs in.
+        outside: What a fit has left outside of its module.
+        capture: Options of the callback.
+        fit: Options of ``fits.prepare``.
+    """
+
+    module: Callable[[], Any] = Net
+    said: str | None = ""
+    replayed: int | None = None
+    graphs: int | range | None = None
+    changes: tuple[str, ...] = ()
+    also: str = ""
+    below: str | None = None
+    found: str | None = "as said"
+    placed: bool = True
+    resumes: bool = True
+    ignored: str = ""
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    outside: Callable[[], object] = lambda: None
+    capture: dict[str, Any] = field(default_factory=dict)
+    fit: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_refused(self) -> bool:
+        """No step of it may be replayed."""
+        return bool(self.said) and not self.replayed
+
+    @property
+    def obstacle(self) -> str | None:
+        """What the doctor has to find."""
+        if self.found != "as said":
+            return self.found
+        return "agrees" if self.is_refused else ("" if self.said == "" else None)
+
+    @property
+    def by_modules(self) -> bool:
+        """It is a program for submodules."""
+        return self.capture.get("scope") == "modules"
+
+
+def table(
+    *kinds: Any, each: Mapping[Any, str] | None = None, capture: Any = None, **expected: Any
+) -> dict[str, Program]:
+    """Rows of modules of which the same is expected, by the names of the modules.
+
+    Args:
+        kinds: Classes or functions that make modules, or whole programs.
+        each: Further ones, with what each of them has ``said``.
+        capture: Options of the callback.
+        expected: Further attributes; those that ``Program`` does not know are options of the fit.
+    """
+    known = {name: expected.pop(name) for name in [*expected] if name in _ATTRIBUTES}
+    rows = {}
+    for kind, said in [*((kind, None) for kind in kinds), *(each or {}).items()]:
+        row = kind if isinstance(kind, Program) else Program(kind)
+        row = replace(row, **known, **({} if said is None else {"said": said}))
+        row = replace(row, fit={**row.fit, **expected}, capture={**row.capture, **(capture or {})})
+        name = getattr(row.module, "__name__", type(row.module).__name__)
+        assert name not in rows, name
+        rows[name] = row
+    return rows
+
+
+def stepping(base: type[Net], *steps: Any, **expected: Any) -> dict[str, Program]:
+    """Rows of functions, each of them the ``training_step`` of a class derived from ``base``."""
+    each = {}
+    for step, said in [*((s, None) for s in steps), *expected.pop("each", {}).items()]:
+        each[type(step.__name__, (base,), {"training_step": step, "body": step})] = said
+    plain = [kind for kind, said in each.items() if said is None]
+    return table(*plain, each={k: s for k, s in each.items() if s is not None}, **expected)
+
+
+_ATTRIBUTES = {*Program.__dataclass_fields__} - {"module", "capture", "fit"}
+
+
+def row(module: Any = Net, *, capture: Any = None, **expected: Any) -> Program:
+    """One row; what ``Program`` does not know are options of the fit."""
+    (found,) = table(Program(module), capture=capture, **expected).values()
+    return found
+
+
+# ---------------------------------------------------------------------- one fit of a program
+
+
+class Run(NamedTuple):
+    """A fit, and what its program has seen and left outside of its module."""
+
+    fit: Fit
+    seen: str
+
+
+def run(
+    program: Program, backend: str, root: Path, captured: bool, options: Any = None, **extra: Any
+) -> Run:
+    """A fit of ``program``, with the callback or without.
+
+    Args:
+        program: Which.
+        backend: ``"emulated"`` or ``"cuda"``.
+        root: Where logs go.
+        captured: With the callback.
+        options: Of ``fits.prepare``, in place of those of the program; those of the callback in
+            ``options["capture"]`` are added to the program's.
+        extra: Of ``Trainer.fit``.
+    """
+    options = {**program.fit, **(options or {})}
+    capture = {"on_failure": "eager", **program.capture, **options.pop("capture", {})}
+    with program.around(), warnings.catch_warnings():
+        if program.ignored:
+            warnings.filterwarnings("ignore", program.ignored)
+        fit = prepare(backend, root, captured, module=program.module, capture=capture, **options)
+        fit.run(**extra)
+        return Run(fit, repr((copied(getattr(fit.module, "seen", None)), program.outside())))
+
+
+_known: dict[tuple[Any, ...], Run] = {}
+
+
+def eager(program: Program, backend: str, root: Path, options: Any = None) -> Run:
+    """The fit without the callback; tests of one program share it."""
+    given = {key: value for key, value in (options or {}).items() if key != "capture"}
+    key = (id(program), backend, repr(sorted(given.items())))
+    if key not in _known:
+        _known[key] = run(program, backend, root, False, given)
+    return _known[key]
+
+
+def assert_equal(reference: Run, found: Run) -> None:
+    """Assert that two fits gave the same values, and that their programs saw the same."""
+    compare(reference.fit, found.fit, replayed=False)
+    assert found.seen == reference.seen
+
+
+@contextlib.contextmanager
+def quiet(said: str | None = None) -> Iterator[None]:
+    """Take the callback's warnings; one of them must be ``said``."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "GraphCapture")
+        if not said:
+            yield
+            return
+        with pytest.warns(UserWarning, match=f"(?s:.*){said}"):
+            yield
+
+
+def assert_placed(program: Program, said: str) -> None:
+    """Assert that a refusal names a line of the program: the marked one if one is."""
+    kind = getattr(program.module, "body", getattr(program.module, "func", program.module))
+    file = inspect.getfile(kind)
+    lines = [int(number) for number in re.findall(rf"{re.escape(file)}:(\d+) in ", said)]
+    assert lines, said
+    if "# read\n" in inspect.getsource(kind):
+        assert any(linecache.getline(file, each).endswith("# read\n") for each in lines), said
+
+
+def copied(value: Any) -> Any:
+    """Values that a later step cannot change."""
+    if isinstance(value, Tensor):
+        return value.detach().tolist()
+    if isinstance(value, dict):
+        return {key: copied(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [copied(held) for held in value]
+    if isinstance(value, SimpleNamespace):
+        return copied(vars(value))
+    return value
