@@ -23,14 +23,15 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.hooks import moves_batches_itself
 from lightning_graphs.training.guards.recurrent import flattened_once
 from lightning_graphs.training.guards.uncapturable import why_no_whole_step
+from lightning_graphs.training.handler import Runner, StrategyHandler
 from lightning_graphs.training.host.progress import ProgressValues
-from lightning_graphs.training.interception import calls_of, intercepted
+from lightning_graphs.training.interception import calls_of
 from lightning_graphs.training.lightning_private import cheap_contexts
 from lightning_graphs.training.modules.loop import ModuleRunner
 from lightning_graphs.training.notices import FitReporter
 from lightning_graphs.training.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry, Runner
+from lightning_graphs.training.retry import OomRecovery
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.runner import StepRunner
 from lightning_graphs.training.step.transfer import BatchTransfer
@@ -110,7 +111,7 @@ class GraphCapture(Callback):
         super().__init__()
         self._statistics = Statistics()
         self.gives_way = False  # The environment made it: one of the program's own comes first.
-        self._retry: EagerRetry | None = None
+        self._handler: StrategyHandler | None = None
         self._reporter: FitReporter | None = None
         self._fit = contextlib.ExitStack()
         self._stream: torch.cuda.Stream | None = None
@@ -222,23 +223,24 @@ class GraphCapture(Callback):
             stack.callback(ranks.close)
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             raises = options.on_failure == "raise"
-            retry = EagerRetry(trainer, calls, statistics, budget, ranks, raises=raises)
-            parts = (statistics, progress, investment, retry, ranks)
+            recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
+            parts = (statistics, progress, investment, calls, budget, recovery, ranks)
             fit = Fit(trainer, pl_module, options, pool, *parts)
-            retry.attach(_runner_for(fit))
-            stack.callback(lambda: retry.runner.close())
 
             def switch_off() -> None:
-                retry.runner.close()
-                methods.close()
+                handler.close()
                 if progress is not None:
                     progress.mirrored = frozenset()
 
             statistics.backend = name
             reporter = FitReporter(fit, switch_off)
-            methods = stack.enter_context(intercepted(trainer.strategy, reporter.timing))
+            runners = _runner_for(fit), partial(ModuleRunner, fit, 0)
+            timed = reporter.timing, reporter.settled
+            handler = StrategyHandler(*runners, recovery, statistics, *timed)
+            stack.callback(handler.close)
+            handler.take_over(trainer.strategy)
             self._fit = stack.pop_all()
-        self._retry, self._reporter = retry, reporter
+        self._handler, self._reporter = handler, reporter
         if options.log_metrics and not trainer.loggers:
             rank_zero_warn(
                 "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
@@ -284,7 +286,7 @@ class GraphCapture(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Save the optimizer's state in the form that it has without the callback."""
-        capturable = self._retry.runner.capturable if self._retry is not None else None
+        capturable = self._handler.runner.capturable if self._handler is not None else None
         states = checkpoint.get("optimizer_states")
         if capturable is not None and states and states[0]:  # rank 0 alone has one of FSDP2
             checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
@@ -314,7 +316,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._retry = self._reporter = self._stream = None
+        self._handler = self._reporter = self._stream = None
         self._fit.close()
 
 
@@ -371,4 +373,4 @@ def _runner_for(fit: Fit) -> Runner:
     if reason:
         fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
         return ModuleRunner(fit, fit.options.warmup_steps)
-    return StepRunner(fit, partial(ModuleRunner, fit, 0))
+    return StepRunner(fit)

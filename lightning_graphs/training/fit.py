@@ -11,13 +11,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.private.torch import compiled_code_noticed
 from lightning_graphs.training.costs.investment import Investment
+from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.guards.python_state import AttributeReads
 from lightning_graphs.training.host.logs import LoggedNumbers
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.host.progress import ProgressValues
+from lightning_graphs.training.interception import StrategyCalls
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.retry import EagerRetry
+from lightning_graphs.training.retry import OomRecovery
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.gradients import KeptGradients
 
@@ -50,7 +52,9 @@ class Fit:
     statistics: Statistics  # where decisions are counted
     progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
     investment: Investment  # decides what is worth a capture
-    retry: EagerRetry  # has the strategy's own methods, and repeats a step that finds no memory
+    own: StrategyCalls  # the strategy's own methods
+    budget: MemoryBudget  # what memory may be taken
+    recovery: OomRecovery  # repeats a step that finds no memory
     ranks: Ranks  # does whole steps the same way on all ranks
     compiled: CompiledCode = field(default_factory=CompiledCode)
 

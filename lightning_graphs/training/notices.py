@@ -19,7 +19,6 @@ from lightning_graphs.training.costs.timing import StepTiming, Stopwatch, judge
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.before_step import OF_THE_TRAINER
 from lightning_graphs.training.guards.side_effects import RaisedInCapture
-from lightning_graphs.training.interception import NAMES
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics, conditions_of, differences, listed
 
@@ -118,20 +117,13 @@ class FitReporter:
             statistics.device = torch.cuda.get_device_name(device)
         self._stopwatch = Stopwatch(device)
         self._off_since: int | None = None
-        self.timing = StepTiming(
-            fit.retry,
-            statistics,
-            self._stopwatch,
-            self._settled,
-            manual=not fit.module.automatic_optimization,
-        )
+        manual = not fit.module.automatic_optimization
+        self.timing = StepTiming(statistics, self._stopwatch, manual=manual)
 
-    def _settled(self) -> None:
-        """Say what the graphs gain, once it is known, and be out of the way from then on."""
+    def settled(self) -> None:
+        """Say what the graphs gain, now that it is known."""
         if self._off_since is not None:
             return
-        for name in NAMES:
-            vars(self._fit.trainer.strategy)[name] = getattr(self._fit.retry, name)
         if self._stopwatch.meaningful:
             torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
         slower = not self._judge()

@@ -1,4 +1,4 @@
-"""Runs a step that finds no memory because of us once more, eagerly, and lets the fit go on so."""
+"""Runs a step that finds no memory because of graphs once more, eagerly."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from lightning_graphs.training.guards.walkers import (
     held_in,
     held_in_value,
 )
-from lightning_graphs.training.interception import StepHandler, StrategyCalls, loss_of
+from lightning_graphs.training.interception import StrategyCalls, loss_of
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.step.optimizers import CapturableOptimizer, scaler_of
+from lightning_graphs.training.step.optimizers import scaler_of
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.state import Gradients, Kept, StepState
 
@@ -91,57 +91,50 @@ class StepBegin(Kept):
         self._put_logs_back()
 
 
-class Runner(StepHandler, Protocol):
-    """What runs the steps of a fit."""
+class Holder(Protocol):
+    """What may take memory from eager code."""
 
     @property
     def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
-
-    @property
-    def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable at present; None if its step runs eagerly."""
-
-    def close(self) -> None:
-        """Release every graph and give back what was changed; may be called again."""
+        """What it holds, which differs where more is captured; empty if that is nothing."""
 
 
-class EagerRetry:
-    """Stands before what runs the steps of a fit, and between it and the strategy's own methods.
+class OomRecovery:
+    """Runs a step that finds no memory because of graphs once more, eagerly.
 
-    A step may find no memory because of us where it is observed, captured, verified or replayed for
-    the first time, or runs eagerly while graphs hold theirs, where little is free and no batch as
-    large ran so before. Then all that is ours is released, what the step has done is undone, and it
-    runs once more. An optimizer step is repeated by itself, and so is a backward pass, after the
-    forward pass that it belongs to: no hook is called twice. A step that finds no memory then would
-    not find it without us either.
+    Graphs can cause an out-of-memory error in two cases: in the first observation, capture,
+    verification or replay of a step, and in an eager step that is larger than any that ran next to
+    the present graphs, where little is free. Then all graphs are released, what the step has done
+    is undone, and it runs again. An optimizer step is repeated by itself, and so is a backward
+    pass, after its forward pass: no hook is called twice. A step that finds no memory then would
+    not find it without graphs either.
     """
 
-    runner: Runner  # what runs the steps at present
-    backward: Callable[..., Any]
-    optimizer_step: Callable[..., Any]
+    runner: Holder  # what runs the steps at present
 
     def __init__(
         self,
         trainer: Trainer,
-        own: StrategyCalls,
+        own: StrategyCalls,  # the strategy's own methods
         statistics: Statistics,
-        budget: MemoryBudget,
+        budget: MemoryBudget,  # what memory may be taken
         ranks: Ranks,  # where others wait for this one, the error is raised
         *,
         raises: bool,  # it is raised in any case
     ) -> None:
         self._trainer = trainer
         self._module = module = trainer.lightning_module
-        self.own = own  # the strategy's own methods
+        self._own = own
         self._statistics = statistics
-        self.budget = budget  # what memory may be taken
+        self._budget = budget
         self._ranks = ranks
         self._is_alone = ranks.are_one  # as they were: ranks that give up act as one
         self._retries = self._is_alone and not raises
         self._manual = not module.automatic_optimization
-        # The same methods, for steps that are not captured
+        # The strategy's methods for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
+        self.is_open = False  # the step before left something to :meth:`begin_step`
+        self.counted = 0, 0  # eager and replayed steps, as the present one began
         self._begin: StepBegin | None = None
         self._running = False  # the step's own code
         # What is held, after how many captures, and the size of the batch that is trained beside it
@@ -149,25 +142,13 @@ class EagerRetry:
         self._fits: dict[tuple[str, int], tuple[int, int]] = {}  # the largest size, and how often
         self._reason = ""
         self._again: Again | None = None
-        self._counted = 0, 0  # eager and replayed steps, as the present one began
         self._update_fits = -1  # beside the graphs of so many captures
-
-    def attach(self, runner: Runner) -> Runner:
-        """Take the place of what runs the steps from now on."""
-        self.runner = runner
-        table = vars(self._trainer.strategy)
-        for name in ("backward", "optimizer_step"):  # nothing stands in between
-            before, now = getattr(self, name, None), getattr(runner, name)
-            setattr(self, name, now)
-            if name in table and table[name] == before:
-                table[name] = now
-        return runner
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """To be called ahead of the capture of a whole step."""
-        self.budget.require_room("A captured step")
-        if self._retries and not self.budget.is_roomy:
-            self._begin = self._kept(args)
+        self._budget.require_room("A captured step")
+        if self._retries and not self._budget.is_roomy:
+            self._begin, self.is_open = self._kept(args), True
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Let go of old gradients that the captured step zeroes before its code sees them."""
@@ -181,36 +162,43 @@ class EagerRetry:
 
     def _kept(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
         gradients |= self._manual
-        return StepBegin(self._trainer, self._module, args, self.budget, gradients=gradients)
+        return StepBegin(self._trainer, self._module, args, self._budget, gradients=gradients)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, and once more if need be."""
+    def begin_step(self) -> bool:
+        """Begin another step; whether it is to run as without graphs, which are gone."""
+        self.is_open = False
         if self._reason:  # of the step before, which its graph has computed
             self._statistics.eager += 1
             self._give_up(self._reason)
-            return self.own.training_step(*args, **kwargs)
-        self._forget()
-        self._counted = self._statistics.eager, self._statistics.replayed
-        try:
-            return self.runner.training_step(*args, **kwargs)
-        except Exception as error:
-            refused = self._unserved(error)
-            if refused is None and (
-                not self._may_retry(error) or (self._running and self._begin is None)
-            ):
-                raise
-            reason = first_line(error)
+            return True
+        if self._begin is not None and self._trial is not None:  # it has ended well
+            beside, size = self._trial
+            largest, times = self._fits.get(beside, _NONE_YET)
+            self._fits[beside] = size, times + 1 if size == largest else 1
+        self._begin, self._trial, self._running, self._again = None, None, False, None
+        return False
+
+    def way_on(self, error: Exception) -> Callable[..., Any] | None:
+        """What runs a step again whose ``training_step`` raised; None: the error is its own."""
+        refused = self._unserved(error)
+        if refused is None and (
+            not self._may_retry(error) or (self._running and self._begin is None)
+        ):
+            return None
+        return partial(self._repeat, refused, first_line(error))
+
+    def _repeat(self, refused: ReplayError | None, reason: str, *args: Any, **kwargs: Any) -> Any:
         if self._begin is not None:
             self._begin.restore()
         if refused is not None and self._again is not None:
-            (self._statistics.eager, self._statistics.replayed) = self._counted
+            (self._statistics.eager, self._statistics.replayed) = self.counted
             return self._again(refused, args, kwargs)
         self._count_as_eager()
         self._give_up(reason)
-        return self.own.training_step(*args, **kwargs)
+        return self._own.training_step(*args, **kwargs)
 
     def _count_as_eager(self) -> None:
-        eager, self._statistics.replayed = self._counted
+        eager, self._statistics.replayed = self.counted
         self._statistics.eager = eager + 1
 
     @property
@@ -220,7 +208,7 @@ class EagerRetry:
 
     def insure(self, args: tuple[Any, ...], again: Again) -> None:
         """Let a step be run ``again`` from its beginning where a graph refuses its replay."""
-        self._begin, self._again = self._kept(args), again
+        self._begin, self._again, self.is_open = self._kept(args), again, True
 
     def _unserved(self, error: Exception) -> ReplayError | None:
         """The error with the author's line, if it is that of a graph in a step that is insured."""
@@ -229,26 +217,14 @@ class EagerRetry:
         add_line(error, "asked for at", CallSiteFinder().of_exception(error))
         return error
 
-    def _forget(self) -> None:
-        """Begin another step: the one before has ended well."""
-        if self._begin is not None and self._trial is not None:
-            beside, size = self._trial
-            largest, times = self._fits.get(beside, _NONE_YET)
-            self._fits[beside] = size, times + 1 if size == largest else 1
-        self._begin, self._trial, self._running, self._again = None, None, False, None
+    def handed_out(self, plan: StepPlan, error: Exception) -> Any:
+        """What a replayed step returns if there is no memory for copies: the graph's own tensors.
 
-    def handed_out(self, plan: StepPlan) -> Any:
-        """What a step returns that was replayed.
-
-        Where there is no memory for a copy it returns the graph's own tensors, and the graphs are
-        released before the next step.
+        The graphs are released before the next step.
         """
-        try:
-            return plan.hand_out()
-        except Exception as error:
-            if not self._may_retry(error) or self._begin is None:
-                raise
-            self._reason = first_line(error)
+        if not self._may_retry(error) or self._begin is None:
+            raise error
+        self._reason = first_line(error)
         self._begin.restore_python()
         return plan.hand_out(copies=False)
 
@@ -284,19 +260,19 @@ class EagerRetry:
             beside = held, self._statistics.captures
             largest, times = self._fits.get(beside, _NONE_YET)
             is_large = size > largest or (size == largest and times < SETTLED)
-            if is_large and not self.budget.is_roomy:
+            if is_large and not self._budget.is_roomy:
                 self._begin, self._trial = self._kept(args), (beside, size)
-        self._running = True
-        return self.own.training_step(*args, **kwargs)
+        self._running = self.is_open = True
+        return self._own.training_step(*args, **kwargs)
 
     @calls_observed
     def _go_back(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         plugin = self._trainer.precision_plugin
         if self._begin is None or self._manual:
-            return self.own.backward(closure_loss, optimizer, *args, **kwargs)
+            return self._own.backward(closure_loss, optimizer, *args, **kwargs)
         backward = partial(self._backward, plugin.backward, closure_loss)
         with replaced(plugin, "backward", backward):
-            return self.own.backward(closure_loss, optimizer, *args, **kwargs)
+            return self._own.backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward(
         self,
@@ -327,10 +303,10 @@ class EagerRetry:
         begin.restore()
         with replaced(self._module, "log", nothing):
             if refused is not None and self._again is not None:
-                (self._statistics.eager, self._statistics.replayed) = self._counted
+                (self._statistics.eager, self._statistics.replayed) = self.counted
                 returned = self._again(refused, begin.args, {})
             else:
-                returned = self.own.training_step(*begin.args)
+                returned = self._own.training_step(*begin.args)
         fresh = loss_of(returned) / self._trainer.accumulate_grad_batches
         del returned
         now.restore()
@@ -344,9 +320,9 @@ class EagerRetry:
             self._begin = None
         captures = self._statistics.captures
         if self._manual or self._update_fits == captures:
-            return self.own.optimizer_step(optimizer, closure, model, **kwargs)
+            return self._own.optimizer_step(optimizer, closure, model, **kwargs)
         with replaced(optimizer, "step", partial(self._step, optimizer, optimizer.step)):
-            result = self.own.optimizer_step(optimizer, closure, model, **kwargs)
+            result = self._own.optimizer_step(optimizer, closure, model, **kwargs)
         if self._begin is not None:  # the next one takes no more
             self._update_fits = captures
         return result
@@ -367,7 +343,7 @@ class EagerRetry:
             if self._begin is not None and not _takes_no_memory(optimizer):
                 undo = nothing
                 state = StepState(self._trainer, self._module, optimizer, {})
-                undo = state.keep(self.budget.room_for).restore
+                undo = state.keep(self._budget.room_for).restore
 
         def counted() -> Any:
             assert closure is not None

@@ -17,7 +17,7 @@ def assert_nothing_left(captured: Fit) -> None:
     assert "profile" not in vars(trainer.profiler)
     assert "log" not in vars(captured.module)
     assert "<locals>" not in repr(type(captured.module).__getattribute__)
-    assert captured.capture._retry is None
+    assert captured.capture._handler is None
     assert "autocast_context_manager" not in vars(trainer.precision_plugin)
     for optimizer in trainer.optimizers:
         assert "zero_grad" not in vars(optimizer)

@@ -109,7 +109,7 @@ def _switch_off(trainer: Any, module: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, GraphCapture):
             assert callback._reporter is not None
-            callback._retry._ranks.leave("told to")
+            callback._reporter._fit.ranks.leave("told to")
 
 
 def _no_room(self: MemoryBudget, what: str) -> None:
@@ -298,7 +298,7 @@ def parting(rank: int, root: Path) -> Any:
                 return
             (graphs,) = (c for c in trainer.callbacks if isinstance(c, GraphCapture))
             with pytest.raises(PartedError) as raised:
-                graphs._retry.runner._ranks.together(_find_no_memory, exchanges=True)
+                graphs._handler.runner._ranks.together(_find_no_memory, exchanges=True)
             assert not is_out_of_memory(raised.value)
             told.append(str(raised.value))
 

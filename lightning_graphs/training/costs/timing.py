@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.reporting import GraphRecord, StepTime
-from lightning_graphs.training.interception import StepHandler
 from lightning_graphs.training.statistics import Statistics
 
 SAMPLES = 8
@@ -90,7 +89,7 @@ class _Sample:
 
 
 class StepTiming:
-    """Stands between the strategy and another handler for as long as steps are timed.
+    """Times steps, for as long as there are times to take.
 
     A step is a micro-batch, from the begin of ``training_step`` to the end of the backward pass
     or, where the optimizer steps, of that; with manual optimization it is ``training_step``. Of
@@ -99,21 +98,12 @@ class StepTiming:
     """
 
     def __init__(
-        self,
-        handler: StepHandler,
-        statistics: Statistics,
-        stopwatch: Stopwatch,
-        # Called at the end of a step of the optimizer, once every graph has its times
-        settled: Callable[[], None],
-        *,
-        manual: bool = False,
+        self, statistics: Statistics, stopwatch: Stopwatch, *, manual: bool = False
     ) -> None:
-        self._handler = handler
         self._statistics = statistics
         self._stopwatch = stopwatch
-        self._settled = settled
-        self._manual = manual
-        self._stepping = False
+        self.manual = manual
+        self.stepping = False  # an optimizer step is under way
         self._steps = 0
         self._open: _Sample | None = None
         self._pending: deque[tuple[_Sample, Mark]] = deque()  # with their ends
@@ -121,45 +111,16 @@ class StepTiming:
         self._replays: Counter[int] = Counter()
         self._times: defaultdict[Hashable, list[float]] = defaultdict(list)
 
-    # ------------------------------------------------------------------ strategy methods
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; a step begins here."""
+    def begin(self, args: tuple[Any, ...]) -> None:
+        """Begin a step, with the arguments of ``training_step``."""
         tensors = leaves_of(args[:1], Tensor)
         shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
-        batch, counted = (shapes, self._stepping), _counted(self._statistics)
+        batch, counted = (shapes, self.stepping), _counted(self._statistics)
         self._open = _Sample(self._steps, batch, self._stopwatch.mark(), counted)
         self._steps += 1
-        result = self._handler.training_step(*args, **kwargs)
-        if self._manual:
-            self._close()
-            self._settle()
-        return result
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run it; a step ends here unless the optimizer steps."""
-        result = self._handler.backward(closure_loss, optimizer, *args, **kwargs)
-        if not (self._stepping or self._manual):
-            self._close()
-        return result
-
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Run it; a step ends here, and perhaps the timing."""
-        self._stepping = True
-        try:
-            result = self._handler.optimizer_step(optimizer, closure, model, **kwargs)
-        finally:
-            self._stepping = False
-        if not self._manual:
-            self._close()
-            self._settle()
-        return result
-
-    # ------------------------------------------------------------------ samples
-
-    def _close(self) -> None:
+    def end(self) -> None:
+        """End the step that is under way, if one is."""
         sample, self._open = self._open, None
         if sample is None:
             return
@@ -177,12 +138,12 @@ class StepTiming:
         if sample.kept or (not sample.records and sample.step > 0):
             self._pending.append((sample, self._stopwatch.mark()))
 
-    def _settle(self) -> None:
+    def is_complete(self) -> bool:
+        """Whether every graph has its times, which the device knows by now."""
         self.read()
         replays = [self._replays[id(record)] for record in self._statistics.graphs]
         is_complete = self._steps >= _LONGEST or min(replays, default=0) >= SAMPLES
-        if is_complete and not self._pending:
-            self._settled()
+        return is_complete and not self._pending
 
     def read(self, *, wait: bool = False) -> None:
         """Take over the times that the device knows by now."""

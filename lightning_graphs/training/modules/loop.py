@@ -22,19 +22,21 @@ from lightning_graphs.training.verify.agreement import Agreement
 
 
 class ModuleRunner:
-    """Stands in for the strategy's methods where submodules are graphed."""
+    """Runs steps whose submodules are graphs."""
+
+    has_failed = may_follow_values = False
 
     def __init__(self, fit: Fit, warmup_steps: int, looks_at_shapes: bool = False) -> None:
         fit.ranks.close()  # submodules exchange nothing
         if fit.progress is not None:
             fit.progress.follows = True
         trainer, module = fit.trainer, fit.module
-        self._calls = fit.retry.calls
+        self._calls = fit.recovery.calls
         self._statistics = fit.statistics
-        self._compiled, self._retry = fit.compiled, fit.retry
+        self._compiled, self._recovery = fit.compiled, fit.recovery
         self._warmup_left = warmup_steps
         self._open = ExitStack()
-        self._gradients = gradients = PersistentGradients(fit.retry.gradients_held)
+        self._gradients = gradients = PersistentGradients(fit.recovery.gradients_held)
         agreement = Agreement(fit)
         # First: it may refuse the options, and changes nothing.
         self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks_at_shapes)
@@ -77,7 +79,7 @@ class ModuleRunner:
         self._graphs.begin(args)
         if self._graphs.insured and self._graphs.stage.elsewhere is not None:
             self._graphs.insured -= 1
-            self._retry.insure(args, self._again)
+            self._recovery.insure(args, self._again)
         return self._stepping(args, kwargs)
 
     def _again(self, error: ReplayError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -104,7 +104,7 @@ class ModuleGraphs:
         # Where a step may go through a graph twice, and what for: it is run again, or waited for.
         self._again = with_keyword(_AGAIN, ran)
         left = PATIENCE if self._again.line else 0
-        self._patience, self.insured = (0, left) if fit.retry.repeats else (left, 0)
+        self._patience, self.insured = (0, left) if fit.recovery.repeats else (left, 0)
         self._agreement, self._checks = agreement, CallChecks(agreement)
         made_with = module, own, pool, gradients, self._checks.check, fit.compiled
         self._means = Means(*made_with, direct=direct, adds=_adds_gradients(module))

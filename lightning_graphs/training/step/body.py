@@ -114,7 +114,7 @@ class StepBody:
         self, arguments: tuple[Any, ...], recorder: LogRecorder
     ) -> tuple[OutputPlan, Tensor]:
         """What ``training_step`` returns, and the loss in it."""
-        returned = self.fit.retry.own.training_step(*arguments)
+        returned = self.fit.own.training_step(*arguments)
         try:
             refuse_stand_ins(returned)
             output = OutputPlan(returned, static=False)

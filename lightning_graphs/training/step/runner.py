@@ -36,7 +36,6 @@ from lightning_graphs.training.lightning_private import (
 )
 from lightning_graphs.training.notices import Notices
 from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
-from lightning_graphs.training.retry import Runner
 from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step.capture import StateAwaited, StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
@@ -53,21 +52,14 @@ _WRAPPED = (
 
 
 class StepRunner:
-    """Stands in for the strategy's methods between ``on_train_start`` and the end of a fit."""
+    """Runs the steps of a fit as a whole."""
 
-    def __init__(
-        self,
-        fit: Fit,
-        # Makes what follows where whole steps turn out to fail, perhaps because of a shape that
-        # follows from values
-        successor: Callable[[bool], Runner] | None = None,
-    ) -> None:
+    def __init__(self, fit: Fit) -> None:
         self._fit = fit
-        self._successor = successor
-        self._retry = fit.retry
+        self._recovery = fit.recovery
         self._trainer = fit.trainer
         self._module = fit.module
-        self._calls = fit.retry.calls
+        self._calls = fit.recovery.calls
         self._statistics = fit.statistics
         self._ranks = fit.ranks
         self._investment = fit.investment
@@ -90,8 +82,9 @@ class StepRunner:
         self._active: StepPlan | None = None
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often
-        self._failing = self._has_failed = False
-        self._may_follow_values = False  # not the error, which holds what was captured
+        self._failing = self.has_failed = False
+        # Perhaps because of a shape that follows from values
+        self.may_follow_values = False  # not the error, which holds what was captured
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
         # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
@@ -161,10 +154,6 @@ class StepRunner:
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
-        if self._has_failed and self._successor is not None:  # here alone the scope changes
-            self.close()
-            runner = self._retry.attach(self._successor(self._may_follow_values))
-            return runner.optimizer_step(optimizer, closure, model, **kwargs)
         if optimizer is not self._optimizer:
             if optimizer is not self._trainer.optimizers[0]:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
@@ -266,7 +255,7 @@ class StepRunner:
         choice, verify = GIVE_UP if self._failing else choice, wish
         if not ranks.are_one:
             choice, verify = ranks.settle(choice, wish)
-        self._has_failed |= choice == GIVE_UP
+        self.has_failed |= choice == GIVE_UP
         if plan is not None and choice <= CAPTURE:
             plan.rewind_host()
         if choice == CAPTURE:
@@ -327,7 +316,7 @@ class StepRunner:
         signature, tensors = self._signature_of(args, conditions)
 
         def capture() -> StepPlan | None:
-            self._retry.before_capture(args)
+            self._recovery.before_capture(args)
             for plan in self._cache.plans():
                 plan.gradients.lend()
             self._kept.count()
@@ -365,7 +354,7 @@ class StepRunner:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
         if self._agreement.is_on:
             plan.unverified = False
-            self._retry.forget_gradients(plan)
+            self._recovery.forget_gradients(plan)
             self._kept.attached = None
             try:
                 with self._investment.verifying():
@@ -406,7 +395,10 @@ class StepRunner:
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
             vars(self._optimizer)["zero_grad"] = nothing
-        returned = self._retry.handed_out(plan)
+        try:
+            returned = plan.hand_out()
+        except Exception as error:
+            returned = self._recovery.handed_out(plan, error)
         self._statistics.count_replay(forward)
         return returned
 
@@ -436,7 +428,7 @@ class StepRunner:
     def _refused(self, signature: Signature | None, error: GraphError) -> None:
         if signature is not None:
             self._cache.refuse(signature)
-        self._may_follow_values = may_follow_values(error)
+        self.may_follow_values = may_follow_values(error)
         # What finds no memory as a whole finds none for the arguments of its submodules.
         is_branch = self._capture.was_in_a_branch()
         self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))
@@ -445,4 +437,4 @@ class StepRunner:
     def _fails(self, failing: bool) -> None:
         """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
         self._failing |= failing and self._may_give_up
-        self._has_failed |= self._failing and self._ranks.are_one
+        self.has_failed |= self._failing and self._ranks.are_one

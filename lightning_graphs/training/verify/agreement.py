@@ -63,7 +63,7 @@ class Agreement:
     """
 
     def __init__(self, fit: Fit) -> None:
-        self.root, self.budget, self.ranks = fit.module, fit.retry.budget, fit.ranks
+        self.root, self.budget, self.ranks = fit.module, fit.budget, fit.ranks
         self._statistics = fit.statistics
         verify = fit.options.verify
         self.is_on = verify is not False

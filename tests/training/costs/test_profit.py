@@ -16,6 +16,7 @@ from lightning_graphs import GraphCapture
 from lightning_graphs.reporting import GraphRecord
 from lightning_graphs.training import notices
 from lightning_graphs.training.costs.timing import SAMPLES, StepTiming, Verdict, judge
+from lightning_graphs.training.handler import StrategyHandler
 from lightning_graphs.training.statistics import Statistics
 from tests.training.fits import Fit, compare, prepare
 
@@ -226,18 +227,17 @@ class Steps:
         self._record = GraphRecord(signature="x")
         self.statistics.graphs.append(self._record)
         self._ran = 0
-        handler: Any = SimpleNamespace(
+        runner: Any = SimpleNamespace(
+            has_failed=False,
             training_step=self._training_step,
             backward=lambda loss, optimizer: loss,
             optimizer_step=lambda optimizer, closure, model: closure(),
         )
-        self._timing = StepTiming(
-            handler,
-            self.statistics,
-            device,  # type: ignore[arg-type]
-            lambda: self.settled.append(self._ran),
-            **options,
-        )
+        timing = StepTiming(self.statistics, device, **options)  # type: ignore[arg-type]
+        recovery: Any = SimpleNamespace(is_open=False)
+        parts = recovery, self.statistics, timing, lambda: self.settled.append(self._ran)
+        self._handler = StrategyHandler(runner, lambda _: runner, *parts)
+        self._handler.take_over(SimpleNamespace(**vars(runner)))  # type: ignore[arg-type]
 
     def _training_step(self, batch: Any) -> None:
         self.statistics.comparisons += self._ran in self._verified
@@ -250,15 +250,15 @@ class Steps:
             self._device.done = self._device.marks
 
     def _closure(self) -> None:
-        self._timing.training_step({"x": torch.ones(2)})
-        self._timing.backward(torch.ones(()), None)
+        self._handler.training_step({"x": torch.ones(2)})
+        self._handler.backward(torch.ones(()), None)
 
     def run(self, *, stepping: bool = True) -> Steps:
         for _ in range(23):
             if self.settled:
                 break
             if stepping:
-                self._timing.optimizer_step(None, self._closure)
+                self._handler.optimizer_step(None, self._closure)
             else:
                 self._closure()
         return self
@@ -273,22 +273,20 @@ def test_a_step_of_several_graphs_is_timed_for_each() -> None:
     device.done = 99
     graphs = [GraphRecord(signature="x", scope=f"module {name}") for name in "ab"]
 
+    timing = StepTiming(statistics, device, manual=True)  # type: ignore[arg-type]
+
     def training_step(batch: Any) -> None:
+        timing.begin((batch,))
         eager = statistics.eager < 3
         statistics.eager += eager
         for record in [] if eager else graphs:
             record.replays += 2
+        timing.end()
+        timing.read()
 
-    timing = StepTiming(
-        SimpleNamespace(training_step=training_step),  # type: ignore[arg-type]
-        statistics,
-        device,  # type: ignore[arg-type]
-        lambda: None,
-        manual=True,
-    )
     statistics.graphs += graphs
     for _ in range(5):
-        timing.training_step({"x": torch.ones(2)})
+        training_step({"x": torch.ones(2)})
     assert [(record.eager_ms, record.replay_ms) for record in graphs] == [(2.0, 2.0)] * 2
     assert [time.kind for time in statistics.times] == ["eager"] * 2 + ["replay"] * 2
 

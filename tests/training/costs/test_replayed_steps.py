@@ -172,7 +172,7 @@ def beside_the_graphs(
 
 # Whole steps: two copies of the batch, two operators for both learning rates, and Lightning's own
 # for its logs, of which 2.5 has more. Submodules: the loss runs eagerly, forward and backward.
-LIMITS = {"step": (26, 10, 182), "modules": (40, 18, 245)}
+LIMITS = {"step": (26, 10, 123), "modules": (40, 18, 212)}
 OLDER = 7 if lightning.__version__.startswith("2.5.") else 0
 
 

@@ -30,8 +30,8 @@ def agreement() -> Agreement:
     strategy = SimpleNamespace(model=None)
     trainer: Any = SimpleNamespace(precision_plugin=plugin, world_size=1, strategy=strategy)
     root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
-    retry = SimpleNamespace(budget=MemoryBudget(CPU))
-    parts = {"module": root, "options": Options(), "retry": retry, "ranks": Ranks(trainer)}
+    budget = MemoryBudget(CPU)
+    parts = {"module": root, "options": Options(), "budget": budget, "ranks": Ranks(trainer)}
     fit: Any = SimpleNamespace(trainer=trainer, statistics=Statistics(), **parts)
     return Agreement(fit)
 

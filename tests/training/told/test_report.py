@@ -73,12 +73,12 @@ class TestOfAFit:
         handlers: list[str] = []
 
         def note(trainer: Any, *_: Any) -> None:
-            handlers.append(type(vars(trainer.strategy)["training_step"].__self__).__name__)
+            handlers.append(type(vars(trainer.strategy)["optimizer_step"].__self__).__name__)
 
         fit.trace.on_train_batch_end = note  # type: ignore[method-assign]
         fit.run()
-        assert handlers[:5] == ["StepTiming"] * 5
-        assert handlers[-5:] == ["EagerRetry"] * 5
+        assert handlers[:5] == ["StrategyHandler"] * 5
+        assert handlers[-5:] == ["StepRunner"] * 5
 
     def test_accumulation_has_a_record_for_each_phase(self, backend: str, tmp_path: Path) -> None:
         fit = prepare(backend, tmp_path, True, accumulate_grad_batches=2, max_epochs=4).run()
