@@ -213,6 +213,17 @@ class Messages:
                     found += [self._sentence(function.name, t, place) for t in _returned(function)]
         return [message for message in found if not message.passed_on]
 
+    @cached_property
+    def words(self) -> dict[str, dict[str, ast.expr]]:
+        """Name of an obstacle -> what the client says in place of the obstacle's own words."""
+        tables = [m.constants["WORDS"] for m in self.modules if "WORDS" in m.constants]
+        return {
+            name.id: {ast.unparse(k).strip("'"): v for k, v in _items(row)}
+            for table in tables
+            for name, row in _items(table)
+            if isinstance(name, ast.Name)
+        }
+
     # ------------------------------------------------------------------ reading
 
     def _message(
@@ -221,6 +232,7 @@ class Messages:
         given = dict(zip(names, call.args, strict=False))
         keywords = {keyword.arg or "": keyword.value for keyword in call.keywords}
         given |= {("name" if arg == "kind" else arg): v for arg, v in keywords.items()}
+        given |= self.words.get(next((n for n, v in module.constants.items() if v is call), ""), {})
         texts = {n: self._text(node, place) for n, node in given.items() if n in _FIELDS}
         passed_on = _passes_on(given["rule"]) or not _says_something(texts["rule"])
         return Message(name_of(call.func), module.site(call), **texts, passed_on=passed_on)
@@ -298,6 +310,12 @@ class Messages:
                 getattr(self._message(place.module, owner, place, _OBSTACLE_FIELDS), node.attr)
             )
         return _blank(node.attr)
+
+
+def _items(table: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The entries of a dict as it is written."""
+    assert isinstance(table, ast.Dict)
+    return zip(filter(None, table.keys), table.values, strict=True)
 
 
 def _bases(kind: ast.ClassDef) -> set[str]:

@@ -143,6 +143,21 @@ def test_a_package_that_is_found_through_an_unusual_path(backend: str, tmp_path:
     assert done.returncode == 0, done.stderr
 
 
+ENGINE = ("core",)
+OF_LIGHTNING = re.compile(r"self\.log\b|training_step|Trainer\(|GraphCapture|scope=['\"]")
+
+
+def test_the_engine_does_not_speak_of_lightning() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for folder in ENGINE
+        for path in sorted((PACKAGE / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if OF_LIGHTNING.search(line)
+    ]
+    assert not found, "a remedy in Lightning's words belongs to the client's table"
+
+
 def test_public_names() -> None:
     for name in lightning_graphs.__all__:
         assert getattr(lightning_graphs, name) is not None

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import types
+from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -25,29 +26,47 @@ import torch
 from lightning_graphs.errors import OF_PACKAGE, GraphError
 
 
-def _library_roots() -> tuple[str, ...]:
-    """Folders whose frames are never the user's own code."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    torch_folder = os.path.dirname(os.path.abspath(torch.__file__))
-    # By their names, without importing them: the core knows nothing of lightning.
-    lightning = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
-    packages = []
-    for name in (*lightning, "torchmetrics"):
+def _folders_of(packages: Iterable[str]) -> tuple[str, ...]:
+    """The folders of packages that can be imported; none of them is."""
+    found: list[str] = []
+    for name in packages:
         with contextlib.suppress(ImportError, ValueError):
             spec = importlib.util.find_spec(name)
-            packages += [] if spec is None else spec.submodule_search_locations or []
-    packages = list(map(os.path.abspath, packages))
+            found += [] if spec is None else spec.submodule_search_locations or []
+    return tuple(os.path.join(os.path.abspath(path), "") for path in found)
+
+
+def _own_roots() -> tuple[str, ...]:
+    """Folders and files of torch and of this package, and what calls run through besides."""
+    folders = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+    folders.append(os.path.dirname(os.path.abspath(torch.__file__)))
     modules = ("contextlib", "copy", "functools", os.path.join("logging", "__init__"))
-    standard = [os.path.join(os.path.dirname(os.__file__), name) for name in modules]
-    folders = tuple(os.path.join(path, "") for path in (ours, torch_folder, *packages))
+    standard = [os.path.join(os.path.dirname(os.__file__), f"{name}.py") for name in modules]
     # Where torch.compile writes the code that it has generated
     compiled = os.path.join(tempfile.gettempdir(), "torchinductor_")
     compiled = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled))
-    return (*folders, compiled, *(f"{path}.py" for path in standard))
+    return (*(os.path.join(path, "") for path in folders), compiled, *standard)
 
 
-LIBRARY_ROOTS = _library_roots()
-GENERATED = ("<frozen ", "<eval_with_key>")
+class Libraries:
+    """Whose code it is: the user's own, or that of a library."""
+
+    def __init__(self) -> None:
+        self.framework: frozenset[str] = frozenset()  # packages that run the user's code
+        # Packages whose objects keep state of their own; lines of these are shown
+        self.opaque = frozenset({"torch", "lightning_graphs", "transformers"})
+        self.roots = _own_roots()
+
+    def add(self, framework: Iterable[str], opaque: Iterable[str] = ()) -> None:
+        """Take code of these packages for that of libraries, too; the client names its own."""
+        self.framework |= frozenset(framework)
+        self.opaque |= self.framework | frozenset(opaque)
+        self.roots += _folders_of(framework)
+        is_library.cache_clear()
+
+
+LIBRARIES = Libraries()
+_GENERATED = ("<frozen ", "<eval_with_key>")
 """Code without a file that is not the user's own either, unlike ``<stdin>`` or a notebook cell."""
 
 
@@ -83,7 +102,7 @@ class CallSite:
         return linecache.getline(self.file, self.line).strip()
 
     def describe(self) -> str:
-        """``file.py:12 in training_step: loss.item()``, as it appears in messages."""
+        """``file.py:12 in forward: loss.item()``, as it appears in messages."""
         if not self.line:
             return f"{NO_LINE}, in the backward pass" if self.in_backward else _IN_LIBRARIES
         source = f": {self.source}" if self.source else ""
@@ -101,9 +120,17 @@ def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Whether a file is part of torch, Lightning or this package."""
+    """Whether a file is part of torch, of the client's framework or of this package."""
     # A path in sys.path may be `project/.` or `tests/..`; code keeps it as it is.
-    return os.path.normpath(filename).startswith(LIBRARY_ROOTS + GENERATED)
+    return os.path.normpath(filename).startswith(LIBRARIES.roots + _GENERATED)
+
+
+def is_of_library(kind: type) -> bool:
+    """Whether a class is one of Python's, of torch's or of another library that is known."""
+    package = kind.__module__.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return kind is not Namespace
+    return package in LIBRARIES.opaque
 
 
 NO_LINE = "no line of yours"

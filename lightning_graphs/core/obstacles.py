@@ -22,7 +22,7 @@ from lightning_graphs.errors import CaptureError
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Obstacle:
     """A reason why something cannot be captured."""
 
@@ -56,7 +56,7 @@ HOST_READ = Obstacle(
     "keep the value on the device (torch.where, masking, tensor arithmetic), or read it outside "
     "of the captured code",
     kind="host-read",
-    code='self.log("loss", loss)  # the tensor, without item()\n'
+    code="total += loss.detach()  # the tensor, without item()\n"
     "loss = torch.where(condition, a, b)  # in place of an if",
 )
 DYNAMIC_SHAPE = Obstacle(
@@ -67,15 +67,15 @@ DYNAMIC_SHAPE = Obstacle(
 )
 LINEAR_ALGEBRA = Obstacle(
     "A capture cannot contain a function of torch.linalg that checks its result on the host.",
-    "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave the check out; for svd, eigh, "
-    "eig and matrix_exp use scope='modules', and call them between submodules",
+    "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave the check out; call svd, eigh, "
+    "eig and matrix_exp outside of the captured code",
     kind="host-read",
     code="inverse = torch.linalg.inv_ex(x).inverse  # in place of torch.linalg.inv(x)",
 )
 CTC_LOSS = Obstacle(
     "A capture cannot contain ctc_loss, which reads the input and target lengths on the host.",
-    "compute the lengths from the batch alone, and pass targets of 64 bits; or use "
-    "scope='modules', and call ctc_loss between submodules",
+    "compute the lengths from the batch alone, and pass targets of 64 bits; or call "
+    "ctc_loss outside of the captured code",
     kind="host-read",
     code='loss = F.ctc_loss(log_probs, targets.long(), lengths, (batch["labels"] > 0).sum(-1))',
 )
@@ -86,7 +86,7 @@ HOST_DATA = Obstacle(
     "torch.zeros, torch.arange on the device",
     kind="host-data",
     code='self.register_buffer("weights", torch.tensor([1.0, 2.0]))  # in __init__\n'
-    "loss = losses @ self.weights  # in training_step",
+    "loss = losses @ self.weights  # in the captured code",
 )
 HOST_COPY = Obstacle(
     "A capture cannot move a tensor from the CPU to the device, which is a copy from pageable host "
@@ -104,9 +104,9 @@ CONTROL_FLOW = Obstacle(
 )
 COLLECTIVE = Obstacle(
     "A graphed submodule cannot call collectives, because each rank replays it by itself.",
-    "call the collective outside of the submodule, or capture the whole step (scope='step')",
+    "call the collective outside of the submodule, or capture the whole step",
     kind="collective",
-    code='self.log("loss", loss, sync_dist=True)  # in place of all_reduce(loss)',
+    code="torch.distributed.all_reduce(loss)  # after the call of the submodule",
 )
 UNREGISTERED_GENERATOR = Obstacle(
     "A capture cannot draw from a random generator that is not registered with its graph.",
@@ -120,7 +120,7 @@ COMPILED = Obstacle(
     "rehearse the original module (torch.compiler.set_stance('force_eager') is not enough), and "
     "capture the compiled one on a GPU",
     kind="compiled",
-    code="GraphCapture()  # on a GPU, where the compiled module is captured",
+    code="graph = core.CUDAGraph()  # on a GPU, where the compiled module is captured",
     rehearsal=True,
 )
 UNSUPPORTED_LAYOUT = Obstacle(
@@ -142,7 +142,7 @@ MOVED_STORAGE = Obstacle(
     "allocate the tensor at its final size outside of the captured code, and write to it in place",
     kind="moved-memory",
     code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
-    "self.memory[: len(x)].copy_(x)  # in training_step",
+    "self.memory[: len(x)].copy_(x)  # in the captured code",
 )
 REBOUND = Obstacle(
     "A graphed callable must change the tensors of its modules in place, because a replay sets no "
@@ -157,7 +157,7 @@ READ_IN_BACKWARD = replace(
     HOST_READ,
     remedy="use operators whose backward pass reads nothing: exp, sum and cumsum of logarithms in "
     "place of prod and cumprod, torch.where in place of masked_fill with a trained value; or leave "
-    "that line to code between submodules (scope='modules')",
+    "that line outside of the captured code",
     code="y = torch.where(mask, self.token, x)  # in place of x.masked_fill(mask, self.token)",
 )
 TANGENTS = Obstacle(
@@ -235,41 +235,55 @@ INDEXING = frozenset(
 
 _MOVES_STORAGE = (aten.set_, aten.resize_, aten.resize_as_)
 
-_Remedy = tuple[str, str]
 
-_IS_CAUSAL: _Remedy = (
+@dataclass(slots=True, eq=False)
+class Remedy:
+    """What to write where a function of a library does what cannot be captured."""
+
+    remedy: str
+    code: str
+
+
+IS_CAUSAL = Remedy(
     "say whether the mask is causal, which torch else reads from the mask: is_causal=True or False "
     "(of a decoder tgt_is_causal, of nn.Transformer src_is_causal and tgt_is_causal)",
     "y = self.encoder(x, mask=self.mask, is_causal=True)",
 )
-_MOMENTUM: _Remedy = (
+MOMENTUM = Remedy(
     "give the BatchNorm a momentum: with None torch reads num_batches_tracked on the host",
     "nn.BatchNorm1d(64, momentum=0.1)",
 )
-_GROUPED: _Remedy = (
-    "train weights in bfloat16 (precision='bf16-true'): torch multiplies those of all experts in "
-    "one kernel, which reads nothing on the host",
-    'Trainer(precision="bf16-true")',
+GROUPED = Remedy(
+    "train weights in bfloat16: torch multiplies those of all experts in one kernel, which reads "
+    "nothing on the host",
+    "model.to(torch.bfloat16)",
 )
-_CLASSES: _Remedy = (
+CLASSES = Remedy(
     "pass num_classes, which one_hot reads from the largest value otherwise",
     "codes = F.one_hot(labels, num_classes=10)",
 )
-_COVARIANCE: _Remedy = (
+COVARIANCE = Remedy(
     "give MultivariateNormal a scale_tril: what it checks and computes of a covariance_matrix or a "
     "precision_matrix, it looks at on the host",
     "factor = torch.linalg.cholesky_ex(covariance).L\n"
     "noise = MultivariateNormal(mean, scale_tril=factor)  # for covariance_matrix=covariance",
 )
-_CAUSES: dict[tuple[str, str], _Remedy] = {
-    ("lightning_graphs/core/obstacles.py", "_one_hot"): _CLASSES,
-    ("torch/distributions/multivariate_normal.py", "__init__"): _COVARIANCE,
-    ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): _IS_CAUSAL,
-    ("torch/nn/modules/batchnorm.py", "forward"): _MOMENTUM,
-    ("transformers/integrations/moe.py", "_grouped_mm"): _GROUPED,
-    ("transformers/integrations/moe.py", "_grouped_mm_fallback"): _GROUPED,
+_CAUSES: dict[tuple[str, str], Remedy] = {
+    (f"{__name__.replace('.', '/')}.py", "_one_hot"): CLASSES,
+    ("torch/distributions/multivariate_normal.py", "__init__"): COVARIANCE,
+    ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): IS_CAUSAL,
+    ("torch/nn/modules/batchnorm.py", "forward"): MOMENTUM,
+    ("transformers/integrations/moe.py", "_grouped_mm"): GROUPED,
+    ("transformers/integrations/moe.py", "_grouped_mm_fallback"): GROUPED,
 }
 """End of a file's path, and the function in it that reads."""
+
+
+def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
+    """Let rules and remedies have these words in place of their ``remedy`` and ``code``."""
+    for spoken, own in words.items():
+        for field, text in own.items():
+            setattr(spoken, field, text)
 
 
 def may_follow_values(error: BaseException | None) -> bool:
@@ -281,16 +295,16 @@ def may_follow_values(error: BaseException | None) -> bool:
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:
     """The obstacle with the remedy for the library's function that this thread is in."""
     found = _remedy_for(walk_stack(sys._getframe(1)))
-    return obstacle if found is None else replace(obstacle, remedy=found[0], code=found[1])
+    return obstacle if found is None else replace(obstacle, remedy=found.remedy, code=found.code)
 
 
 def known_remedy(error: BaseException, otherwise: str) -> str:
     """The remedy for the library's function that raised an error."""
     found = _remedy_for(walk_tb(error.__traceback__))
-    return otherwise if found is None else found[0]
+    return otherwise if found is None else found.remedy
 
 
-def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> _Remedy | None:
+def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> Remedy | None:
     for frame, _ in frames:
         path = frame.f_code.co_filename.replace(os.sep, "/")
         for (file, function), remedy in _CAUSES.items():

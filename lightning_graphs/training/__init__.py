@@ -1,1 +1,3 @@
 """Graph capture under Lightning's Trainer; docs/design.md says what lives where."""
+
+from lightning_graphs.training import words as words

@@ -288,7 +288,8 @@ def test_a_library_is_known_wherever_it_lies(
     (tmp_path / "torchmetrics" / "__init__.py").touch()
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchmetrics"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(callsite, "LIBRARY_ROOTS", callsite._library_roots())
+    monkeypatch.setattr(callsite, "LIBRARIES", callsite.Libraries())
+    callsite.LIBRARIES.add(["torchmetrics"])
     assert callsite.is_library(str(tmp_path / "torchmetrics" / "metric.py"))
     assert callsite.is_library(torch.__file__)
     assert not callsite.is_library(str(tmp_path / "metrics.py"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import reprlib
 import sys
 import zlib
-from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_graphs.core.arguments.closures import brought_along
 from lightning_graphs.core.arguments.identity import Identity
+from lightning_graphs.core.callsite import is_of_library
 from lightning_graphs.exchange import Absence, in_slot
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -40,10 +40,6 @@ _WRITTEN = frozenset(
 
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
-_LIBRARIES = frozenset(
-    {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_graphs"}
-    | {"transformers", "tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml"}
-)
 _OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects of torch that keep state, and that code may have besides those of the fit."""
 
@@ -182,12 +178,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return table if isinstance(table, dict) else {}
-
-
-def is_of_library(kind: type) -> bool:
-    """Whether a class is one of Python's, of torch's or of another library that is known."""
-    package = kind.__module__.partition(".")[0]
-    return package in _LIBRARIES or (package in sys.stdlib_module_names and kind is not Namespace)
 
 
 def entries(value: Any) -> list[tuple[str, Any, Any]] | None:

@@ -427,8 +427,8 @@ def _explained(error: BaseException) -> CaptureError:
             "belong to the capture stream.",
             observed,
             "delete or detach the tensors of an earlier autograd graph (del loss, output), which "
-            "keep such nodes, and fetch nodes that you keep in on_fit_start or later; or use "
-            "torch 2.13 or newer",
+            "keep such nodes, and fetch nodes that you keep when training has begun; or use torch "
+            "2.13 or newer",
         )
     return CaptureError(
         "A capture cannot contain an operation that CUDA refuses to record.",

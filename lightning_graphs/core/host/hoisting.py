@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from lightning_graphs.core.arguments.buffers import extent
 from lightning_graphs.core.backends.recorder import OperatorCall, OperatorMode, mapped, tensors_in
+from lightning_graphs.core.callsite import LIBRARIES
 from lightning_graphs.core.generators import comparable
 from lightning_graphs.core.host.half import (
     OF_SHAPES,
@@ -51,7 +52,6 @@ _DIVISIONS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys((f"{name}_" for name in _QUOTIENTS), Tensor.mul_),
 }
 _MOVING = frozenset({"to", "type_as", "copy_"})
-_LOGGING = ("lightning", "pytorch_lightning", "torchmetrics")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
@@ -447,7 +447,7 @@ class HostRecording(OperatorMode):
     ) -> Any:
         """A tensor of Python's numbers: a constant, unless it is made to be logged."""
         caller: str = sys._getframe(3).f_globals.get("__name__", "")
-        if caller.partition(".")[0] in _LOGGING:
+        if caller.partition(".")[0] in LIBRARIES.framework:
             self.tape.refuse("a number that may change in each step is logged")
         device = kwargs.get("device")
         if device is None and name == "new_tensor":
